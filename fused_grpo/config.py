@@ -55,8 +55,8 @@ def has_type(value: Any, kind: Any) -> bool:
         case None if kind is Any:
             return True
         case None if kind is float:
-            is_finite = is_number(value, -LARGEST, LARGEST)
-            return is_finite or (isinstance(value, float) and not math.isfinite(value))
+            largest = EXACT if isinstance(value, int) else LARGEST
+            return isinstance(value, int | float) and not largest < abs(value) < math.inf
         case None if kind is int:
             return isinstance(value, int) and -(2**63) <= value < 2**63
         case None:
@@ -69,12 +69,6 @@ def has_type(value: Any, kind: Any) -> bool:
             return isinstance(value, dict) and all(isinstance(key, str) for key in value)
         case origin:
             return isinstance(value, origin) and all(has_type(item, arguments[0]) for item in value)
-
-
-def is_number(value: Any, low: float, high: float) -> bool:
-    """Whether `value` is a plain number from `low` to `high` that a tensor can represent: no text, no tensor."""
-    is_plain = isinstance(value, int | float) and low <= value <= high
-    return is_plain and abs(value) <= (EXACT if isinstance(value, int) else LARGEST)
 
 
 def readable(kind: Any) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_grpo._maths import distributions
 from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.statistics import full_precision
-from fused_grpo.config import LARGEST, GRPOLossConfig, is_number
+from fused_grpo.config import LARGEST, GRPOLossConfig
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head.checks import (
     HeadOptions,
@@ -24,6 +24,7 @@ from fused_grpo.head.checks import (
     check_plan,
     check_temperature_values,
     check_tensors,
+    is_number,
     outside_graphs,
 )
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads, chunked_divergence
@@ -222,7 +223,7 @@ def reference_divergence(heads: TwoHeads, kind: str, beta: float) -> Tensor:
     """The divergences [R] through full logits and autograd."""
     logits = []
     for head in (heads.student, heads.teacher):
-        hidden = head.hidden if head.index is None else head.hidden[head.index]
+        hidden = head.hidden_of()
         raw = hidden.to(head.dtype) @ distributions.as_rounded(head.weight, hidden.dtype).to(head.dtype).t()
         logits.append(distributions.transform_logits(raw, **head.transform()))
     return distributions.divergence(logits[0], logits[1].detach(), kind=kind, beta=beta)

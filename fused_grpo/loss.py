@@ -14,9 +14,9 @@ from torch import Tensor
 from fused_grpo._maths import factors, formulas
 from fused_grpo._maths.formulas import LossInputs, Sequences, TokenInputs, token_weights
 from fused_grpo._maths.statistics import compute_dtype
-from fused_grpo.config import DEFAULT_LOSS, LARGEST, GRPOLossConfig, checked_config, is_number
+from fused_grpo.config import DEFAULT_LOSS, LARGEST, GRPOLossConfig, checked_config
 from fused_grpo.errors import InputError
-from fused_grpo.head.checks import check_plan, check_tensors, outside_graphs
+from fused_grpo.head.checks import check_plan, check_tensors, is_number, outside_graphs
 from fused_grpo.head.chunked_loss import AttachGradients, statistics_of, value_and_gradient
 from fused_grpo.passes import choice
 
@@ -186,12 +186,22 @@ def loss_inputs(
             check_normaliser(name, named[name], device)
     if given.entropy_threshold is not None:
         check_threshold(given.entropy_threshold, device)
-    sequences, num_entropy_tokens = Sequences(sequence_lengths(shape, given.cu_seqlens)), given.num_entropy_tokens
+    sequences, num_entropy_tokens = sequences_of(shape, given.cu_seqlens), given.num_entropy_tokens
+    advantages = given.advantages.detach()
+    if not advantages.is_floating_point():
+        raise InputError(f"got advantages of dtype {advantages.dtype}, want a floating dtype; fix: advantages.float()")
+    if advantages.shape == (sequences.count,):
+        advantages = sequences.spread(advantages, shape.numel())
+    elif advantages.shape != shape:
+        raise InputError(
+            f"got advantages {tuple(advantages.shape)}, want [B] = ({sequences.count},), one per sequence, "
+            f"or {tuple(shape)}, one per token"
+        )
     mask = torch.ones(shape.numel(), dtype=torch.bool, device=device) if kept is None else kept
     mask = mask if given.mask is None else torch.logical_and(given.mask.reshape(-1), mask)
     flat = {name: None if (x := named[name]) is None else x.detach().to(dtype).reshape(-1) for name in FLOATING}
     tokens = TokenInputs(
-        advantages=per_token_advantages(given.advantages, shape, sequences).to(dtype),
+        advantages=advantages.reshape(-1).to(dtype),
         weights=token_weights(mask, sequences, given.num_tokens, given.num_sequences, config).to(dtype),
         mask=mask,
         **flat,
@@ -202,15 +212,15 @@ def loss_inputs(
     return LossInputs(tokens, sequences, given.entropy_threshold, num_entropy_tokens, selected)
 
 
-def sequence_lengths(shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor | tuple[int, int]:
-    """Lengths [B] of packed sequences, or (B, T) of padded ones."""
+def sequences_of(shape: torch.Size, cu_seqlens: Tensor | None) -> Sequences:
+    """The sequences of tokens of `shape`, packed or padded."""
     if cu_seqlens is None:
         if len(shape) != 2:
             raise InputError(
                 f"got tokens of shape {tuple(shape)} without cu_seqlens; "
                 "want padded [B, T] (with a mask), or packed [N] with cu_seqlens [B+1]"
             )
-        return shape[0], shape[1]
+        return Sequences(shape[0], (shape[0], shape[1]))
     if len(shape) != 1:
         raise InputError(f"got cu_seqlens with tokens of shape {tuple(shape)}, want packed tokens [N]; fix: .flatten()")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -220,22 +230,7 @@ def sequence_lengths(shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor | t
         first, last, ordered = int(cu_seqlens[0]), int(cu_seqlens[-1]), bool((lengths >= 0).all())
         if first != 0 or last != shape[0] or not ordered:
             raise InputError(f"got cu_seqlens from {first} to {last}, want ascending from 0 to N={shape[0]}")
-    return lengths
-
-
-def per_token_advantages(advantages: Tensor, shape: torch.Size, sequences: Sequences) -> Tensor:
-    """Advantages [N] from one per sequence [B] or one per token."""
-    if not advantages.is_floating_point():
-        raise InputError(f"got advantages of dtype {advantages.dtype}, want a floating dtype; fix: advantages.float()")
-    advantages = advantages.detach()
-    if advantages.shape == (len(sequences),):
-        return sequences.spread(advantages, shape.numel())
-    if advantages.shape == shape:
-        return advantages.reshape(-1)
-    raise InputError(
-        f"got advantages {tuple(advantages.shape)}, want [B] = ({len(sequences)},), one per sequence, "
-        f"or {tuple(shape)}, one per token"
-    )
+    return Sequences(len(lengths), lengths)
 
 
 def check_normaliser(name: str, value: float | Tensor, device: torch.device) -> None:

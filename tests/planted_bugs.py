@@ -67,8 +67,8 @@ BUGS = {
     ),
     "dH of later tiles replaces that of earlier ones": Bug(
         "fused_grpo/head/head.py",
-        "weighted_sum_into(self._rows, values, tile.weight, accumulate=not first)",
-        "weighted_sum_into(self._rows, values, tile.weight, accumulate=False)",
+        "multiply_into(self._rows, values, tile.weight, accumulate=not first)",
+        "multiply_into(self._rows, values, tile.weight, accumulate=False)",
         REAL,
     ),
     "dW of later row groups replaces that of earlier ones": Bug(
@@ -79,8 +79,8 @@ BUGS = {
     ),
     "db is that of the last row group": Bug(
         "fused_grpo/head/head.py",
-        "columns += values.sum(0, dtype=columns.dtype)",
-        "columns.copy_(values.sum(0, dtype=columns.dtype))",
+        "columns += values.sum(0, dtype=dtype)",
+        "columns.copy_(values.sum(0, dtype=dtype))",
         EXACT,
     ),
     "rows that are left out are scattered to the wrong place": Bug(
@@ -119,8 +119,8 @@ BUGS = {
     ),
     "the weight of the target has the sign of the others": Bug(
         "fused_grpo/passes/torch_passes/row_passes.py",
-        "tile.put_at_target_(out, -total if",
-        "tile.put_at_target_(out, total if",
+        "at_target = -total if",
+        "at_target = total if",
         ROW_PASSES,
     ),
     "the scale of the weights forgets 1 - p": Bug(
@@ -152,8 +152,8 @@ BUGS = {
     ),
     "the target counts among the others": Bug(
         "fused_grpo/passes/torch_passes/row_passes.py",
-        "torch.where(targets[:, None] == column, -torch.inf, kept)",
-        "kept",
+        "self.targets - columns.start, -torch.inf)",
+        "-1 - self.targets, -torch.inf)",
         EXACT,
     ),
     "1 - p by subtraction": Bug(
@@ -190,7 +190,9 @@ BUGS = {
     "columns that share a cache set": Bug(
         "fused_grpo/passes/buffers.py", "(_LINE - rows) % (2 * _LINE)", "(_LINE - rows) % _LINE", ROW_PASSES_LIE
     ),
-    "a chunk of a GPU that exceeds its memory": Bug("fused_grpo/passes/buffers.py", "rows, most))", "rows))", LAYOUT),
+    "a chunk of a GPU that exceeds its memory": Bug(
+        "fused_grpo/passes/buffers.py", "num_rows, rows, most))", "num_rows, rows))", LAYOUT
+    ),
     "memory that is in use is given out again": Bug(
         "fused_grpo/passes/buffers.py", "_kept.remove(pages)", "pass", PAGES
     ),
@@ -293,7 +295,7 @@ BUGS = {
     "dr_grpo divides by its own length": Bug(
         "fused_grpo/_maths/formulas.py",
         "num_sequences * config.max_completion_length)",
-        "num_sequences * on.sum() / len(sequences))",
+        "num_sequences * on.sum() / sequences.count)",
         OF_TYPES,
     ),
     "dW of a row with nothing but an entropy gradient": Bug(

@@ -28,7 +28,11 @@ SLIPS = {
         "object.__setattr__(self, name, value)\n\n    def _check",
         "self.sampling_clip_min = 0.5\n\n    def _check",
     ),
-    "an option that the trainer gives the loss": ("trainer/config/grpo_config.py", "sampling_clip_min=", "clip_min="),
+    "an option that the trainer gives the loss": (
+        "trainer/config/grpo_config.py",
+        "options, max_completion_length=",
+        "options, length=",
+    ),
     "an argument that only kernels have": (ROWS, "    statistics: Statistics,\n", "    seen: Statistics,\n"),
 }
 

@@ -53,17 +53,17 @@ from fused_grpo.trainer.distributed.sharding import (
     frozen_copy,
     prepare_sharding,
     reshard,
-    shard_by_its_layers,
-    shard_like_policy,
+    shard_frozen,
 )
 from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted, with_virtual_places
 from fused_grpo.trainer.models.attention import attention_cost
-from fused_grpo.trainer.models.loading import SELF, check_teacher_model, fingerprint, model_weights
+from fused_grpo.trainer.models.loading import SELF, check_teacher_model, fingerprint
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss, Teacher, router_loss_coefficient
 from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
+Context = AbstractContextManager[Any] | None
 Optimizers = tuple[torch.optim.Optimizer | None, Any]
 Rounding = Callable[[torch.dtype], float]
 Check = Callable[[dict[str, float], Rounding], None]
@@ -105,7 +105,6 @@ class Learner:
         warn_of_rounding(model, args.learning_rate)
         if args.disable_dropout:
             disable_dropout(model)
-        self.adapted = is_adapted(model)
         self.router_coefficient = router_loss_coefficient(base_model(model), args)
         self.vocab_size = base_model(model).config.get_text_config().vocab_size  # token ids are below it
         self.can_skip = can_skip(args, router_coefficient=self.router_coefficient)
@@ -123,12 +122,13 @@ class Learner:
         if args.gradient_checkpointing:
             checkpoint_activations(model, args.gradient_checkpointing_kwargs or {})
         # A copy, because the model changes.
-        needs_copy = (args.beta > 0 or teacher == SELF) and not self.adapted
+        needs_copy = (args.beta > 0 or teacher == SELF) and not is_adapted(model)
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
-        self.attention, head_rows = attention_cost(model), len(base_model(model).get_output_embeddings().weight)
+        head_rows, hidden_size = base_model(model).get_output_embeddings().weight.shape
+        self.attention = attention_cost(hidden_size)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
-        self.reference = None if frozen is None else shard_like_policy(accelerator, frozen, self.policy)
+        self.reference = None if frozen is None else shard_frozen(accelerator, frozen, self.policy)
         self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=head_rows)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
         groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
@@ -152,7 +152,7 @@ class Learner:
         if alone is None:
             return Teacher(self._reference_policy, self.args, vocab_size=vocab_size, fingerprint=SELF)
         identity = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
-        module = shard_by_its_layers(self.accelerator, alone.eval())
+        module = shard_frozen(self.accelerator, alone.eval())
         return Teacher(lambda: nullcontext(module), self.args, vocab_size=vocab_size, fingerprint=identity)
 
     @property
@@ -275,7 +275,8 @@ class Learner:
 
     def weights(self) -> dict[str, Tensor]:
         """The causal LM's full state dict, for the main process to save. A collective: every rank must call it."""
-        return model_weights(self.accelerator.get_state_dict(self.policy))
+        state = self.accelerator.get_state_dict(self.policy)
+        return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
     def served_weights(self, dtype: torch.dtype | None = None) -> WeightStream:
         """The weights for an engine of that dtype: full tensors under the names of a checkpoint, adapters merged."""
@@ -305,33 +306,20 @@ class Learner:
             device=self.accelerator.device,
             max_tokens=self.args.max_tokens_per_micro_batch,
             attention=self.attention,
-            agree=self._max_over_ranks,
+            agree=lambda number: max(gather_object([number])),
         )
-
-    def _max_over_ranks(self, number: int) -> int:
-        """The largest number of all ranks: each runs as many micro-batches, or their collectives would not match."""
-        numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
-        return int(numbers.max().item())
 
     def rounding(self, packed: Sequence[MicroBatch], dtype: torch.dtype) -> float:
         """How far a 16-bit `dtype` moves the policy's log-probs: mean over all ranks' tokens, nats. A collective."""
         contexts = (torch.autocast(self.accelerator.device.type, dtype, enabled=rounds) for rounds in (False, True))
-        exact, rounded = (
-            torch.cat(self._measured(self._unwrapped, "logprobs", packed, within=context)).double()
-            for context in contexts
-        )
+        measured = (self._measured(self._unwrapped, "logprobs", packed, within=context) for context in contexts)
+        exact, rounded = (torch.cat(logprobs).double() for logprobs in measured)
         total = torch.stack([(rounded - exact).abs().sum(), rounded.new_tensor(float(len(rounded)))])
         distance, tokens = self.accelerator.reduce(total, reduction="sum").tolist()
         return float(distance / max(tokens, 1.0))
 
     def _measured(
-        self,
-        policy: PolicyLoss,
-        what: Any,
-        packed: Sequence[MicroBatch],
-        *,
-        within: AbstractContextManager[Any] | None = None,
-        **options: Any,
+        self, policy: PolicyLoss, what: Any, packed: Sequence[MicroBatch], *, within: Context = None, **options: Any
     ) -> list[Any]:
         """`policy.measure` of each micro-batch, without dropout, and with the run's precision or `within` another."""
         was_training = policy.training
@@ -366,22 +354,18 @@ class Learner:
         return merge_floats(losses) | ratio_metrics(merge_floats(ratios), self.loss_config.loss_type)
 
     def _entropy_options(self, packed: Sequence[MicroBatch]) -> tuple[dict[str, Any], float | None]:
-        """The entropy coefficient of this step; with `top_entropy_quantile` the threshold over all of its tokens, and
-        the mean entropy of those above it.
+        """The loss's config for this step; with `top_entropy_quantile` its threshold, and the mean entropy above that.
 
         The threshold takes a forward pass of its own, because it depends on all tokens of the step.
         """
-        config = self.loss_config
-        if self.entropy.applied != config.entropy_coef:
-            config = dataclasses.replace(config, entropy_coef=self.entropy.applied)
-        options: dict[str, Any] = {"config": config}
+        config = dataclasses.replace(self.loss_config, entropy_coef=self.entropy.applied)
         if config.top_entropy_quantile == 1.0:
-            return options, None
+            return {"config": config}, None
         own_entropies = torch.cat(self._measured(self._unwrapped, "entropies", packed)).cpu()
         entropies = torch.cat(gather_object([own_entropies]))
         threshold = quantile(entropies, 1.0 - config.top_entropy_quantile)
         uncertain = entropies[entropies >= threshold]
-        options["entropy_threshold"] = threshold.to(self.accelerator.device)
+        options: dict[str, Any] = {"config": config, "entropy_threshold": threshold.to(self.accelerator.device)}
         options["num_entropy_tokens"] = max(1.0, float(len(uncertain)))
         return options, uncertain.mean().item() if len(uncertain) else 0.0
 

@@ -2,29 +2,23 @@
 
     engine.load_weights(policy)                          # only where the engine serves older ones
     rollouts = engine.generate(prompts, n=G)             # once per effective batch: B completions, their log-probs
-    rewards = reward_funcs(completions)                  # [B]
-    advantages = normalised within groups                # [B]
-    batches = balanced across ranks, one for each optimizer step, old log-probs for all but the first
-    for micro_batch in packed(batch):                    # [R, L] token ids, N completion tokens
-        hidden = backbone(micro_batch)                   # [N, D], no logits
-        loss = fused_linear_grpo_loss(hidden, lm_head)   # 0-d, normalised by the whole step's tokens
-        loss.backward()
-    clip, check against the engine's log-probs, optimizer.step()
+    batches = scored samples with advantages             # collect/collector.py; a batch for each optimizer step
+    learner.learn(batch)                                 # learner.py; checks the engine's log-probs before it steps
     log, evaluate, save                                  # when callbacks say so: transformers' own, and yours
 
 What makes it this loop and not another:
-- **One generation per effective batch.** The engine is called once for everything that an optimizer step (times
+- **One generation per effective batch.** One call of the engine samples all that an optimizer step (times
   `num_iterations`) learns from, so it runs at its best batch size and gradient accumulation costs no generation.
 - **No forward pass for old log-probs.** The rollouts come from the weights being trained, so the old log-probs of the
   first iteration are the current ones; the loss returns them and later iterations use them.
-- **The engine is checked by its log-probs.** Each sampled token comes with the engine's log-prob; the loss compares the
-  trainer's with it, and a step whose difference is beyond rounding ends the run before the optimizer moves.
+- **The engine is checked by its log-probs.** The loss compares the trainer's log-prob of each sampled token with the
+  engine's; a step whose difference is beyond rounding ends the run before the optimizer moves.
 - **It can be killed.** A checkpoint holds everything that the next step depends on, unfinished rollouts included; a
   resumed run makes the same steps, bit for bit, as one that was not killed.
 
-It is not a subclass of transformers.Trainer: the loop is short. Devices, DDP, FSDP2, mixed precision, schedulers,
-trackers, callbacks and files of weights are those of Accelerate and transformers. What a script expects of a Trainer
-beside the loop is in `transformers_face.py`.
+It is not a subclass of transformers.Trainer: the loop is short, and what else a script expects of a Trainer is in
+`transformers_face.py`. Devices, DDP, FSDP2, mixed precision, schedulers, trackers, callbacks and files of weights are
+those of Accelerate and transformers.
 """
 
 from __future__ import annotations
@@ -48,7 +42,7 @@ from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.collector import Collector
 from fused_grpo.trainer.collect.plan import Plan
 from fused_grpo.trainer.collect.scoring import check_best_metric, rename_loss_metrics
-from fused_grpo.trainer.collect.start_checks import Start, check_start, load_model, make_engine, make_sampler
+from fused_grpo.trainer.collect.start_checks import Start, check_start, load_model, make_engine
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.derived_options import fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -165,21 +159,14 @@ class GRPOTrainer(TransformersFace):
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or start.engine_name != "transformers"
             policy, learner = load_model(start, optimizers, corrected=own_weights)
-            super().__init__(
-                start,
-                policy,
-                learner,
-                train_dataset=dataset,
-                eval_dataset=eval_dataset,
-                sampler=make_sampler(start),
-                training_state=self._training_state,
-            )
+            super().__init__(start, policy, learner, self._training_state)
+            self.train_dataset, self.eval_dataset = dataset, eval_dataset
             self.max_steps, self.epochs = start.max_steps, start.epochs
             self.collector = Collector(start, self.sampler, learner)
             self.weight_check = WeightCheck(args, policy, accelerator.device, own_weights=own_weights)
             self.buffer: RolloutBuffer | None = None
-            # `_undo` is of what a run that fails at its start has done.
-            self.stop, self.lock, self._undo = StopOnSignal(), RunLock(), ExitStack()
+            self.stop, self.lock = StopOnSignal(), RunLock()
+            self._undo = ExitStack()  # of what a run that fails at its start has done
             self._in_epoch = self._is_stale = False  # stale: the engine has the weights of another run's step
             self._beginning: dict[str, Any] | None = None  # where the first `train` began in the data
             # Last: no rank is in `train` before all have an engine.
@@ -273,7 +260,6 @@ class GRPOTrainer(TransformersFace):
         return results
 
     def _evaluate(self) -> bool:
-        """Evaluate the trainer's eval sets. Returns False where there are none."""
         if self.eval_dataset is not None:
             with progress("evaluating"):
                 check_best_metric(self.args.metric_for_best_model, self.evaluate())
@@ -306,10 +292,9 @@ class GRPOTrainer(TransformersFace):
         self.events.begin(None, self.epochs.total)
         if checkpoint is not None:
             self._restore(checkpoint)
-        facts = self.facts | {"engine": self.engine.name}
-        shown = {"is_main": is_main, "facts": facts, "accelerator": self.accelerator}
+        facts: Any = {"facts": self.facts | {"engine": self.engine.name}, "accelerator": self.accelerator}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
-            self.output = RunOutput(self.args, self.max_steps, **shown)
+            self.output = RunOutput(self.args, self.max_steps, is_main=is_main, **facts)
         self.events("on_train_begin")
         wanted = self.args.eval_on_start or (checkpoint is None and self.args.eval_at_ends)
         if wanted and self._evaluate() and checkpoint is None:
@@ -321,17 +306,14 @@ class GRPOTrainer(TransformersFace):
         if position is None:
             return
         self.learner.restart()
-        self.collector.drop_prefetched()
-        self.buffer, self._in_epoch = None, False
+        self.collector.prefetched, self.buffer, self._in_epoch = None, None, False
         start = {"sampler": self.sampler.state_dict(position), "generate_calls": 0, "num_tokens": 0}
         self.collector.load_state(start, {})
         self.epochs.resume(0, 0.0)
         self._is_stale, self.results = True, Results()
 
     def _restore(self, checkpoint: Path) -> None:
-        """Everything as it was when `checkpoint` was saved, the logs included."""
-        restored = restore(checkpoint, self.learner, self.collector)
-        self.buffer, self.results.eval_before, unlogged, state = restored
+        self.buffer, self.results.eval_before, unlogged, state = restore(checkpoint, self.learner, self.collector)
         with refuse_unusable(checkpoint, STATE_FILE):
             self.epochs.resume(self.step, state.epoch)
             self.events.begin(state, self.epochs.total)
@@ -342,7 +324,6 @@ class GRPOTrainer(TransformersFace):
                 rewind_logs(self.output_dir, self.step)
 
     def _training_state(self) -> TrainingFiles:
-        """What a checkpoint has beside the model."""
         # A run that has to stop does not wait for its engine.
         wait = not any_rank(self.accelerator, self.stop.requested)
         logs: dict[str, Any] = {"eval_before": self.results.eval_before, "unlogged": self.events.steps.unlogged}
@@ -350,7 +331,7 @@ class GRPOTrainer(TransformersFace):
 
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run."""
-        agree(self.accelerator, self.control)
+        agree(self.control)
         # All epochs may end before `max_steps`, where a callback has left out the rest of one.
         is_last = self.step >= self.max_steps or self.epochs.at(self.step) >= self.epochs.total
         return is_last or self.control.should_training_stop
@@ -377,8 +358,7 @@ class GRPOTrainer(TransformersFace):
         return self.collector.buffer(scored, phases)
 
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
-        """One optimizer step from the next part of the buffer."""
-        on_policy, sampling = buffer.weight_version == self.step, self.collector.sampling(seed=0)
+        on_policy, sampling = buffer.weight_version == self.step, self.args.sampling(seed=0)
         comparable = on_policy and (sampling.is_plain_within_support if buffer.has_support else sampling.is_plain)
         check = self._check_agreement if comparable else None
         batch, metrics = self.learner.learn(buffer.current, check=check, event=self.events)
@@ -394,7 +374,6 @@ class GRPOTrainer(TransformersFace):
             self.weight_check(*differences, turns=turn_differences(metrics), engine=self.engine, rounding=rounding)
 
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
-        """Log a step: its metrics and the seconds of its phases."""
         metrics |= {
             "epoch": float(self.epochs.at(self.step)),
             "generate_calls": self.collector.generate_calls,
@@ -412,21 +391,21 @@ class GRPOTrainer(TransformersFace):
 
     def _log_evaluate_save(self) -> None:
         """What callbacks have decided after a step or an epoch; transformers' `DefaultFlowCallback` follows `args`."""
-        agree(self.accelerator, self.control)
+        agree(self.control)
         if self.control.should_log:
             self.events.log_steps()
         if self.control.should_evaluate and self._evaluate():
             is_best = self.events.is_best()
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
-        agree(self.accelerator, self.control)
+        agree(self.control)
         if self.control.should_save:
             self.save_checkpoint()
             self.events("on_save")
 
     def _end_epoch(self) -> None:
         """After the last step of an epoch or of the run, or where a callback leaves the rest of the epoch out."""
-        agree(self.accelerator, self.control)
+        agree(self.control)
         control = self.control
         if not (self.epochs.ends_with(self.step) or control.should_epoch_stop or control.should_training_stop):
             return
@@ -452,7 +431,6 @@ class GRPOTrainer(TransformersFace):
         raise SystemExit(EXIT_STATUS)
 
     def _finish(self) -> TrainResult:
-        """Evaluate, save and describe the trained model."""
         if self.args.eval_at_ends and self.events.last_evaluation.get("step") != self.step:
             self._evaluate()
         closing = self.events.log_closing(self.output)
@@ -469,7 +447,7 @@ class GRPOTrainer(TransformersFace):
         barrier(self.accelerator)
         return TrainResult(
             steps=self.step,
-            training_loss=self.events.steps.train_loss,
+            training_loss=closing["train_loss"],
             metrics=self.results.metrics | closing,
             eval_before=self.results.eval_before,
             eval_after=self.results.eval_after,

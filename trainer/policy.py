@@ -1,25 +1,22 @@
 """`PolicyLoss`, the module that Accelerate wraps so that loss and gradients go through `model(...)`, and its `Teacher`.
 
 The loss runs *inside* the wrapped module: its forward takes a micro-batch, gets hidden states from the backbone and
-calls the fused loss with the head's weight. That is why DDP sees every gradient and FSDP gathers the head once; a loss
-computed on the unwrapped model beside it would never be reduced over the ranks. Log-probs and entropies without
-gradients go the same way, because that is where FSDP gathers the weights for them.
+calls the fused loss with the head's weight. So DDP sees every gradient and FSDP gathers the head once; a loss computed
+on the unwrapped model would never be reduced over the ranks. Log-probs and entropies without gradients go the same way,
+because that is where FSDP gathers the weights for them.
 
-A teacher, from which the policy is distilled, sees micro-batches of the policy's own completions:
-
-    hidden = teacher's backbone(micro-batch)     # [N, D of the teacher]; no gradients, no logits
-    loss += coef * sum(weight * divergence)      # in the pass of the loss, with its weights (docs/divergence.md)
-
-It is a model of its own, or "self": the reference model. It gets the rows that the policy gets, so both have to keep
-the sequences of a row apart, and it shares the policy's temperature.
+A teacher, from which the policy is distilled, sees micro-batches of the policy's own completions. Its hidden states
+[N, D of the teacher], made without gradients or logits, go into the pass of the loss (docs/divergence.md). It is a
+model of its own, or "self": the reference model. It gets the policy's rows, so both have to keep the sequences of a row
+apart, and it shares the policy's temperature.
 
 **The routers' loss** balances the load of a mixture-of-experts model's experts (arXiv:2101.03961, eq. 4-6). Over the
 tokens of a micro-batch and the routers of all layers, f_e is the share of the tokens that expert e is chosen for, and
 P_e its mean probability; with E experts the loss is E sum_e f_e P_e. transformers' own function computes it.
 
 It is not linear in the tokens. The loss of a step is the mean over its micro-batches, as in TRL, so the cut into
-micro-batches changes this term: with `max_tokens_per_micro_batch`, under accumulation, and on several ranks, between
-which sequences are balanced, it is not exactly TRL's.
+micro-batches changes this term. It is not exactly TRL's with `max_tokens_per_micro_batch`, under accumulation, and on
+several ranks: TRL shuffles the sequences, and has the prompts of masked completions among them.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +84,7 @@ class PolicyLoss(nn.Module):
     def forward(
         self, batch: MicroBatch, what: Literal["loss", "logprobs", "entropies", "head_inputs"] = "loss", **step: Any
     ) -> Any:
-        """The loss of `_loss`, or what the method of that name returns: whatever runs the model comes through here."""
+        """What the method of that name returns: whatever runs the model comes through here, where FSDP gathers it."""
         return getattr(self, f"_{what}")(batch, **step)
 
     def _loss(
@@ -104,14 +101,10 @@ class PolicyLoss(nn.Module):
     ) -> GRPOLossOutput:
         """The loss of a micro-batch, normalised by the counts of the whole optimizer step.
 
-        The routers' auxiliary loss is the mean over the micro-batches that have sequences, and counts their tokens:
-        those of prompts and completions, not padding. In TRL micro-batches have other sequences: it shuffles them, and
-        has the prompts of masked completions in them.
-
+        The routers' auxiliary loss is the mean over the micro-batches that have sequences, of all tokens but padding.
         `config` takes the place of the module's own; the threshold is that of `top_entropy_quantile` over the step.
         """
-        # First, before the policy keeps activations.
-        distillation = None if teacher is None else teacher(batch)
+        distillation = None if teacher is None else teacher(batch)  # first, before the policy keeps activations
         # A micro-batch without sequences has no tokens for its routers either.
         balanced = self.router_aux_loss_coef != 0.0 and len(batch.sequence_index) > 0
         states, output = self.run(batch, **({"output_router_logits": True} if balanced else {}))
@@ -167,13 +160,15 @@ class PolicyLoss(nn.Module):
             options |= ends | dict.fromkeys(("max_length_q", "max_length_k"), batch.longest)
         options |= {"position_ids": batch.position_ids, "use_cache": False, "return_dict": True}
         if batch.seen_until is not None:
-            options["attention_mask"] = tree_mask(batch.seen_until, _compute_dtype(model))
+            device = model.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+            options["attention_mask"] = tree_mask(batch.seen_until, dtype)
         options = {name: value for name, value in options.items() if not named.isdisjoint({name, None})}
         return to_head(model, **model_inputs(self.model, batch.input_ids, batch.position_ids), **options)
 
     def _head_inputs(self, batch: MicroBatch, states: Tensor | None = None) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Hidden states [N, D] that predict completion tokens, the head's weight [V, D], and what makes log-probs of
-        their logits: the transform, and the tokens that the sampler kept."""
+        """Hidden states [N, D] that predict completion tokens, the head's weight [V, D], and options of the ops: the
+        transform of the logits, and the tokens that the sampler kept."""
         states = self.run(batch)[0] if states is None else states
         model = base_model(self.model)
         # The last place of a shared prompt predicts several tokens. An embedding adds their gradients in one order; an
@@ -194,17 +189,11 @@ def tree_mask(seen_until: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=seen.device).where(seen, torch.finfo(dtype).min)
 
 
-def _compute_dtype(model: PreTrainedModel) -> torch.dtype:
-    device = model.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
-
-
 def router_loss_coefficient(model: PreTrainedModel, args: GRPOConfig) -> float:
     """`args.router_aux_loss_coef`; where that is None, the model's own. 0 for a model without router logits.
 
-    Raises:
-        InputError: a coefficient for a model that does not return router logits; or reentrant gradient checkpointing,
-            which runs the routers without autograd.
+    InputError for a coefficient without router logits; and for one with reentrant gradient checkpointing, which runs
+    the routers without autograd.
     """
     config, given = model.config.get_text_config(), args.router_aux_loss_coef
     if not hasattr(config, "output_router_logits"):
@@ -244,9 +233,8 @@ def router_aux_loss(model: PreTrainedModel, states: Any, attention_mask: Tensor)
             "fix: router_aux_loss_coef=0.0"
         )
     top_k = model.config.get_text_config().num_experts_per_tok
-    loss: Any = load_balancing_loss_func(tuple(logits), logits[0].shape[-1], top_k, attention_mask)
-    assert isinstance(loss, Tensor)  # an int where there are no logits
-    return loss
+    # An int only where there are no logits.
+    return cast(Tensor, load_balancing_loss_func(tuple(logits), logits[0].shape[-1], top_k, attention_mask))
 
 
 @functools.cache

@@ -1,10 +1,10 @@
-"""What a model does, measured once on a few tokens, before the first step: it is not concluded from its name.
+"""What a model does, measured on a few tokens before the first step, and not concluded from its name.
 
     own     = log_softmax(model(ids).logits)               of two short sequences: joined to one, and the second alone
     policy  = what the loss is computed from               of the first alone, and of both in one row
 
-- If the first sequence has other log-probs than the model's own, it would be trained on something else: refused. So it
-  is if they are its own only without what follows: the model is not causal.
+- If the first sequence has other log-probs than the model's own, it would be trained on something else: refused. So is
+  a model whose own log-probs change with what follows: it is not causal.
 - If the second sequence has others behind the first one, sequences get a row each. Position ids may not reach the mask,
   and a recurrent layer has no mask.
 - If two completions behind one prompt have others than each behind its own, or layers see a window only, completions do
@@ -37,8 +37,7 @@ from fused_grpo.trainer.types import MicroBatch, samples_from
 
 _log = logging.getLogger(__name__)
 
-# Two short sequences of different tokens.
-_FIRST, _SECOND = range(2, 11), range(5, 12)
+_FIRST, _SECOND = range(2, 11), range(5, 12)  # tokens of two short sequences
 
 
 @dataclass(frozen=True)
@@ -56,17 +55,17 @@ class Measured:
 def self_check(policy: PolicyLoss) -> Measured:
     """Measure a policy, before it is wrapped or sharded. Warns if sequences cannot be packed.
 
-    Raises:
-        UnsupportedError: a model whose log-probs are not those of the loss, which is not causal, or which fails.
+    UnsupportedError for a model whose log-probs are not those of the loss, which is not causal, or which fails.
     """
     given: Any = policy.model
     model: Any = base_model(given)
     name, any_lengths, config = type(model).__name__, takes_any_lengths(model), model.config.get_text_config()
     # Virtual tokens are no part of the model's own logits; an attention kernel may need a GPU.
     plain = given.disable_adapter() if is_prompt_tuned(given) else nullcontext()
-    eager = replaced(config, "_attn_implementation_internal", "eager") if any_lengths else nullcontext()
+    needs_gpu = any_lengths and model.device.type == "cpu"
+    eager = replaced(config, "_attn_implementation_internal", "eager") if needs_gpu else nullcontext()
     try:
-        with as_it_was(policy), eager if model.device.type == "cpu" else nullcontext():
+        with as_it_was(policy), eager:
             with plain:
                 share_rows = _compare(policy.eval(), model)
                 share_prompts = not any_lengths and _takes_trees(policy, model)
@@ -123,26 +122,22 @@ def _compare(policy: PolicyLoss, model: Any) -> bool:
 
 
 def _takes_trees(policy: PolicyLoss, model: Any) -> bool:
-    """Whether two completions behind one prompt have the model's own log-probs. The prompt is one token.
-
-    A window is longer than what is measured here, and the layers that have one take any mask for theirs.
-    """
+    """Whether two completions behind one prompt, of one token, have the model's own log-probs."""
+    # A window is longer than what is measured here, and the layers that have one take any mask for theirs.
     if not sees_all(model) or is_prompt_tuned(policy.model):
         return False
     sequences = [[_FIRST[0], *tokens[1:]] for tokens in (_FIRST, _SECOND)]
     own = [_own_logits(model, *tokens) for tokens in sequences]
     try:
-        found = _apart(policy, _row(model, sequences), own)
+        return all(apart <= allowed for apart, allowed in _apart(policy, _row(model, sequences), own))
     except Exception:  # a mask of that shape is not what it takes
         return False
-    return all(apart <= allowed for apart, allowed in found)
 
 
 def _row(model: Any, *trees: Sequence[Sequence[int]]) -> MicroBatch:
     """The trees in one row: sequences with the same first token. All of their tokens but that are completions."""
-    sequences = list(chain.from_iterable(trees))
     embedding = model.get_input_embeddings().weight
-    ids = [[token % len(embedding) for token in sequence] for sequence in sequences]
+    ids = [[token % len(embedding) for token in sequence] for sequence in chain.from_iterable(trees)]
     batch = samples_from(
         {
             "prompt_ids": [tokens[:1] for tokens in ids],
@@ -175,10 +170,9 @@ def _apart(policy: PolicyLoss, row: MicroBatch, own: Sequence[Tensor]) -> list[t
     parts = zip(policy.measure(row, "logprobs").split(lengths), row.targets.split(lengths), own, strict=True)
     for logprobs, targets, logits in parts:
         expected = (logits / policy.temperature).log_softmax(-1).gather(1, targets[:, None].to(logits.device))[:, 0]
+        apart = (logprobs.to(expected) - expected).abs().max().item()
         # On a GPU fp32 may be TF32.
         share = max(1e-2 if logits.device.type == "cuda" else 1e-3, eps**0.5)
         allowed = share * logits.std() + 2 * eps * logits.abs().max()
-        differences.append(
-            ((logprobs.to(expected) - expected).abs().max().item(), allowed.item() / policy.temperature + 1e-5)
-        )
+        differences.append((apart, allowed.item() / policy.temperature + 1e-5))
     return differences

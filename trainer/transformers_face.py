@@ -6,7 +6,7 @@ loop makes the parts and passes them to the constructor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from transformers import TrainerControl, TrainerState, trainer_pt_utils
 
 from fused_grpo.errors import DataError, UnsupportedError
@@ -23,9 +23,8 @@ from fused_grpo.trainer.batching.micro_batch_metrics import quantile
 from fused_grpo.trainer.checkpoint.checkpoint import remove_old_checkpoints, save_checkpoint, weights_stay
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.scoring import Scored
-from fused_grpo.trainer.collect.start_checks import Start
+from fused_grpo.trainer.collect.start_checks import Start, make_sampler
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
-from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import as_completion
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed
 from fused_grpo.trainer.learner import Learner
@@ -51,29 +50,15 @@ class Results:
 
 
 class TransformersFace:
-    """Callbacks, log, saving, data loaders and copied options, under transformers' and TRL's names.
+    """Callbacks, log, saving, data loaders and copied options, under transformers' and TRL's names."""
 
-    Args:
-        start: what the run begins with, after the checks.
-        train_dataset, eval_dataset: as the user gave them.
-        training_state: what a run needs to be resumed, beside the model.
-    """
+    train_dataset: Any  # as the user gave it, as is the next
+    eval_dataset: Any
 
-    def __init__(
-        self,
-        start: Start,
-        model: Any,
-        learner: Learner,
-        *,
-        train_dataset: Any,
-        eval_dataset: Any,
-        sampler: PromptSampler,
-        training_state: Callable[[], TrainingFiles],
-    ) -> None:
+    def __init__(self, start: Start, model: Any, learner: Learner, training_state: Callable[[], TrainingFiles]) -> None:
         self.start, self.args, self.learner, self.accelerator = start, start.args, learner, learner.accelerator
-        self.model, self.model_path = model, start.model_path
-        self.train_dataset, self.dataset, self.eval_dataset = train_dataset, start.train, eval_dataset
-        self.rewards, self.sampler, self._state_to_save = start.rewards, sampler, training_state
+        self.model, self.model_path, self.dataset = model, start.model_path, start.train
+        self.rewards, self.sampler, self._state_to_save = start.rewards, make_sampler(start), training_state
         self.processing_class = start.tokenizer  # is saved beside the model
         self.events = Events(
             self.args,
@@ -89,8 +74,6 @@ class TransformersFace:
         self.hub_model_id: str | None = None  # of the last upload
         self.output = RunOutput(self.args, 0, is_main=False, facts={})  # before a run begins nothing is shown
 
-    # The log.
-
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Make an entry of `state.log_history` and show it to the callbacks.
 
@@ -105,21 +88,9 @@ class TransformersFace:
             self.output.numbers(self.state.global_step, added)
         self.events.add_entry(logs)
 
-    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Print metrics, on the first process."""
-        trainer_pt_utils.log_metrics(self, split, metrics)
-
-    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
-        """Write metrics to `<split>_results.json`, and with `combined` also to all_results.json."""
-        trainer_pt_utils.save_metrics(self, split, metrics, combined)
-
-    def save_state(self) -> None:
-        """Write trainer_state.json, on the first process."""
-        trainer_pt_utils.save_state(self)
-
-    metrics_format = staticmethod(trainer_pt_utils.metrics_format)
-
-    # Saving.
+    # As in transformers' own Trainer.
+    log_metrics, metrics_format = trainer_pt_utils.log_metrics, staticmethod(trainer_pt_utils.metrics_format)
+    save_metrics, save_state = trainer_pt_utils.save_metrics, trainer_pt_utils.save_state
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> Path:
         """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`.
@@ -257,8 +228,9 @@ class TransformersFace:
                 "length; fix: iterate over your own copy of the stream"
             )
         processes = self.accelerator.num_processes
-        times = self.args.micro_batches_per_generation(processes) * self.args.num_iterations
-        batches = _RepeatedRows(self.sampler, self.args.group_part(processes), times)
+        each, times = self.args.group_part(processes), self.args.micro_batches_per_generation(processes)
+        repeated = ([number for number in batch for _ in range(each)] for batch in self.sampler.first_pass())
+        batches = [batch for batch in repeated for _ in range(times * self.args.num_iterations)]
         workers: int = vars(self.args)["dataloader_num_workers"]
         return DataLoader(self.dataset, batch_sampler=batches, collate_fn=list, num_workers=workers)
 
@@ -331,8 +303,6 @@ class TransformersFace:
             "extra": {name: [sample.logged.get(name) for sample in samples] for name in columns},
         }
 
-    # Callbacks and processes.
-
     def add_callback(self, callback: Any) -> None:
         """Add a callback, a class or an instance."""
         self.events.handler.add_callback(callback)
@@ -356,8 +326,6 @@ class TransformersFace:
     def get_num_trainable_parameters(self) -> int:
         """The number of parameters that are trained."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-
-    # What a trainer copies from its options and its parts.
 
     @property
     def epsilon_high(self) -> float:
@@ -427,18 +395,3 @@ class TransformersFace:
     min_p: Any = _part("args.min_p")
     repetition_penalty: Any = _part("args.repetition_penalty")
     shuffle_dataset: Any = _part("args.shuffle_dataset")
-
-
-class _RepeatedRows(Sampler[list[int]]):
-    """Each batch of a first pass `times` times, with each of its rows `each` times."""
-
-    def __init__(self, sampler: PromptSampler, each: int, times: int) -> None:
-        self.sampler, self.each, self.times = sampler, each, times
-
-    def __len__(self) -> int:
-        return self.sampler.batches_per_pass * self.times
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for numbers in self.sampler.first_pass():
-            for _ in range(self.times):
-                yield [number for number in numbers for _ in range(self.each)]

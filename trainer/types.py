@@ -197,11 +197,6 @@ class Sample:
     ref_logprobs: Tensor | None = None  # the same; None: no KL term, or not computed yet
 
     @property
-    def length(self) -> int:
-        """Tokens of prompt and completion."""
-        return len(self.prompt_ids) + len(self.completion_ids)
-
-    @property
     def num_own(self) -> int:
         """Completion tokens that are the model's own, and so in the loss."""
         return len(self.completion_ids) if self.completion_mask is None else sum(self.completion_mask)
@@ -224,11 +219,8 @@ def samples_from(columns: Mapping[str, Sequence[Any] | None]) -> list[Sample]:
 
 def with_fields(samples: Sequence[Sample], columns: Mapping[str, Sequence[Any]]) -> list[Sample]:
     """The samples with other values of some fields, each a column of B values."""
-    names = list(columns)
-    rows = zip(*columns.values(), strict=True)
-    return [
-        replace(sample, **dict(zip(names, values, strict=True))) for sample, values in zip(samples, rows, strict=True)
-    ]
+    pairs = zip(samples, zip(*columns.values(), strict=True), strict=True)
+    return [replace(sample, **dict(zip(columns, values, strict=True))) for sample, values in pairs]
 
 
 @dataclass(frozen=True, kw_only=True)

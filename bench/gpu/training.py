@@ -157,7 +157,7 @@ def published(*, tiny: bool) -> Iterator[Figure]:
             given["peft_config"] = LoraConfig(r=rank, target_modules="all-linear")
         release()
         step = training_step.ours(problem, learning_rate=0.0, **given).step
-        tokens = sum(sample.length for sample in problem.batch())
+        tokens = sum(len(sample.prompt_ids + sample.completion_ids) for sample in problem.batch())
         shape = shape_of(name, problem, tokens=tokens, rank=rank)
         seconds = []
         for _ in range(1 if tiny else 3):

@@ -52,7 +52,7 @@ add up to the loss of the step, for any split into micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,17 +66,15 @@ from fused_grpo.config import DPPO, GRPOLossConfig, TokenTerms
 class Sequences:
     """Which of the flat tokens belong to which sequence. All sums are in fp64, so that counts are exact."""
 
+    count: int  # B
     lengths: Tensor | tuple[int, int]  # [B] of packed sequences, or (B, T) of padded ones
-
-    def __len__(self) -> int:
-        return self.lengths[0] if isinstance(self.lengths, tuple) else len(self.lengths)
 
     def sum(self, values: Tensor) -> Tensor:
         """[B] fp64 from [N], in a fixed order."""
         wide = values.double()
         if isinstance(self.lengths, tuple):
             return wide.view(self.lengths).sum(1)
-        if not len(self.lengths):
+        if not self.count:
             return wide.sum(0, keepdim=True)[:0]
         # The lengths were checked already, where that needs no synchronization.
         return torch.segment_reduce(wide, "sum", lengths=self.lengths.long(), initial=0, unsafe=True)
@@ -134,7 +132,7 @@ def token_weights(
 
     Sequences of 1 and 3 tokens: "dapo" weights tokens equally, "grpo" sequences.
 
-    >>> sequences, mask = Sequences(torch.tensor([1, 3])), torch.ones(4, dtype=torch.bool)
+    >>> sequences, mask = Sequences(2, torch.tensor([1, 3])), torch.ones(4, dtype=torch.bool)
     >>> for loss_type in ("dapo", "grpo"):
     ...     config = GRPOLossConfig(loss_type=loss_type)
     ...     [round(x, 4) for x in token_weights(mask, sequences, None, None, config).tolist()]
@@ -144,7 +142,7 @@ def token_weights(
     on = mask.double()
     if config.loss_type in ("bnpo", "dapo", "cispo", "vespo", *DPPO):
         return on / (on.sum().clamp_min(1.0) if num_tokens is None else num_tokens)
-    num_sequences = max(1, len(sequences)) if num_sequences is None else num_sequences
+    num_sequences = max(1, sequences.count) if num_sequences is None else num_sequences
     if config.loss_type == "luspo":
         return on / num_sequences
     if config.loss_type == "dr_grpo":
@@ -169,7 +167,7 @@ def token_loss(
     log_ratio: Tensor | None = None,
     terms: TokenTerms,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss (0-d, differentiable) and its statistics: detached 0-d sums over the mask, for `token_metrics`.
+    """The loss (0-d, differentiable) and its statistics: detached 0-d sums over the mask, for `token_statistics`.
 
     All inputs are [N]. `log_ratio` is given where the ratio is not that of the token. Masked tokens are replaced before
     any arithmetic, so NaN or inf there affects neither the loss nor a gradient.
@@ -204,6 +202,9 @@ def token_loss(
     difference = torch.zeros_like(current)
     if sampling_logprobs is not None:
         difference = torch.where(mask, current - sampling_logprobs, 0.0).abs()
+    difference = torch.nan_to_num(difference)
+    extremes = torch.stack([torch.where(mask, -ratio, -torch.inf), torch.where(mask, ratio, -torch.inf), difference])
+    least, most, farthest = extremes.amax(1) if len(mask) else extremes.new_full((3,), -torch.inf)
     statistics = {
         "loss": loss.detach(),
         "policy_term": (weights * policy).sum().detach(),
@@ -214,10 +215,10 @@ def token_loss(
         "clip_low": (on * (clipped & (advantages < 0))).sum(),
         "clip_high": (on * (clipped & (advantages > 0))).sum(),
         "effective_weight": (on * policy_weight).sum(),
-        "sampling_difference": torch.nan_to_num(difference).sum(),
-        "sampling_difference_max": largest(torch.nan_to_num(difference)).clamp_min(0.0),
-        "ratio_min": -largest(torch.where(mask, -ratio, -torch.inf)),
-        "ratio_max": largest(torch.where(mask, ratio, -torch.inf)),
+        "sampling_difference": difference.sum(),
+        "sampling_difference_max": farthest.clamp_min(0.0),
+        "ratio_min": -least,
+        "ratio_max": most,
     }
     return loss, statistics
 
@@ -326,11 +327,6 @@ def bounded_ratio(log_ratio: Tensor, bound: str, clip_min: float | None, clip_ma
     return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
 
 
-def largest(values: Tensor) -> Tensor:
-    """max() that gives -inf for no values at all."""
-    return values.max() if values.numel() else values.new_tensor(-torch.inf)
-
-
 # Metrics that are statistics as they are, and those that are a sum over the number of tokens.
 TOTALS = ("policy_term", "loss_tokens", "ratio_min", "ratio_max", "sampling_difference_max")
 
@@ -347,12 +343,17 @@ MEANS = {
 }
 
 
-def token_metrics(statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The loss and all metrics from the statistics of all tokens: means over them. Extremes of no tokens are infinite.
+def token_statistics(partials: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The loss and all metrics of the tokens of several chunks: means over them. Extremes of no tokens are infinite.
 
-    The statistics are those of `token_loss`, and "zero_gradient", the number of unmasked tokens without a gradient;
-    all are 0-d, and so are the metrics.
+    Of each chunk, the statistics are those of `token_loss`, and "zero_gradient", the number of unmasked tokens without
+    a gradient; all are 0-d, and so are the metrics.
     """
+    statistics = partials[0]
+    if len(partials) > 1:  # sums of sums, and extremes of extremes
+        reduce = {"_max": torch.amax, "_min": torch.amin}
+        every = {name: torch.stack([part[name] for part in partials]) for name in statistics}
+        statistics = {name: reduce.get(name[-4:], torch.sum)(values, 0) for name, values in every.items()}
     means = torch.stack([statistics[key] for key in MEANS.values()])
     metrics = {name: statistics[name] for name in ("loss", *TOTALS)}
     metrics |= dict(zip(MEANS, over_tokens(means, statistics).unbind(), strict=True))

@@ -141,10 +141,13 @@ def finish_rows(parts: Sequence[RowState], *, entropy: bool) -> Statistics:
     d = (gap + total.log()).masked_fill(alone, -torch.inf)
     # A small d as a difference of larger numbers would have their rounding error; the log of a product has its own.
     d = torch.where(d.abs() < _SMALL_D, (total * gap.exp()).log(), d)
-    logprobs = -softplus(d)
+    # log(1 + e^x) is max(x, 0) + tail for x = d and for x = -d, to a few ulp in both tails; the rounding of
+    # torch.logaddexp depends on the element's place.
+    tail = torch.log1p(torch.exp(-d.abs()))
+    logprobs = -(d.clamp_min(0.0) + tail)
     if not entropy:
         return Statistics(logprobs, None, state.shift, state.total)
-    rest = softplus(-d).masked_fill(alone, 0.0) + (total.log() - state.weighted / total)
+    rest = ((-d).clamp_min(0.0) + tail).masked_fill(alone, 0.0) + (total.log() - state.weighted / total)
     entropies = -torch.expm1(logprobs) * rest - logprobs.exp() * logprobs.clamp_min(-128.0)
     return Statistics(logprobs, entropies, state.shift, state.total)
 
@@ -157,11 +160,6 @@ def share_of_others(logprobs: Tensor, total: Tensor) -> Tensor:
 def finite(shift: Tensor) -> Tensor:
     """A shift for exp: 0 where the shift is -inf, since -inf - (-inf) would be NaN."""
     return shift.masked_fill(shift == -torch.inf, 0.0)
-
-
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), to a few ulp in both tails. The rounding of torch.logaddexp depends on the element's place."""
-    return x.clamp_min(0.0) + torch.log1p(torch.exp(-x.abs()))
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:

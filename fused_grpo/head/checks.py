@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_grpo.config import LARGEST, is_number
+from fused_grpo.config import EXACT, LARGEST
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.passes.torch_passes.row_passes import transformed
 
@@ -107,6 +107,12 @@ def check_head(
         raise InputError(f"got logit_scale={logit_scale!r}, want a finite number")
     if softcap is not None and not is_number(softcap, SMALLEST, LARGEST):
         raise InputError(f"got softcap={softcap!r}, want a finite number > 0, or None for no cap")
+
+
+def is_number(value: Any, low: float, high: float) -> bool:
+    """Whether `value` is a plain number from `low` to `high` that a tensor can represent: no text, no tensor."""
+    is_plain = isinstance(value, int | float) and low <= value <= high
+    return is_plain and abs(value) <= (EXACT if isinstance(value, int) else LARGEST)
 
 
 def check_tensors(optional: Mapping[str, Any] | None = None, /, **tensors: Any) -> None:
@@ -215,7 +221,7 @@ def leaves_out_rows(tensor: Tensor) -> bool:
     Not where a CUDA graph is captured, nor where a GPU has so few rows that a product with W takes the time of reading
     W: then the rows' hidden states, which may hold anything, must be replaced.
     """
-    return may_synchronize(tensor) and not (tensor.is_cuda and tensor.shape[0] <= FEW_ROWS)
+    return not tensor.is_cuda or (tensor.shape[0] > FEW_ROWS and may_synchronize(tensor))
 
 
 def check_temperatures(temperature: Tensor, targets: Tensor) -> None:
@@ -226,19 +232,6 @@ def check_temperatures(temperature: Tensor, targets: Tensor) -> None:
             f"got temperature {tuple(temperature.shape)} {temperature.dtype}, "
             f"want a float, or a floating tensor of targets' shape {tuple(targets.shape)}"
         )
-
-
-def check_values(targets: Tensor, temperature: Tensor, *, vocab_size: int, ignore_index: int) -> None:
-    """Check all targets, in which those that are ignored are 0, and all temperatures [N]."""
-    allowed = targets == targets.clamp(0, vocab_size - 1)
-    want = f"want 0 <= target < V={vocab_size}, or ignore_index={ignore_index}"
-    if targets.device.type == "cuda":
-        torch._assert_async(allowed.all(), f"a target is out of range; {want}")
-    elif not bool(allowed.all()):
-        at = (~allowed).nonzero()[0].tolist()
-        raise InputError(f"got target {targets[tuple(at)].item()} at {at}; {want}")
-    if temperature.stride() != (0,) or len(temperature) < 2:  # else one number, expanded, that was checked
-        check_temperature_values(temperature)
 
 
 def check_temperature_values(temperature: Tensor) -> None:

@@ -43,7 +43,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,12 +103,12 @@ def chunked_loss(
     # A rank that wants no gradient visits the same rows in the same order as the other ranks. Beside a teacher rows
     # stay where they are, since all have a gradient.
     removes_rows = (any(plan.wanted) or shards is not None) and teacher is None
-    mask, order = inputs.tokens.mask, None
-    if leaves_out_rows(mask) or teacher is not None or (plan.score == "needed" and may_synchronize(mask)):
+    mask, rows, order, active = inputs.tokens.mask, head, None, len(head.targets)
+    if leaves_out_rows(mask) or ((teacher is not None or plan.score == "needed") and may_synchronize(mask)):
         order, active = rows_in_order(inputs, config, plan.score, removes_rows)
-        rows = head.select(order)
-    else:
-        rows, active = head.blank(mask), mask.shape[0]
+        rows = head if order is None else head.select(order)
+    elif teacher is None:
+        rows = head.blank(mask)
     two_phases = formulas.needs_other_tokens(inputs, config)
     if teacher is None:
         memory = rows.chunk_memory(passes, plan.chunk_bytes, vocab_size=None if shards is None else max(shards.sizes))
@@ -127,7 +127,14 @@ def chunked_loss(
         rounded=plan.rounded,
     )
     sweep = Sweep(passes, gradients if any(plan.wanted) else None, plan.entropy, sys.maxsize if two_phases else active)
-    visitor = _visitor(sweep, rows, config, shards, teacher, two_phases=two_phases)
+    visitor = KnownRows(sweep)
+    if teacher is not None:
+        visitor = RevisitedRows(sweep, teacher) if two_phases else TaughtRows(sweep, teacher)
+    elif shards is not None:
+        visitor = ShardedRows(sweep, shards)
+    # The gradient of an entropy is no multiple of softmax weights.
+    elif sweep.gradients is not None and rows.takes_weights and not (two_phases or config.entropy_coef):
+        visitor = WeightedRows(sweep, gradients)
     loop = _in_two_phases if two_phases else _one_by_one
     statistics, seen, upstream = loop(rows, memory, inputs, config, visitor)
     statistics = statistics if teacher is None else teacher.added_to(statistics)
@@ -135,33 +142,15 @@ def chunked_loss(
     d_hidden, d_weight, d_bias = gradients.finish()
     if shards is not None and d_hidden is not None:
         d_hidden = shards.sum_over_ranks(d_hidden).to(head.hidden.dtype)
-    count, head_gradients = len(head.targets), (d_hidden, d_weight, d_bias)
-    logprobs, entropy, *grads = (_scattered(x, order, count) for x in (seen.logprobs, seen.entropy, *upstream))
-    return ChunkedLoss(statistics, logprobs, entropy, Upstream(*grads), head_gradients)  # type: ignore[arg-type]
-
-
-def _visitor(
-    sweep: Sweep,
-    rows: Head,
-    config: GRPOLossConfig,
-    shards: Shards | None,
-    teacher: Teacher | None,
-    *,
-    two_phases: bool,
-) -> Visitor:
-    """Of rows that are visited once, or again: by then, which of them have a gradient is known."""
-    if teacher is not None:
-        return RevisitedRows(sweep, teacher) if two_phases else TaughtRows(sweep, teacher)
-    if shards is not None:
-        return ShardedRows(sweep, shards)
-    # The gradient of an entropy is no multiple of softmax weights.
-    if two_phases or sweep.gradients is None or not rows.takes_weights or config.entropy_coef:
-        return KnownRows(sweep)
-    return WeightedRows(sweep, sweep.gradients, rows.gemm_dtype)
+    results: Any = (seen.logprobs, seen.entropy, *upstream)
+    if order is not None:
+        results = (_scattered(values, order, len(head.targets)) for values in results)
+    logprobs, entropy, *own = results
+    return ChunkedLoss(statistics, logprobs, entropy, Upstream(*own), (d_hidden, d_weight, d_bias))
 
 
 def _one_by_one(
-    head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: Visitor
+    head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: KnownRows
 ) -> tuple[dict[str, Tensor], Statistics, Upstream]:
     """(statistics of the loss, of the rows, d loss / d of the rows): each chunk is visited once."""
     passes, visits = visitor.sweep.passes, []
@@ -181,16 +170,16 @@ def _one_by_one(
 
 
 def _in_two_phases(
-    head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: Visitor
+    head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: KnownRows
 ) -> tuple[dict[str, Tensor], Statistics, Upstream]:
     """The same where the loss of a token depends on others: all chunks, the loss, then chunks with a gradient again."""
     index, count, visits = head.index, len(inputs.tokens.mask), []
     for tile in head.tiles(memory):
         visits.append(visitor.visit_(tile).statistics)
     rows = joined(visits)
-    logprobs, entropy = (_scattered(x, index, count) for x in (rows.logprobs, rows.entropy))
-    assert logprobs is not None
+    logprobs, entropy = rows.logprobs, rows.entropy
     if index is not None:
+        logprobs, entropy = (_scattered(values, index, count) for values in (logprobs, entropy))
         scored = torch.zeros_like(inputs.tokens.mask).index_fill_(0, index, True)
         inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
     upstream, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=visitor.sweep.passes)
@@ -221,12 +210,10 @@ def rows_in_order(
 ) -> tuple[Tensor | None, int]:
     """The rows to score, None for all of them in order, and how many of the first ones may have a gradient.
 
-    On a GPU this synchronizes for two numbers, once per call; only losses in two phases synchronize again. A CUDA graph
-    under capture cannot synchronize, so all rows are taken.
+    On a GPU this synchronizes for two numbers, once per call; only losses in two phases synchronize again. Not to be
+    called where `may_synchronize` is False.
     """
     mask, advantages = inputs.tokens.mask, inputs.tokens.advantages
-    if not may_synchronize(mask):
-        return None, mask.shape[0]
     needed = score == "needed" and not _needs_all_tokens(inputs, config)
     moves = mask
     if (needed or differentiated) and not (config.beta or config.entropy_coef or config.kl_cov_ratio):
@@ -242,9 +229,9 @@ def rows_in_order(
     return order[: active if needed else scored], active
 
 
-def _scattered(values: Tensor | None, index: Tensor | None, count: int) -> Tensor | None:
-    """[N] with the values of the rows in `index`, 0 elsewhere; the values themselves where it is None."""
-    return values if values is None or index is None else values.new_zeros(count).index_copy_(0, index, values)
+def _scattered(values: Any, index: Tensor, count: int) -> Any:
+    """[N] with the values of the rows in `index`, 0 elsewhere; None where there are none."""
+    return None if values is None else values.new_zeros(count).index_copy_(0, index, values)
 
 
 def _scale(head: Head, inputs: LossInputs, teacher: Teacher | None) -> Tensor | None:
@@ -272,30 +259,18 @@ class Seen(NamedTuple):
     divergence: TileDivergence | None = None
 
 
-class Visitor(Protocol):
-    """Visits the rows of a tile of raw logits, and adds their gradients once d loss / d log p is known."""
-
-    @property
-    def sweep(self) -> Sweep: ...
-
-    def visit_(self, tile: Tile) -> Seen: ...
-
-    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None: ...
-
-    def to_revisit(self, upstream: Upstream) -> Tensor:
-        """Which rows [N] are needed again for their gradients, where there are two phases."""
-
-
 @dataclass(frozen=True)
 class KnownRows:
-    """Rows whose statistics are known before their gradients are computed, if any are."""
+    """Rows whose statistics are known before their gradients are computed, if any are; the base of the other kinds."""
 
     sweep: Sweep
 
     def visit_(self, tile: Tile) -> Seen:
+        """What the loss needs of the rows of a tile of raw logits, which may be overwritten."""
         return self._finished([self._state(tile)])
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+        """Add the gradients of these rows, now that d loss / d log p is known."""
         passes, gradients, _, active = self.sweep
         tile = tile.first(max(0, active - tile.rows.start))
         if gradients is not None and tile.logits.numel():
@@ -303,6 +278,7 @@ class KnownRows:
             gradients.add_known(tile, passes, seen.statistics.rows(rows), upstream.rows(rows))
 
     def to_revisit(self, upstream: Upstream) -> Tensor:
+        """Which rows [N] are needed again for their gradients, where there are two phases."""
         return upstream.have_gradient()
 
     def _state(self, tile: Tile) -> RowState:
@@ -318,11 +294,10 @@ class WeightedRows(KnownRows):
     """Rows whose gradients are multiples of their softmax weights."""
 
     gradients: HeadGradients
-    dtype: torch.dtype  # of the weights
 
     def visit_(self, tile: Tile) -> Seen:
         weights, scale, statistics = self.sweep.passes.softmax_weights_(
-            tile.logits, tile.targets, entropy=self.sweep.entropy, dtype=self.dtype, **tile.transform
+            tile.logits, tile.targets, entropy=self.sweep.entropy, dtype=tile.hidden.dtype, **tile.transform
         )
         return Seen(Statistics(*statistics), weights=(weights, scale))
 
@@ -392,7 +367,7 @@ def value_and_gradient(
     """The gradients, and sums for `statistics_of`, from the log-probs [N] and entropies [N] of some tokens."""
     # The torch path runs a small backward pass of its own. Hooks of the caller must not see its saved tensors: those
     # of activation checkpointing would run the whole region again to recompute them.
-    hooks = nullcontext() if transformed() else saved_tensors_hooks(_unchanged, _unchanged)
+    hooks = nullcontext() if transformed() else saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.no_grad(), hooks:
         logprobs, entropy = logprobs.detach(), None if entropy is None else entropy.detach()
         many: dict[str, Tensor | None] = {}
@@ -408,10 +383,6 @@ def value_and_gradient(
             gradient = gradient + factors.share_of_ratio(logprobs, ratio_gradient, inputs, config)
         weights = many.get("entropy_weights")
         return Upstream(gradient, None if weights is None else -torch.where(inputs.tokens.mask, weights, 0.0)), sums
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def statistics_of(

@@ -22,14 +22,15 @@ import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype
-from fused_grpo.head.checks import HeadOptions, check_head, check_values
+from fused_grpo.errors import InputError
+from fused_grpo.head.checks import HeadOptions, check_head, check_temperature_values
 from fused_grpo.passes import buffers
 from fused_grpo.passes.protocol import RowPasses
 
@@ -123,7 +124,16 @@ class Head:
         targets = self.targets * kept
         if not torch.compiler.is_compiling():
             vocab_size = len(self.weight) if vocab_size is None else vocab_size
-            check_values(targets, self.temperature, vocab_size=vocab_size, ignore_index=ignore_index)
+            want = f"want 0 <= target < V={vocab_size}, or ignore_index={ignore_index}"
+            allowed = targets == targets.clamp(0, vocab_size - 1)
+            if targets.is_cuda:
+                torch._assert_async(allowed.all(), f"a target is out of range; {want}")
+            elif not allowed.all():
+                at = (~allowed).nonzero()[0].tolist()
+                raise InputError(f"got target {targets[tuple(at)].item()} at {at}; {want}")
+            # One number, expanded, was checked before.
+            if self.temperature.stride() != (0,) or len(self.temperature) < 2:
+                check_temperature_values(self.temperature)
         return kept, replace(self, targets=targets if targets.ndim == 1 else torch.where(kept, targets, -1))
 
     def transform(self, rows: slice = slice(None), columns: slice = slice(None)) -> LogitTransform:
@@ -135,23 +145,13 @@ class Head:
             "softcap": self.softcap,
         }
 
-    def chunk_rows(self, chunk_bytes: int | None, *, vocab_size: int | None = None) -> int:
-        """How many whole rows of logits the budget allows; `vocab_size` of the largest shard."""
-        return buffers.chunk_rows(
-            len(self.targets),
-            len(self.weight) if vocab_size is None else vocab_size,
-            device=self.hidden.device,
-            itemsize=self.dtype.itemsize,
-            chunk_bytes=chunk_bytes,
-            **self._copies(weight_gradient=True),
-        )
-
     def chunk_memory(self, passes: RowPasses, chunk_bytes: int | None, *, vocab_size: int | None = None) -> Tensor:
         """[R, V] for the raw logits of whole rows, as many as the budget allows; `vocab_size` of the largest shard.
 
         If the default budget is more than the device has left, half as many rows are tried, with a warning.
         """
-        rows = self.chunk_rows(chunk_bytes, vocab_size=vocab_size)
+        width = len(self.weight) if vocab_size is None else vocab_size
+        rows = buffers.chunk_rows(len(self.targets), width, chunk_bytes=chunk_bytes, **self.sizes())
         empty = functools.partial(passes.empty_tile, dtype=self.dtype, device=self.hidden.device)
         try:
             return empty(rows, len(self.weight))
@@ -179,20 +179,21 @@ class Head:
         shape = buffers.tile_shape(
             len(self.targets) if num_rows is None else num_rows,
             self.weight.shape[0],
-            device=self.hidden.device,
-            itemsize=size,
             column_bytes=column_bytes,
             chunk_bytes=chunk_bytes,
-            **self._copies(weight_gradient=weight_gradient),
+            **self.sizes(weight_gradient=weight_gradient),
         )
         return passes.empty_tile(*shape, dtype=self.dtype, device=self.hidden.device)
 
-    def _copies(self, *, weight_gradient: bool) -> dict[str, int]:
-        """The bytes beside a tile's logits: of hidden states that are cast, gathered or scaled, and of a slice of W."""
+    def sizes(self, *, weight_gradient: bool = True) -> dict[str, Any]:
+        """Device and bytes of a logit, and the bytes beside a tile: of hidden states that are cast, gathered or scaled,
+        and of a slice of W."""
         widens = self.gemm_dtype != self.hidden.dtype
         copied = self.dtype.itemsize if widens else self.hidden.dtype.itemsize * (self.index is not None)
         scaled = self.gemm_dtype.itemsize if weight_gradient else 0
         return {
+            "device": self.hidden.device,
+            "itemsize": self.dtype.itemsize,
             "row_bytes": self.hidden.shape[1] * (copied + scaled),
             "slice_bytes": SLICE_BYTES if widens else 0,  # which a GEMM widens
         }
@@ -208,7 +209,7 @@ class Head:
         for rows in buffers.chunks(len(self.targets), height):
             count = height if pad else rows.stop - rows.start
             index = None if self.index is None else self.index[rows]
-            hidden = self.hidden_of(rows).to(self.gemm_dtype)
+            hidden = self.hidden[rows if index is None else index].to(self.gemm_dtype)
             targets, temperature = self.targets[rows], self.temperature[rows]
             if pad:
                 hidden, targets, temperature = (
@@ -218,7 +219,10 @@ class Head:
             for columns in buffers.chunks(len(head_weight), width):
                 weight = head_weight[columns].to(self.hidden.dtype)
                 logits = memory[:count, : len(weight)]
-                logits_into(logits, hidden, weight)
+                if hidden.dtype == weight.dtype:
+                    multiply_into(logits, hidden, weight.t())
+                else:
+                    logits_by_slices(logits, hidden, weight)
                 bias = None if self.bias is None else self.bias[columns]
                 transform: LogitTransform = {"bias": bias, "temperature": temperature}
                 transform |= {"logit_scale": self.logit_scale, "softcap": self.softcap}
@@ -272,24 +276,6 @@ def local_targets(targets: Tensor, columns: slice) -> Tensor:
     return torch.where((targets >= columns.start) & (targets < columns.stop), targets - columns.start, -1)
 
 
-def logits_into(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
-    """out [R, C] = hidden [R, D] @ weight.T [D, C]."""
-    if hidden.dtype == weight.dtype:
-        multiply_into(out, hidden, weight.t())
-        return
-    for columns, wide in widened(weight, out.dtype):
-        torch.mm(hidden, wide.t(), out=out[:, columns])
-
-
-def weighted_sum_into(out: Tensor, weights: Tensor, vectors: Tensor, *, accumulate: bool) -> None:
-    """out [R, D] = (out +) weights [R, C] @ vectors [C, D]."""
-    if weights.dtype == vectors.dtype:
-        multiply_into(out, weights, vectors, accumulate=accumulate)
-        return
-    for columns, wide in widened(vectors, out.dtype):
-        multiply_into(out, weights[:, columns], wide, accumulate=accumulate or columns.start > 0)
-
-
 def multiply_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
     """out = (out +) a @ b, accumulated in the dtype of `out`. On a GPU, a and b may have 16 bits and `out` fp32."""
     if a.dtype == out.dtype:
@@ -298,6 +284,18 @@ def multiply_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def logits_by_slices(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    """out [R, C] = hidden [R, D] @ weight.T [D, C], for a narrower weight."""
+    for columns, wide in widened(weight, out.dtype):
+        torch.mm(hidden, wide.t(), out=out[:, columns])
+
+
+def sum_by_slices(out: Tensor, weights: Tensor, vectors: Tensor, *, accumulate: bool) -> None:
+    """out [R, D] = (out +) weights [R, C] @ vectors [C, D], for narrower vectors."""
+    for columns, wide in widened(vectors, out.dtype):
+        multiply_into(out, weights[:, columns], wide, accumulate=accumulate or columns.start > 0)
 
 
 def widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -392,56 +390,49 @@ class HeadGradients:
 
     def add_gradient(self, tile: Tile, values: Tensor, factor: Tensor | None = None) -> None:
         """Add d(h.w) [R, C] of a tile, which includes the scale, or its weights and their factors [R]."""
+        dtype, index = self._head.dtype, tile.index
+        first, last = tile.columns.start == 0, tile.columns.stop == len(self._head.weight)
         if self._hidden is not None:
-            self._add_hidden_gradient(tile, values, factor)
+            if first:
+                in_place = index is None and self._hidden.dtype == dtype
+                self._rows = self._hidden[tile.rows] if in_place else torch.empty_like(tile.hidden, dtype=dtype)
+            assert self._rows is not None
+            if values.dtype == tile.weight.dtype:
+                multiply_into(self._rows, values, tile.weight, accumulate=not first)
+            else:
+                sum_by_slices(self._rows, values, tile.weight, accumulate=not first)
+            if last:
+                d_rows, self._rows = self._rows, None
+                if factor is not None:
+                    # A GPU rounds the product as it writes it; elsewhere another dtype takes a temporary.
+                    at_once = index is None and d_rows.is_cuda
+                    d_rows = torch.mul(d_rows, factor[:, None], out=self._hidden[tile.rows] if at_once else d_rows)
+                if self.scale is not None:
+                    d_rows.div_(self.scale)
+                if index is not None:
+                    self._hidden[index] = d_rows.to(self._hidden.dtype)
+                elif d_rows.dtype != self._hidden.dtype:
+                    self._hidden[tile.rows].copy_(d_rows)
+                del d_rows  # before the product of dW
         if self._weight is not None:
-            self._add_weight_gradient(tile, values, tile.hidden if factor is None else self._scaled_hidden)
+            out = self._weight[tile.columns]
+            # A GEMM on tensor cores accumulates in fp32 and rounds its result once.
+            direct = out.dtype == dtype or (out.dtype == values.dtype and self.scale is None)
+            product = out if direct else torch.empty_like(out, dtype=dtype)
+            hidden = tile.hidden if factor is None else self._scaled_hidden
+            assert hidden is not None
+            multiply_into(product, values.t(), hidden, accumulate=tile.columns.start in self._started)
+            self._started.add(tile.columns.start)
+            if not direct:
+                out.copy_(product if self.scale is None else product.div_(self.scale))
         if self._bias is not None:
-            self._add_bias_gradient(tile, values, factor)
-
-    def _add_hidden_gradient(self, tile: Tile, values: Tensor, factor: Tensor | None) -> None:
-        assert self._hidden is not None
-        index, first = tile.index, tile.columns.start == 0
-        in_place = index is None and self._hidden.dtype == self._head.dtype
-        if first:
-            self._rows = self._hidden[tile.rows] if in_place else torch.empty_like(tile.hidden, dtype=self._head.dtype)
-        assert self._rows is not None
-        weighted_sum_into(self._rows, values, tile.weight, accumulate=not first)
-        if tile.columns.stop == len(self._head.weight):
-            d_rows = self._rows
-            if factor is not None:
-                # A GPU rounds the product as it writes it; elsewhere another dtype takes a temporary.
-                at_once = index is None and d_rows.is_cuda
-                d_rows = torch.mul(d_rows, factor[:, None], out=self._hidden[tile.rows] if at_once else d_rows)
-            if self.scale is not None:
-                d_rows.div_(self.scale)
-            if index is not None:
-                self._hidden[index] = d_rows.to(self._hidden.dtype)
-            elif d_rows.dtype != self._hidden.dtype:
-                self._hidden[tile.rows].copy_(d_rows)
-            self._rows = None
-
-    def _add_weight_gradient(self, tile: Tile, values: Tensor, hidden: Tensor | None) -> None:
-        assert self._weight is not None
-        assert hidden is not None
-        out = self._weight[tile.columns]
-        # A GEMM on tensor cores accumulates in fp32 and rounds its result once.
-        direct = out.dtype == self._head.dtype or (out.dtype == values.dtype and self.scale is None)
-        product = out if direct else torch.empty_like(out, dtype=self._head.dtype)
-        multiply_into(product, values.t(), hidden, accumulate=tile.columns.start in self._started)
-        self._started.add(tile.columns.start)
-        if not direct:
-            out.copy_(product if self.scale is None else product.div_(self.scale))
-
-    def _add_bias_gradient(self, tile: Tile, values: Tensor, factor: Tensor | None) -> None:
-        assert self._bias is not None
-        columns = self._bias[tile.columns]
-        if factor is None:
-            columns += values.sum(0, dtype=columns.dtype)
-        elif values.dtype == columns.dtype:
-            columns.addmv_(values.t(), factor)
-        else:
-            multiply_into(columns[:, None], values.t(), factor[:, None].to(values.dtype), accumulate=True)
+            columns = self._bias[tile.columns]
+            if factor is None:
+                columns += values.sum(0, dtype=dtype)
+            elif values.dtype == dtype:
+                columns.addmv_(values.t(), factor)
+            else:
+                multiply_into(columns[:, None], values.t(), factor[:, None].to(values.dtype), accumulate=True)
 
     def finish(self) -> Gradients:
         """(dH, dW, db), each in the dtype of its input unless the constructor said otherwise. To be called once."""

@@ -101,10 +101,15 @@ def chunk_rows(
     """The rows of a chunk: as many as fit the budget (at least one), spread evenly over the chunks."""
     room = _room(chunk_budget(chunk_bytes, device), device, slice_bytes)
     most = room // max(1, vocab_size * itemsize + row_bytes)
-    if chunk_bytes is None and device.type != "cpu":
-        most = min(most, MOST_ROWS)
-    most = _aligned(most, device, up=False)
-    rows = _aligned(_evened(num_rows, most), device, up=True)
+    # Those that are too few to align stay.
+    if device.type == "cpu":
+        most -= (most - _LINE) % (2 * _LINE) if most >= _LEAST_ALIGNED else 0
+        rows = column_stride(_evened(num_rows, most))
+    else:
+        most = most if chunk_bytes is not None else min(most, MOST_ROWS)
+        most -= most % ALIGNMENT if most >= ALIGNMENT else 0
+        rows = _evened(num_rows, most)
+        rows += -rows % ALIGNMENT
     return max(1, min(num_rows, rows, most))
 
 
@@ -142,13 +147,6 @@ def column_stride(rows: int) -> int:
     """The stride between contiguous columns on a CPU: an odd number of cache lines in fp32, so that columns do not
     compete for one set of the cache."""
     return rows if rows < _LEAST_ALIGNED else rows + (_LINE - rows) % (2 * _LINE)
-
-
-def _aligned(rows: int, device: torch.device, *, up: bool) -> int:
-    """Rows rounded up to an aligned number, or down, where those that are too few to align stay."""
-    if device.type != "cpu":
-        return rows + -rows % ALIGNMENT if up else rows - rows % ALIGNMENT * (rows >= ALIGNMENT)
-    return column_stride(rows) if up or rows < _LEAST_ALIGNED else rows - (rows - _LINE) % (2 * _LINE)
 
 
 def _evened(total: int, most: int) -> int:

@@ -158,7 +158,7 @@ class RowPasses(Protocol):
         """
 
     def token_statistics(self, partials: Sequence[Any]) -> dict[str, Tensor]:
-        """The loss and the metrics (`formulas.token_metrics`) of the tokens of several calls."""
+        """The loss and the metrics (`formulas.token_statistics`) of the tokens of several calls."""
 
     def entry_logits(
         self, hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, *, dtype: torch.dtype

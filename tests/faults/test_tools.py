@@ -360,6 +360,7 @@ EFFECTS: dict[str, Callable[[], Any]] = {
     "seeds the generators": seed_generators,
     "turns gradients off": lambda: torch.set_grad_enabled(False),
     "leaves threads behind": leave_threads,
+    "goes elsewhere": lambda: os.chdir("/"),
     "forks": fork,
 }
 

@@ -151,7 +151,7 @@ def test_a_file_is_refused_by_its_null_rows_alone(tmp_path_factory, rows, indent
     lines = "\n".join(json.dumps(None if row is None else {"a": row}, indent=indent) for row in rows)
     path.write_text(json.dumps(rows, indent=indent) if listed else lines)
     with pytest.raises(ValueError, match="is null") if None in rows else nullcontext():
-        _check_file(path, is_json=True)
+        _check_file(path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()])

@@ -58,7 +58,7 @@ def plain(inputs: dict[str, Tensor], dtype: torch.dtype, **config: Any) -> tuple
     loss, statistics = formulas.token_loss(**leaves, **inputs, terms=TokenTerms(**CONFIG | config))
     gradients = list(torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True))
     statistics["zero_gradient"] = (inputs["mask"] & (gradients[0] == 0)).sum().to(dtype)
-    return gradients, formulas.token_metrics(statistics)
+    return gradients, formulas.token_statistics([statistics])
 
 
 def check(oracle: Any, inputs: dict[str, Tensor], **config: Any) -> None:

@@ -1,6 +1,6 @@
 """Problems to solve and the rule by which answers are judged."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,17 +71,17 @@ def many_rows(monkeypatch) -> None:
 def gemms(monkeypatch) -> list[tuple[str, int]]:
     """Each product over the head as (what, rows): "logits", "hidden" (its gradient) or "weight", in order."""
     ran: list[tuple[str, int]] = []
+    tiles, add_gradient = head.Head.tiles, head.HeadGradients.add_gradient
 
-    def count(home: Any, name: str, what: str) -> None:
-        original = getattr(home, name)
+    def counted_tiles(*arguments: Any, **options: Any) -> Iterator[head.Tile]:
+        for tile in tiles(*arguments, **options):
+            ran.append(("logits", len(tile.logits)))
+            yield tile
 
-        def counted(*arguments: Any, **options: Any) -> Any:
-            ran.append((what, len(arguments[0]) if isinstance(arguments[0], Tensor) else 0))
-            return original(*arguments, **options)
+    def counted_gradient(self: head.HeadGradients, tile: head.Tile, *arguments: Any) -> None:
+        ran.extend((what, len(tile.logits)) for what in ("hidden", "weight") if getattr(self, f"_{what}") is not None)
+        add_gradient(self, tile, *arguments)
 
-        monkeypatch.setattr(home, name, counted)
-
-    count(head, "logits_into", "logits")
-    count(head, "weighted_sum_into", "hidden")
-    count(head.HeadGradients, "_add_weight_gradient", "weight")
+    monkeypatch.setattr(head.Head, "tiles", counted_tiles)
+    monkeypatch.setattr(head.HeadGradients, "add_gradient", counted_gradient)
     return ran

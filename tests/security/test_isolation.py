@@ -152,10 +152,7 @@ def test_values_of_secrets_are_told_from_others():
 
 @pytest.fixture
 def quick_grader(monkeypatch):
-    monkeypatch.setattr(builtin_rewards, "MATH_TIMEOUT", 2.0)
-    builtin_rewards._grader.cache_clear()
-    yield
-    builtin_rewards._grader.cache_clear()
+    monkeypatch.setattr(builtin_rewards.GRADER, "timeout", 2.0)
 
 
 def test_a_pathological_expression_neither_hangs_nor_kills_the_trainer(quick_grader):

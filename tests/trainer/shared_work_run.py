@@ -8,6 +8,7 @@ Every process leaves what it saw in <out>/rank-<rank>.json. With Accelerate's va
 import gc
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fused_grpo.errors import FusedGRPOError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import Completion, rollouts_of, vllm_options
+from fused_grpo.trainer.engines.sampling import Completion, rollouts_of, vllm_requests
 from fused_grpo.trainer.models import weight_stream
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
@@ -51,9 +52,10 @@ class Engine(RolloutEngine):
 
     def generate(self, prompt_ids, sampling) -> Any:
         self.prompts += map(list, prompt_ids)
-        options = vllm_options(sampling, seed=sampling.seed, count=len(prompt_ids))
+        limits = {"engine": self.name, "max_model_len": 64, "max_listed": 0, "vocab_size": 22}
+        prompts, options = vllm_requests(prompt_ids, sampling, random.Random(0), **limits)
         completions = []
-        for ids, option in zip(prompt_ids, options, strict=True):
+        for ids, option in zip(prompts, options, strict=True):
             seeds = [sum(ids) if sampling.temperature == 0 else option["seed"] + i for i in range(option["n"])]
             drawn = [
                 torch.randint(2, 14, (1 + seed % 5,), generator=torch.Generator().manual_seed(seed)) for seed in seeds
@@ -61,7 +63,7 @@ class Engine(RolloutEngine):
             completions.extend(
                 [Completion(d.tolist(), [-1.0] * len(d), "stop" if len(d) < 4 else "length") for d in drawn]
             )
-        return rollouts_of(list(map(list, prompt_ids)), completions, sampling, weight_version=self.weight_version)
+        return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
 
     def load_weights(self, named_weights, version) -> None:
         self.given: dict[str, Any] = {}

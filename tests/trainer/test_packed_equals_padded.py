@@ -87,7 +87,7 @@ def padded_loss(model: PreTrainedModel, batch: list[Sample]) -> Tensor:
     log_p = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits.log_softmax(-1)
     losses = []
     for row, sample in enumerate(batch):
-        predicts = slice(len(sample.prompt_ids) - 1, sample.length - 1)
+        predicts = slice(len(sample.prompt_ids) - 1, len(sample.prompt_ids + sample.completion_ids) - 1)
         logprobs = log_p[row, predicts].gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
         ratio, advantage = (logprobs - sample.old_logprobs).exp(), sample.advantage
         losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))

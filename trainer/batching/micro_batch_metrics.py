@@ -122,13 +122,9 @@ def _clipped(clipped: Tensor, inputs: LossInputs, *, of_sequence: bool) -> Sums:
 
 
 def _sampling(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Sums:
-    difference, is_known = (old - sampling).abs(), ~sampling.isnan()
-    known_difference = torch.where(is_known, difference, 0.0)
-    sums = {
-        "difference_sum": known_difference.sum(),
-        "difference_max": known_difference.amax(),
-        "known_sum": is_known.sum(),
-    }
+    is_known = ~sampling.isnan()
+    difference = torch.where(is_known, (old - sampling).abs(), 0.0)
+    sums = {"difference_sum": difference.sum(), "difference_max": difference.amax(), "known_sum": is_known.sum()}
     if config.sampling_correction is None:
         return sums
     if config.sampling_correction.startswith("sequence"):
@@ -137,7 +133,7 @@ def _sampling(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLos
         rho = bounded_ratio(inputs.sequences.sum(log_rho(old, sampling, inputs.tokens.mask)), treatment, *bounds)
     else:
         rho = sampling_weights(old, sampling, inputs.tokens.mask, TokenTerms.correction_of(config))
-    rhos = torch.tensor(float(len(rho)), device=rho.device)
+    rhos = rho.new_tensor(float(len(rho)))
     return sums | {"rho_sum": rho.sum(), "rhos_sum": rhos, "rho_min": rho.amin(), "rho_max": rho.amax()}
 
 
@@ -160,8 +156,8 @@ def turn_sums(batch: Sequence[Sample], packed: Sequence[MicroBatch], logprobs: S
     for turn in range(1, int(numbers.max()) + 1):
         known = values[(numbers == turn) & ~values.isnan()]
         if len(known):
-            of_turn = {"sum": known.sum().item(), "known_sum": float(len(known)), "max": known.max().item()}
-            sums |= {f"turn_{turn}_{name}": value for name, value in of_turn.items()}
+            sums |= {f"turn_{turn}_sum": known.sum().item(), f"turn_{turn}_max": known.max().item()}
+            sums[f"turn_{turn}_known_sum"] = float(len(known))
     return sums
 
 
@@ -176,14 +172,9 @@ def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """The metrics of an optimizer step from those of its micro-batches, with one wait for the device.
 
     Those in SUMMED and `*_sum` are summed, `*_max` and `*_min` are extremes, all others are means weighted by
-    `loss_tokens`. A micro-batch without tokens has no weight in a mean, whatever its value is.
-
-    Args:
-        parts: per micro-batch, 0-d tensors of one device, with `loss_tokens` among them where there are means. A metric
-            that a micro-batch lacks is merged over the others.
-
-    Returns:
-        Python floats, in the order in which the names first appear.
+    `loss_tokens`. A micro-batch without tokens has no weight in a mean, whatever its value is. A metric that a
+    micro-batch lacks is merged over the others. The order is that in which the names first appear. `parts` are 0-d
+    tensors of one device, with `loss_tokens` among them where there are means.
     """
     names = list(dict.fromkeys(name for part in parts for name in part))
     if not names:

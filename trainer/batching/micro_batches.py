@@ -1,44 +1,32 @@
 """From the samples of a step to packed micro-batches: what is left out, which rank learns from what, what fits in one.
 
+The loss is normalised by the counts of the whole step over all ranks, so loss and gradients are the same but for the
+order of sums. docs/packing.md has more reasons, and figures.
+
 Left out of the forward pass are completions whose advantage is 0, as it is where all rewards of a group are equal: the
-policy term of every loss is a multiple of it. Such a completion has no gradient, unless something else gives it one or
-lets other tokens depend on it:
+policy term of every loss is a multiple of it. All stay where something else gives them a gradient (the KL term, the
+divergence from a teacher, the entropy bonus) or lets other tokens depend on them (thresholds and means over all tokens,
+of entropies and of covariances; the load of a router's experts). In a step without any advantage, each rank keeps one
+completion: its log-probs show whether the engine has the trainer's weights, and one without them may well be the reason
+that all rewards are equal.
 
-    beta > 0                      the KL term is of every token
-    distillation_coef             the divergence from the teacher, too
-    entropy_coef                  the bonus, too
-    use_adaptive_entropy          the next coefficient follows from the entropy of every token
-    top_entropy_quantile < 1      every token decides which entropies are high
-    clip_cov_ratio, kl_cov_ratio  every token is in the means of covariances
-    a router loss                 every token has its share in the load of the experts
+Every rank waits for the slowest. Each gets as many sequences as it had (one more or less where they do not divide
+evenly) at nearly equal cost, by the rule "longest processing time first": the costliest goes to the rank with the least
+work. Or it gets equally many whole trees, where the slowest rank has less to do then; a rank may have no sequence at
+all. The price is that token ids and log-probs of the whole batch go to every rank once per generation.
 
-Whatever else the loss does stays within a sequence, and normalisers count what is left out, so loss and gradients are
-the same but for the order of sums. In a step without any advantage, each rank keeps one completion: its log-probs show
-whether the engine has the trainer's weights. One without them may well be the reason that all rewards are equal.
-
-Completions differ in length by an order of magnitude, and every rank waits for the slowest in each step. Advantages are
-known by then and the loss is normalised over all ranks, so the update does not depend on which rank learns from what.
-Each rank gets as many sequences as it had (one more or less where they do not divide evenly) at nearly equal cost, by
-the rule "longest processing time first": the costliest goes to the rank with the least work. Or it gets equally many
-whole trees (below), where the slowest rank has less to do then; a rank may have no sequence at all. The price is that
-token ids and log-probs of the whole batch go to every rank once per generation: 16 bytes a token.
-
-Sequences are packed end to end in rows; attention keeps them apart by their position ids, and only the hidden states
-that predict completion tokens reach the head. A variable-length kernel (flash attention) knows where sequences end and
+Sequences are packed end to end in rows, and position ids keep them apart. A variable-length kernel (flash attention)
 wants one long row without a single padding token. Any other attention computes a square of the row's length, so there a
-row is as long as the longest sequence and holds as many others as fit: the square of padded batches, without most of
-their padding.
+row is as long as the longest sequence and holds as many others as fit.
 
-Completions of one prompt share its places, so that a prompt is computed once and not G times. A tree is a prompt with
-completions of it behind: positions of each go on from the prompt's end, and a completion sees the prompt and itself.
-That needs a mask, and a row as long as the tree: what it saves in tokens it may lose in attention, so a group is cut
-into as many trees as cost least. A variable-length kernel takes no mask, so there every sequence has its own prompt.
+A tree is a prompt with completions of it behind, so that the prompt is computed once: positions of each go on from the
+prompt's end, and a completion sees the prompt and itself. That needs a mask, which a variable-length kernel does not
+take, and a row as long as the tree: what it saves in tokens it may lose in attention, so a group is cut into as many
+trees as cost least.
 
-The cut into micro-batches changes memory and speed and nothing else, because the loss is normalised by the counts of
-the whole step. Without a budget it is so many sequences at a time, in order. With a budget of tokens it is as few
-micro-batches as fit, of nearly equal cost: for one long row, the costliest sequence goes where there is least; for
-squares, sequences of similar lengths stay together, because a short one in a long row pays for the whole row. Every
-rank runs as many micro-batches as the one that needs most, since their collectives have to match.
+With a budget of tokens there are as few micro-batches as fit, of nearly equal cost: for one long row, the costliest
+sequence goes where there is least; for squares, sequences of similar lengths stay together, because a short one in a
+long row pays for the whole row. Every rank runs as many as the one that needs most: their collectives have to match.
 """
 
 from __future__ import annotations
@@ -89,12 +77,9 @@ def micro_batches(
         agree: the largest number of micro-batches of any rank, from the number that this rank needs.
     """
     chosen = [index for index, sample in enumerate(batch) if sample.in_forward]
-
-    def trees(members: Sequence[int]) -> list[list[int]]:
-        if not share_prompts:
-            return [[index] for index in members]
-        return prompt_trees(batch, members, attention=attention, max_tokens=max_tokens)
-
+    trees: Trees = alone
+    if share_prompts:
+        trees = partial(prompt_trees, batch, attention=attention, max_tokens=max_tokens)
     if max_tokens is None:
         cuts = [trees(chosen[start : start + sequences]) for start in range(0, len(chosen), sequences)]
         cuts += [[]] * (agree(max(1, len(cuts))) - len(cuts))
@@ -109,6 +94,11 @@ def micro_batches(
     return [pack(batch, cut, one_row=one_row, share_rows=share_rows, device=device) for cut in cuts]
 
 
+def alone(chosen: Sequence[int]) -> list[list[int]]:
+    """Each of the chosen indices as a tree of its own."""
+    return [[index] for index in chosen]
+
+
 def prompt_trees(
     batch: Sequence[Sample],
     chosen: Sequence[int],
@@ -121,13 +111,12 @@ def prompt_trees(
     same: dict[tuple[int, ...], list[int]] = {}
     for index in chosen:
         same.setdefault(tuple(batch[index].prompt_ids), []).append(index)
-    found = []
+    trees = []
     for prompt, members in same.items():
         lengths = [len(batch[index].completion_ids) for index in members]
         sizes = tree_sizes(len(prompt), lengths, attention=attention, max_tokens=max_tokens, most=most)
-        ends = list(accumulate(sizes))
-        found += [members[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    return found
+        trees += [members[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    return trees
 
 
 def tree_length(batch: Sequence[Sample], tree: Sequence[int]) -> int:
@@ -173,21 +162,21 @@ def cut_by_length(
 
     As few as fit, cut where the costliest of them costs least: found by bisection over what one may cost.
     """
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    order, longest = sorted(range(len(lengths)), key=lambda index: -lengths[index]), max(lengths, default=0)
 
     def cut_at(most: float) -> list[list[int]]:
-        cuts, rows = list[list[int]](), _Rows(0, share=share_rows)
+        cuts, rows = [list[int]()], _Rows(longest, share=share_rows)
         for index in order:
-            places = (rows.count + rows.needs_another(lengths[index])) * rows.length
-            if not cuts or places > max_tokens or places * (1 + attention * rows.length) > most:
+            rows.take(lengths[index])
+            places = rows.count * rows.length
+            if cuts[-1] and (places > max_tokens or places * (1 + attention * rows.length) > most):
                 cuts.append([])
                 rows = _Rows(lengths[index], share=share_rows)
-            rows.take(lengths[index])
+                rows.take(lengths[index])
             cuts[-1].append(index)
         return cuts
 
-    number = agree(max(1, len(cut_at(float("inf")))))
-    longest = max(lengths, default=0)
+    number = agree(len(cut_at(float("inf"))))
     enough = len(lengths) * longest * (1 + attention * longest)
     too_little = 0.0
     for _ in range(BISECTIONS):
@@ -222,29 +211,28 @@ def pack(
     # the sequence before it, which never attends to it: rows of one sequence need no mask.
     has_mask = any(len(tree) > 1 for tree in trees)
     seen_until = torch.arange(1, row_length + 1).repeat(num_rows)
-    if not has_mask:
-        position_ids = torch.arange(row_length).repeat(num_rows)
     predictors: list[Sequence[int]] = [()] * len(trees)
     for number in sorted(range(len(trees)), key=starts.__getitem__):
         start, stop = starts[number], starts[number] + lengths[number]
-        tree, row_start = _Tree([batch[index] for index in trees[number]]), start - start % row_length
-        input_ids[start:stop] = torch.tensor(tree.ids)
+        row_start = start - start % row_length
+        ids, positions, ends, predicting = _tree([batch[index] for index in trees[number]])
+        input_ids[start:stop] = torch.tensor(ids)
         attention_mask[start:stop] = 1
         if not has_mask:
             position_ids[start : row_start + row_length] = torch.arange(row_start + row_length - start)
-        position_ids[start:stop] = torch.tensor(tree.positions)
-        seen_until[start:stop] = torch.tensor(tree.seen_until) + start - row_start
-        predictors[number] = [start + place for place in tree.predictors]
+        position_ids[start:stop] = torch.tensor(positions)
+        seen_until[start:stop] = torch.tensor(ends) + start - row_start
+        predictors[number] = [start + place for place in predicting]
     targets = (sample.own(sample.completion_ids) for sample in samples)
-    row_cu_seqlens = torch.tensor([0, *accumulate(lengths or [1])], dtype=torch.int32) if one_row else None
+    row_ends = [0, *accumulate(lengths or [1])]
 
     def per_token(name: str) -> Tensor | None:
         """A number for each predicted token, end to end, [N] fp32."""
         if not batch or any(getattr(sample, name) is None for sample in batch):
             return None
-        # The log-probs of the trainer's models are those of the model's own tokens already.
-        whole = name == "sampling_logprobs"
-        rows = (sample.own(getattr(sample, name)) if whole else getattr(sample, name) for sample in samples)
+        rows = [getattr(sample, name) for sample in samples]
+        if name == "sampling_logprobs":  # those of the trainer's models are of the model's own tokens already
+            rows = [sample.own(row) for sample, row in zip(samples, rows, strict=True)]
         return torch.cat([torch.zeros(0), *(torch.as_tensor(row, dtype=torch.float32) for row in rows)]).to(device)
 
     return MicroBatch(
@@ -261,26 +249,24 @@ def pack(
         old_logprobs=per_token("old_logprobs"),
         ref_logprobs=per_token("ref_logprobs"),
         support=_support(batch, samples, device),
-        row_cu_seqlens=None if row_cu_seqlens is None else row_cu_seqlens.to(device),
+        row_cu_seqlens=torch.tensor(row_ends, dtype=torch.int32, device=device) if one_row else None,
         longest=max(lengths, default=1),
     )
 
 
-class _Tree:
-    """A prompt and completions of it, laid end to end from place 0."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        prompt = samples[0].prompt_ids
-        total = len(prompt) + sum(len(sample.completion_ids) for sample in samples)
-        self.ids, self.positions = list(prompt), list(range(len(prompt)))
-        self.seen_until = [total] * len(prompt)
-        self.predictors: list[int] = []  # the hidden state of a token predicts the next one
-        for sample in samples:
-            start, count = len(self.ids), len(sample.completion_ids)
-            self.ids += sample.completion_ids
-            self.positions += range(len(prompt), len(prompt) + count)
-            self.seen_until += [start + count] * count
-            self.predictors += sample.own([len(prompt) - 1, *range(start, start + count - 1)][:count])
+def _tree(samples: Sequence[Sample]) -> tuple[list[int], list[int], list[int], list[int]]:
+    """A prompt and completions of it, end to end from place 0: their ids, positions, `seen_until` and predictors."""
+    ids, prompt = list(samples[0].prompt_ids), len(samples[0].prompt_ids)
+    positions, predictors = list(range(prompt)), list[int]()
+    seen_until = [prompt + sum(len(sample.completion_ids) for sample in samples)] * prompt
+    for sample in samples:
+        start, count = len(ids), len(sample.completion_ids)
+        ids += sample.completion_ids
+        positions += range(prompt, prompt + count)
+        seen_until += [start + count] * count
+        # The hidden state of a token predicts the next one.
+        predictors += sample.own([prompt - 1, *range(start, start + count - 1)][:count])
+    return ids, positions, seen_until, predictors
 
 
 def _support(batch: Sequence[Sample], samples: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor] | None:
@@ -292,9 +278,7 @@ def _support(batch: Sequence[Sample], samples: Sequence[Sample], device: torch.d
     for sample in samples:
         assert sample.support_ids is not None
         assert sample.support_sizes is not None  # as of the ids
-        own = torch.ones(len(sample.completion_ids), dtype=torch.bool)
-        if sample.completion_mask is not None:
-            own = torch.tensor(sample.completion_mask)
+        own = torch.tensor(sample.completion_mask or [True] * len(sample.completion_ids), dtype=torch.bool)
         ids.append(sample.support_ids[own.repeat_interleave(sample.support_sizes)])
         sizes.append(sample.support_sizes[own])
     return torch.cat(ids).to(device), torch.cat(sizes).cumsum(0).to(device)
@@ -315,17 +299,14 @@ class _Rows:
         self.length, self.share, self.count = length, share, 0
         self._free: list[tuple[int, int]] = []  # (free places, row), ascending
 
-    def needs_another(self, length: int) -> bool:
-        """Whether a sequence fits no row that is there."""
-        return not self.share or not self._free or self._free[-1][0] < length
-
     def take(self, length: int) -> int:
-        """Put a sequence into its row; its first place."""
-        if self.needs_another(length):
+        """Put a sequence into its row, another one where it fits none; its first place."""
+        fitting = bisect_left(self._free, (length, 0))
+        if self.share and fitting < len(self._free):
+            free, row = self._free.pop(fitting)
+        else:
             free, row = self.length, self.count
             self.count += 1
-        else:
-            free, row = self._free.pop(bisect_left(self._free, (length, 0)))
         insort(self._free, (free - length, row))
         return (row + 1) * self.length - free
 
@@ -341,53 +322,40 @@ def balanced(
 ) -> list[Sample]:
     """This rank's share of the samples of all ranks. A collective: every rank must call it.
 
-    Args:
-        attention: the cost of attending to one token, in units of a token's cost in the rest of a layer.
-        share_prompts: whether completions of a prompt share it on a rank, which may be worth keeping them together.
-        sequences: of a micro-batch: no more can share a prompt, where there is no `max_tokens`.
-        max_tokens: places of a micro-batch.
+    The options are those of `micro_batches`: `sequences` at most can share a prompt, where there is no `max_tokens`.
     """
     ranks = accelerator.num_processes
     if ranks == 1:
         return batch
     whole = list(chain.from_iterable(map(from_tensors, gather_object([as_tensors(batch)]))))
-    shares = by_sequence(whole, ranks, attention)
-    if share_prompts:
-        most = sequences if max_tokens is None else None
-        trees = partial(prompt_trees, whole, attention=attention, max_tokens=max_tokens, most=most)
-        costs = partial(slowest, whole, attention=attention, trees=trees)
-        shares = min(shares, by_prompt(whole, ranks, attention, trees), key=costs)
+    most = sequences if max_tokens is None else None
+    trees = partial(prompt_trees, whole, attention=attention, max_tokens=max_tokens, most=most)
+    cuts: tuple[Trees, ...] = (alone, trees) if share_prompts else (alone,)
+    cost = partial(slowest, whole, attention=attention, trees=trees)
+    shares = min((by_trees(whole, ranks, attention, cut) for cut in cuts), key=cost)
     return [whole[index] for index in sorted(shares[accelerator.process_index])]
 
 
-def by_sequence(batch: Sequence[Sample], ranks: int, attention: float) -> list[list[int]]:
-    """Indices for each rank: equally many, nearly equal cost."""
-    costs = [tree_cost(sample.length, 1, attention) if sample.in_forward else 0.0 for sample in batch]
-    return assignments(costs, ranks)
-
-
-def by_prompt(batch: Sequence[Sample], ranks: int, attention: float, trees: Trees) -> list[list[int]]:
-    """Indices for each rank, whole trees of them."""
-    units = trees([index for index in range(len(batch)) if batch[index].in_forward])
-    costs = [tree_cost(tree_length(batch, tree), len(tree), attention) for tree in units]
-    others = [[index] for index in range(len(batch)) if not batch[index].in_forward]
-    shares = assignments(costs + [0.0] * len(others), ranks)
+def by_trees(batch: Sequence[Sample], ranks: int, attention: float, trees: Trees) -> list[list[int]]:
+    """Indices for each rank: equally many whole trees, at nearly equal cost, then what is not in the forward pass."""
+    units = trees([index for index, sample in enumerate(batch) if sample.in_forward])
+    others = alone([index for index, sample in enumerate(batch) if not sample.in_forward])
+    shares = assignments(_costs(batch, units, attention) + [0.0] * len(others), ranks)
     return [[index for place in share for index in (units + others)[place]] for share in shares]
 
 
 def slowest(batch: Sequence[Sample], ranks: Sequence[Sequence[int]], *, attention: float, trees: Trees) -> float:
     """The cost of the rank that has most to do."""
+    learned = ([index for index in sorted(share) if batch[index].in_forward] for share in ranks)
+    return max(sum(_costs(batch, trees(share), attention)) for share in learned)
 
-    def cost(members: Sequence[int]) -> float:
-        units = trees(sorted(index for index in members if batch[index].in_forward))
-        return sum(tree_cost(tree_length(batch, tree), len(tree), attention) for tree in units)
 
-    return max(map(cost, ranks))
+def _costs(batch: Sequence[Sample], trees: Sequence[Sequence[int]], attention: float) -> list[float]:
+    return [tree_cost(tree_length(batch, tree), len(tree), attention) for tree in trees]
 
 
 def assignments(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Indices for each rank: equally many of them, and of those that cost something, within one, and nearly equal sums
-    of costs."""
+    """Indices for each rank: equally many (within one), of those that cost something, too, at nearly equal costs."""
     costly = [index for index, cost in enumerate(costs) if cost]
     assigned = longest_first(costs, costly, ranks, -(-len(costly) // ranks))
     for index in (index for index, cost in enumerate(costs) if not cost):
@@ -412,11 +380,7 @@ def skip_zero_advantages(batch: list[Sample], accelerator: Accelerator) -> list[
 
 
 def skipped_metrics(batch: Sequence[Sample], config: GRPOLossConfig) -> tuple[dict[str, float], dict[str, float]]:
-    """What is known of this rank's skipped completions without their log-probs: none of their tokens is clipped.
-
-    Returns:
-        The metrics and the sums of ratios (`ratio_sums`) of a micro-batch of them.
-    """
+    """(metrics, `ratio_sums`) of a micro-batch of this rank's skipped completions: none of their tokens is clipped."""
     lengths = [sample.num_own for sample in batch if sample.skipped]
     if not lengths:
         return {}, {}

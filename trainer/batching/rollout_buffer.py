@@ -2,9 +2,8 @@
 
 One generation serves `steps` optimizer steps, each with its share of whole groups (of parts of groups, where a step has
 fewer sequences), and goes through all of them `iterations` times. Old log-probs are those of the weights at the start
-of the first iteration. Its first step needs none, because its policy has these weights. The steps after it get theirs
-before the first update, and later iterations reuse what the loss returned. So a forward pass is spent on them only
-where the policy will have moved.
+of the first iteration, so its first step needs none. The steps after it get theirs before the first update, and later
+iterations reuse what the loss returned: a forward pass is spent on them only where the policy will have moved.
 
 Samples have one serialised form, in checkpoints, between ranks and beside a step that was not finite: a table of
 tensors, without the columns of the dataset and of the user's functions. A field with one value for each sample is one
@@ -53,7 +52,7 @@ _REASONS = get_args(FinishReason)
 class RolloutBuffer:
     """The batches of one generation, one for each optimizer step, and how many steps have been made."""
 
-    batches: list[list[Sample]]  # one for each optimizer step
+    batches: list[list[Sample]]
     iterations: int
     weight_version: int  # whose rollouts these are
     has_support: bool = False  # whether the sampler's kept tokens are known
@@ -75,20 +74,16 @@ class RolloutBuffer:
             self.batches[self.done % len(self.batches)] = learned
         self.done += 1
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The buffer as JSON and as tensors, for `from_state`."""
-        numbers = {**vars(self), "batches": len(self.batches)}
-        tables = enumerate(map(as_tensors, self.batches))
-        return numbers, {f"{index}.{name}": column for index, table in tables for name, column in table.items()}
+    def state(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """The buffer as JSON and as tables of tensors, "buffer.0" and so on, for `from_state`."""
+        tables = {f"buffer.{index}": as_tensors(batch) for index, batch in enumerate(self.batches)}
+        return {**vars(self), "batches": len(self.batches)}, tables
 
     @classmethod
-    def from_state(cls, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RolloutBuffer:
+    def from_state(cls, numbers: Mapping[str, Any], tables: Mapping[str, Mapping[str, Tensor]]) -> RolloutBuffer:
         """The inverse of `state`."""
-        tables: list[dict[str, Tensor]] = [{} for _ in range(numbers["batches"])]
-        for name, column in tensors.items():
-            index, _, field_name = name.partition(".")
-            tables[int(index)][field_name] = column
-        return cls(**{**numbers, "batches": [from_tensors(table) for table in tables]})
+        batches = [from_tensors(tables[f"buffer.{index}"]) for index in range(numbers["batches"])]
+        return cls(**{**numbers, "batches": batches})
 
 
 def split_groups(batch: Sequence[Sample], steps: int, together: int) -> list[list[Sample]]:
@@ -100,23 +95,18 @@ def split_groups(batch: Sequence[Sample], steps: int, together: int) -> list[lis
 
 def as_tensors(batch: Sequence[Sample]) -> dict[str, Tensor]:
     """Samples as a table of tensors, for `from_tensors`."""
-    table: dict[str, Tensor] = {}
-    for name, dtype in VALUES.items():
-        values = [getattr(sample, name) for sample in batch]
-        if name == "finish_reason":
-            values = [_REASONS.index(value) for value in values]
-        elif name == "failure":
-            values = [value is not None for value in values]
-        table[name] = torch.tensor(values, dtype=dtype)
-    for name in ROWS:
+    columns: dict[str, list[Any]] = {name: [getattr(sample, name) for sample in batch] for name in VALUES}
+    columns["finish_reason"] = [_REASONS.index(reason) for reason in columns["finish_reason"]]
+    columns["failure"] = [failure is not None for failure in columns["failure"]]
+    table = {name: torch.tensor(columns[name], dtype=dtype) for name, dtype in VALUES.items()}
+    for name, dtype in ROWS.items():
         rows = [getattr(sample, name) for sample in batch]
-        table |= {} if any(row is None for row in rows) else joined_rows(name, rows)
+        table |= {} if any(row is None for row in rows) else joined_rows(name, rows, dtype)
     return table
 
 
-def joined_rows(name: str, rows: Sequence[Any], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def joined_rows(name: str, rows: Sequence[Any], dtype: torch.dtype) -> dict[str, Tensor]:
     """`rows` as the two tensors of the field `name`."""
-    dtype = dtype or ROWS[name]
     values = [torch.as_tensor(row, dtype=dtype).cpu() for row in rows]
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     return {f"{name}.values": torch.cat([torch.zeros(0, dtype=dtype), *values]), f"{name}.lengths": lengths}

@@ -2,14 +2,13 @@
 
 A checkpoint is what `from_pretrained` reads (safetensors, tokenizer, config), the training state (`training_state.py`),
 `trainer_state.json`, and a manifest with size and sha256 sum of every file. It is written to `.<name>.partial`, synced
-to the disk and renamed. An earlier checkpoint of that name is renamed to `.<name>.previous` first and removed
-afterwards. A process that is killed between those two renames leaves both complete: resuming finds the old one, and the
-next save of that name renames it back first. What a killed save has left half-written is removed when the next run
-starts there. The price is that every file is read once more for its sum, a second or two per GB.
+to the disk and renamed. An earlier one of that name is called `.<name>.previous` meanwhile. A process that is killed
+between those two renames leaves both complete: resuming finds the old one, and the next save of that name renames it
+back first. What is half-written is removed when the next run starts there.
 
-What is read here and beside is opened by `open_regular`: a pipe, a device or a file without end cannot stop a run.
-Names in a manifest are checked before they are used, so that it cannot point outside of its own directory. Sums show
-damage, not who wrote a file: nothing in a checkpoint is unpickled, and pickles are refused by their name.
+Sums show damage, not who wrote a file. So what is read here and beside is opened by `open_regular`: a pipe, a device or
+a file without end cannot stop a run. Names in a manifest cannot point outside of its directory. Nothing in a checkpoint
+is unpickled, and pickles are refused by their name.
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ def save_checkpoint(
             tokenizer or the state cannot be saved, or `directory` holds files that no checkpoint wrote. Then the
             weights are in the directory that the message names. An earlier checkpoint is unchanged in each case.
     """
-    directory = Path(directory)
     try:
         rescued = free_path(directory, "-rescued")
         with _replacing(directory) as partial, weights_stay(partial, model, state_dict, name=rescued):
@@ -112,29 +110,22 @@ def _replacing(directory: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        if replaces := directory.exists():
+        if directory.exists():
             os.rename(directory, previous)
-        try:
-            os.rename(partial, directory)
-        except BaseException:
-            if replaces:
-                os.rename(previous, directory)
-            raise
+        os.rename(partial, directory)
         fsync(directory.parent)
         shutil.rmtree(previous, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if previous.exists() and not directory.exists():
+            os.rename(previous, directory)
 
 
 @contextmanager
 def weights_stay(directory: Path, model: Any, state_dict: Any, *, name: Path | None = None) -> Iterator[None]:
     """Around a save to `directory`: where anything but the disk fails, the weights are written all the same.
 
-    Args:
-        name: what `directory` is renamed to then. None: it keeps its name.
-
-    Raises:
-        CheckpointError: the save failed; says where the weights are.
+    Then a CheckpointError says where they are: `directory` is renamed to `name`, unless that is None.
     """
     before = _weight_files(directory)
     try:
@@ -202,9 +193,7 @@ def read_json(path: Path, limit: int = _MAX_JSON) -> Any:
 def read_manifest(directory: Path, *, any_version: bool = False) -> dict[str, tuple[int, str]]:
     """Size and sha256 by file name, as saved. With `any_version`, also of other versions of this package.
 
-    Raises:
-        CheckpointError: the manifest is missing or unreadable, names a file outside of `directory`, or was written by
-            another version.
+    CheckpointError where it is missing, unreadable or of another version, or names a file outside of `directory`.
     """
     try:
         content = read_json(directory / MANIFEST_FILE, _MAX_MANIFEST)
@@ -214,13 +203,12 @@ def read_manifest(directory: Path, *, any_version: bool = False) -> dict[str, tu
         if not version.startswith(_ANY_FORMAT):
             raise ValueError(f"its format is {version!r}, want {FORMAT!r}")
         files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in content["files"].items()}
-        outside = [name for name in files if not (directory / name).resolve().is_relative_to(directory.resolve())]
+        if outside := [name for name in files if not (directory / name).resolve().is_relative_to(directory.resolve())]:
+            raise ValueError(f"it names files outside of it ({outside[0]})")
     except (FileNotFoundError, NotADirectoryError):
         raise _damaged(directory, MANIFEST_FILE, "is missing") from None
     except Exception as error:  # of any kind, where somebody else has written it
         raise _damaged(directory, MANIFEST_FILE, f"cannot be read ({type(error).__name__}: {error})") from error
-    if outside:
-        raise _damaged(directory, MANIFEST_FILE, f"names files outside of it ({outside[0]})")
     if version != FORMAT and not any_version:
         raise CheckpointError(
             f"got {directory}, written by another version of fused-grpo ({version!r}), want {FORMAT!r}; "
@@ -241,11 +229,8 @@ def saved_names(directory: Path) -> set[str]:
 def verify_checkpoint(directory: Path, *, sums: bool = True) -> None:
     """Compare every file of a checkpoint with the manifest; without `sums`, its size only.
 
-    Raises:
-        CheckpointError: there is no manifest, a file is missing, truncated or changed, or there is a pickle among them;
-            the message names it.
+    CheckpointError where there is no manifest, or names a file that is missing, truncated, changed or a pickle.
     """
-    directory = Path(directory)
     previous = sibling(directory, "previous")
     if previous.exists() and not directory.exists():
         raise CheckpointError(
@@ -320,13 +305,10 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def newest_checkpoint(
     output_dir: Path, *, other_than: Path | None = None, sums: bool = True, rename: bool = False
 ) -> Path:
-    """The newest complete checkpoint of a run, `other_than` this one; a warning names newer ones that are damaged.
+    """The newest complete checkpoint of a run, `other_than` this one; CheckpointError where there is none.
 
-    With `rename` these get another name, so that the run can save in their place again. Without `sums`, see
-    `verify_checkpoint`.
-
-    Raises:
-        CheckpointError: there is none.
+    A warning names newer ones that are damaged. With `rename` these get another name, so that the run can save in their
+    place again. `sums`: as `verify_checkpoint`.
     """
     replaced = [
         path
@@ -360,10 +342,8 @@ def newest_checkpoint(
 def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
     """The checkpoint that `resume_from_checkpoint` means, after every file was compared with its manifest.
 
-    With True, newer ones that are damaged are renamed, so that the run can save in their place again.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged; then the message names the newest complete one.
+    With True, newer ones that are damaged are renamed. CheckpointError where there is none, or it is damaged; then the
+    message names the newest complete one.
     """
     if resume is True:
         return newest_checkpoint(output_dir, rename=True)
@@ -384,8 +364,9 @@ def _alternative(output_dir: Path, *, other_than: Path | None = None, sums: bool
 
 
 def step_of(path: Path) -> int:
-    """Of `checkpoint-<step>`, or of `.checkpoint-<step>.previous`."""
-    return int(path.name.strip(".").split(".")[0].removeprefix("checkpoint-"))
+    """Of `checkpoint-<step>`, or of `.checkpoint-<step>.previous`; 0 of another name, as a copy may have."""
+    named = re.fullmatch(r"\.?checkpoint-(\d+)(\.previous)?", path.name, re.ASCII)
+    return int(named[1]) if named else 0
 
 
 def remove_old_checkpoints(

@@ -2,11 +2,11 @@
 
 Another run is moved aside, file by file, into `former-run-<n>` in the same directory: renaming there needs no space,
 works where the directory is a mount point, and neither resuming nor the rotation of checkpoints looks into it. The logs
-are renamed last. So what a crash between two renames leaves is still known as a run, and the next start moves it too.
+are renamed last, so what a crash leaves is still known as a run, and the next start moves it too.
 
 A run that is alive has the directory locked: nothing of it is moved, cut or removed. The lock is the kernel's (flock),
-on the file `.lock`, and it ends with the process that has it: after a kill or a reboot nothing has to be cleaned up,
-and on network file systems it holds for all machines. What is in the file tells others who has it, and decides nothing.
+on the file `.lock`: it ends with the process that has it, and on network file systems it holds for all machines. What
+is in the file tells others who has it, and decides nothing.
 """
 
 from __future__ import annotations
@@ -39,23 +39,13 @@ from fused_grpo.trainer.checkpoint.checkpoint import (
     step_of,
     unwritable,
 )
-from fused_grpo.trainer.common.file_names import (
-    METRICS_FILE,
-    NONFINITE_FOLDER,
-    OLD_ROLLOUTS_FILE,
-    REPORT_FILE,
-    REWARD_FILE,
-    ROLLOUTS_FILE,
-    RUN_FILE,
-    TRACKERS_FOLDER,
-)
+from fused_grpo.trainer.common.file_names import METRICS_FILE, NONFINITE_FOLDER, RUN_FILE, RUN_FILES, TRACKERS_FOLDER
 
 _log = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 # A check of another process holds the lock too, for less than a millisecond.
 _TRIES, _PAUSE = 5, 0.1
-RUN_FILES = (METRICS_FILE, ROLLOUTS_FILE, OLD_ROLLOUTS_FILE, RUN_FILE, REPORT_FILE, REWARD_FILE)
 # What the user may have put a file into, or another trainer may have written: it is moved, and never removed.
 _MOVED_FOLDERS = re.compile(rf"checkpoint-\d+(\.unusable-\d+)?|{NONFINITE_FOLDER}\d+|{TRACKERS_FOLDER}", re.ASCII)
 
@@ -72,7 +62,6 @@ def check_output_dir(
 
     Without `is_saved`, the places where the run is going to save are not looked at.
     """
-    path = Path(path)
     entries = _entries_to_clear(path, resume=resume, overwrite=overwrite, keep=keep)
     refuse_alive(path)
     if is_saved is not None:
@@ -134,10 +123,9 @@ def prepare_output_dir(
     """Make `path` ready for a run that has locked it. Nothing is moved or removed where this raises.
 
     Args:
-        path: the directory; made where it is missing. Files that are not of a run stay, always.
+        path: made where it is missing. Files that are not of a run stay, always.
         resume: keep the run that is there and continue its files, after this checkpoint. Otherwise it is moved to
-            `former_run(path)`.
-        overwrite: remove the run that is there (unless `resume`): its logs, report and checkpoints, file by file.
+            `former_run(path)`, or with `overwrite` removed: its logs, report and checkpoints, file by file.
         keep: the model that this run is going to read; it is neither moved nor removed.
         is_saved: whether there will be a checkpoint of a step, where no files of others may be.
 
@@ -147,10 +135,8 @@ def prepare_output_dir(
     Raises:
         CheckpointError: the run that is there holds `keep`; or `path` is a file or cannot be written.
     """
-    path = Path(path)
     entries = _entries_to_clear(path, resume=bool(resume), overwrite=overwrite, keep=keep)
-    is_named = isinstance(resume, Path) and re.fullmatch(r"\.?checkpoint-\d+(\.previous)?", resume.name, re.ASCII)
-    after = step_of(resume) if isinstance(resume, Path) and is_named else 0  # a copy may have any name
+    after = step_of(resume) if isinstance(resume, Path) else 0
     _check_save_places(path, entries, overwrite=overwrite, is_saved=is_saved, after=after)
     former = former_run(path)
     try:
@@ -184,7 +170,7 @@ def _take_back(path: Path, former: Path, before: set[Path]) -> None:
 
 def former_run(path: Path) -> Path:
     """The folder that a run in `path` would be moved to."""
-    return free_path(Path(path) / "former-run", "")
+    return free_path(path / "former-run", "")
 
 
 def _move_aside(path: Path, entries: list[Path]) -> None:
@@ -226,8 +212,7 @@ class RunLock:
     def acquire(self, directory: Path) -> None:
         """Lock `directory`, which is made where it is missing, until `release` or the end of the process.
 
-        Raises:
-            CheckpointError: another run has it; or the directory cannot be written, or its file system has no locks.
+        CheckpointError where another run has it, or it cannot be written, or its file system has no locks.
         """
         self._path, self._made = directory / LOCK_FILE, not directory.exists()
         while self._descriptor is None:

@@ -1,12 +1,11 @@
 """Saving a run between two steps, and resuming it so that the next steps are those that it would have made.
 
-`restore` first reads everything and compares it with the state that this run has in its place: a file, a tensor or a
-field that is missing, of another form or out of its range is refused. Only then does it change the model. The random
-generators come last, after everything that may draw from them.
+`restore` first reads everything and compares it with the state that this run has in its place. Only then does it change
+the model. The random generators come last, after everything that may draw from them.
 
-Every option of `GRPOConfig` has a rule that says whether its value in the checkpoint or that of the new run counts. As
-users of transformers expect: what is part of a state is loaded with it (the checkpoint's learning rate counts), and all
-else is the new run's. What cannot be continued is refused. Every difference is said (docs/checkpoints.md).
+Every option of `GRPOConfig` has a rule that says whose value counts. As users of transformers expect: what is part of a
+state is loaded with it (the checkpoint's learning rate counts), and all else is the new run's. What cannot be continued
+is refused. Every difference is said (docs/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import TrainerState
 
@@ -27,13 +25,6 @@ from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint import training_state as files
 from fused_grpo.trainer.checkpoint.checkpoint import MANIFEST_FILE, find_checkpoint, refuse_unusable, sha256_of
-from fused_grpo.trainer.checkpoint.training_state import (
-    check_cursors,
-    check_numbers,
-    check_optimizer_state,
-    check_rollouts,
-    check_tensors,
-)
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import MISSING
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed
@@ -41,6 +32,8 @@ from fused_grpo.trainer.models.adapters import adapter_identity, is_adapted, loa
 
 _log = logging.getLogger(__name__)
 _FULL = StateDictOptions(full_state_dict=True)
+_SHORT = reprlib.Repr()
+_SHORT.maxdict = _SHORT.maxstring = _SHORT.maxother = 100  # an adapter's options, and not a file of them
 
 
 class Rule(NamedTuple):
@@ -55,10 +48,7 @@ _BATCHES = "the position in the data and the rollouts in progress are counted in
 _SCHEDULE = "the schedule goes on from this step as if it had been so from the first"
 _SAMPLED = "from the next generated batch on"
 _RULES: tuple[tuple[str, Rule], ...] = (
-    (
-        "resume_from_checkpoint overwrite_output_dir output_dir",
-        Rule("none", "it says where and how this process starts"),
-    ),
+    ("resume_from_checkpoint overwrite_output_dir output_dir", Rule("none", "it says where and how a run starts")),
     # None may be the same as a number.
     ("steps_per_generation generation_batch_size", Rule("none", f"refused by its number: {_BATCHES}")),
     ("data_seed shuffle_dataset curriculum", Rule("none", "another order of the data is refused")),
@@ -87,11 +77,9 @@ class Restored(NamedTuple):
 
 
 def agreed_checkpoint(accelerator: Accelerator, output_dir: Path, resume: bool | str | Path) -> Path:
-    """What `find_checkpoint` finds on rank 0. The other ranks check that they see the same one.
+    """What `find_checkpoint` finds on rank 0; CheckpointError where this rank sees another one there, or there is none.
 
-    Raises:
-        CheckpointError: there is none, or this rank sees another one there.
-        PeerError: another rank raised one of these.
+    PeerError where another rank raised it.
     """
     chosen: tuple[Path, str] | None = None
     with all_ranks_succeed(accelerator, "finding the checkpoint to resume from"):
@@ -125,26 +113,26 @@ def training_state(
         unlogged: the metrics of the steps since the last entry of the history.
         wait: whether to wait for rollouts that an engine is sampling now.
     """
-    accelerator = learner.accelerator
     tensors, options = files.optimizer_state(learner.policy, learner.optimizer.optimizer)
     place, prefetched = collector.state(wait=wait)
     groups = {"random": files.random_state(), "prefetched": prefetched}
     numbers: dict[str, Any] | None = None
     if buffer is not None and not buffer.is_exhausted:
-        numbers, groups["buffer"] = buffer.state()
+        numbers, tables = buffer.state()
+        groups |= tables
     own = {f"{group}.{name}": value for group, named in groups.items() for name, value in named.items()}
-    ranks = gather_object([{"rank": accelerator.process_index, "tensors": own, "buffer": numbers}])
+    ranks = list(enumerate(gather_object([(own, numbers)])))
     by_file = {files.OPTIMIZER_FILE: tensors}
     if _reference_moves(learner):
         by_file[files.REFERENCE_FILE] = files.model_state(learner.reference.model)
-    by_file |= {files.process_file(rank["rank"]): rank["tensors"] for rank in ranks}
+    by_file |= {files.PROCESS_FILE.format(rank=rank): named for rank, (named, _) in ranks}
     everything_else = {
         **_numbers(learner, place, options),
         "run": identity(learner),
         "options": saved_options(learner.args),
         "eval_before": eval_before,
         "unlogged": unlogged or {},
-        "buffers": {str(rank["rank"]): rank["buffer"] for rank in ranks},
+        "buffers": {str(rank): numbers for rank, (_, numbers) in ranks},
     }
     return files.TrainingFiles(everything_else, by_file)
 
@@ -163,18 +151,17 @@ def _numbers(learner: Any, place: dict[str, Any], optimizer: dict[str, Any]) -> 
 def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     """Put a new run into the state in which `checkpoint` was saved.
 
-    Raises:
-        CheckpointError: a checkpoint without a training state, or one that this run could not have saved: of other
-            options, data or processes, or with something missing, of another form or out of its range.
-        PeerError: another rank raised it.
+    CheckpointError where it has no training state, or one that this run could not have saved: of other options, data or
+    processes, or with something missing, of another form or out of its range. PeerError where another rank raised it.
     """
     accelerator, optimizer = learner.accelerator, learner.optimizer.optimizer
     rank = accelerator.process_index
-    collector.drop_prefetched()
+    process_file = files.PROCESS_FILE.format(rank=rank)
+    collector.prefetched = None
     # Collectives are outside of `all_ranks_succeed`.
     moves = files.model_state(learner.reference.model, full=False) if _reference_moves(learner) else {}
     own = files.optimizer_state(learner.policy, optimizer, full=False)
-    here = _numbers(learner, collector.state(wait=False)[0], own[1])
+    here = _numbers(learner, collector.state(wait=False)[0], {})
     with all_ranks_succeed(accelerator, f"reading {checkpoint}"):
         numbers = files.read_numbers(checkpoint)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
@@ -182,9 +169,9 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             changed = differences(learner, numbers, checkpoint, mid_batch=saved is not None)
         weights = files.read_weights(_model(learner), checkpoint)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
-            check_numbers(numbers, {**here, "optimizer": {}}, collector.sampler.stream_form)
+            files.check_numbers(numbers, here, collector.sampler.stream_form)
             state = files.read_trainer_state(checkpoint, numbers["step"])
-            check_cursors(numbers, state.epoch, learner)
+            files.check_cursors(numbers, state.epoch, learner)
         if numbers["step"] > learner.max_steps:
             raise CheckpointError(
                 f"got {checkpoint} of step {numbers['step']}, want one of max_steps={learner.max_steps} at most; "
@@ -195,14 +182,15 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
                 rates = [group.get(name) for group in numbers["optimizer"]["param_groups"]]
                 if numbers["scheduler"].get(scheduled, rates) != rates:
                     changed.append(f"{name} is {rates}, where its schedule has {numbers['scheduler'][scheduled]}")
-            unlike = check_optimizer_state(own, tensors, numbers["optimizer"])
+            unlike = files.check_optimizer_state(own, tensors, numbers["optimizer"])
         with files.tensors_of(checkpoint, files.REFERENCE_FILE, names) as reference:
-            check_tensors(moves, reference)
-        with files.tensors_of(checkpoint, files.process_file(rank), names) as rank_tensors:
-            check_rollouts(rank_tensors, saved, learner)
-            buffer = None if saved is None else RolloutBuffer.from_state(saved, _group(rank_tensors, "buffer"))
+            files.check_tensors(moves, reference)
+        with files.tensors_of(checkpoint, process_file, names) as rank_tensors:
+            groups = files.by_group(rank_tensors)
+            files.check_rollouts(groups, saved, learner)
+            buffer = None if saved is None else RolloutBuffer.from_state(saved, groups)
             # Of a stream it may still be refused: before anything else changes.
-            collector.load_state(numbers["collector"], _group(rank_tensors, "prefetched"))
+            collector.load_state(numbers["collector"], groups["prefetched"])
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             schedule = files.known_part(here["scheduler"], numbers["scheduler"])
             counters = {name: numbers[name] for name in ("step", "skipped", "entropy")}
@@ -214,8 +202,8 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
         with refuse_unusable(checkpoint, files.REFERENCE_FILE):
             set_model_state_dict(learner.reference.model, reference, options=_FULL)
     accelerator.wait_for_everyone()
-    with refuse_unusable(checkpoint, files.process_file(rank)):
-        files.set_random_state(_group(rank_tensors, "random"))
+    with refuse_unusable(checkpoint, process_file):
+        files.set_random_state(groups["random"])
     # An option that says it says it better.
     lines = changed if any("checkpoint's counts" in line for line in changed) else changed + unlike
     if lines and accelerator.is_main_process:
@@ -233,9 +221,9 @@ def load_model_of(checkpoint: Path, learner: Any) -> None:
 def _set_weights(learner: Any, weights: dict[str, Any]) -> None:
     if is_adapted(_model(learner)):
         load_adapter(_model(learner), weights)
-        return
-    with torch.no_grad():
-        set_model_state_dict(learner.policy, weights, options=_FULL)
+    else:
+        with torch.no_grad():
+            set_model_state_dict(learner.policy, weights, options=_FULL)
 
 
 def _model(learner: Any) -> Any:
@@ -244,11 +232,6 @@ def _model(learner: Any) -> Any:
 
 def _reference_moves(learner: Any) -> bool:
     return learner.reference is not None and bool(learner.args.sync_ref_model)
-
-
-def _group(tensors: dict[str, Tensor], group: str) -> dict[str, Tensor]:
-    prefix = f"{group}."
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def rule_of(name: str, args: GRPOConfig, *, mid_batch: bool) -> Rule:
@@ -277,7 +260,7 @@ def identity(learner: Any) -> dict[str, Any]:
         "num_processes": processes,
         "optimizer": type(learner.optimizer.optimizer).__name__,
         "schedule": type(learner.scheduler).__name__,
-        "adapter": adapter_identity(learner.accelerator.unwrap_model(learner.policy).model),
+        "adapter": adapter_identity(_model(learner)),
         "teacher": None if learner.teacher is None else learner.teacher.identity,
     }
 
@@ -285,11 +268,7 @@ def identity(learner: Any) -> dict[str, Any]:
 def differences(learner: Any, saved: dict[str, Any], checkpoint: Path, *, mid_batch: bool) -> list[str]:
     """A line for each option that differs from the checkpoint's: both values, which one counts, and why.
 
-    Args:
-        saved: the content of training.json.
-
-    Raises:
-        CheckpointError: one of them has to be as it was.
+    CheckpointError where one of them has to be as it was. `saved` is the content of training.json.
     """
     here, there = identity(learner), saved["run"]
     refused = [(name, there.get(name), here[name]) for name in here if there.get(name) != here[name]]
@@ -300,18 +279,12 @@ def differences(learner: Any, saved: dict[str, Any], checkpoint: Path, *, mid_ba
             refused += [] if name in here else [(name, before[name], options[name])]
         else:
             which = "the checkpoint's" if wins == "checkpoint" else "the new one"
-            values = f"{_shortened(before[name])} in the checkpoint, {_shortened(options[name])} now"
+            values = f"{_SHORT.repr(before[name])} in the checkpoint, {_SHORT.repr(options[name])} now"
             lines.append(f"{name}: {values}; {which} counts: {why}")
     if refused:
-        got, want = (", ".join(f"{entry[0]}={_shortened(entry[place])}" for entry in refused) for place in (2, 1))
+        got, want = (", ".join(f"{entry[0]}={_SHORT.repr(entry[place])}" for entry in refused) for place in (2, 1))
         raise CheckpointError(
             f"got {got} to resume from {checkpoint}, want {want} as it was saved with; fix: resume with those options, "
             "or start a new run with the checkpoint as its model"
         )
     return lines
-
-
-def _shortened(value: Any) -> str:
-    shortened = reprlib.Repr()
-    shortened.maxdict = shortened.maxstring = shortened.maxother = 100  # an adapter's options, and not a file of them
-    return shortened.repr(value)

@@ -8,24 +8,22 @@
 Tensors, numbers and strings: nothing is pickled. The weights are read here too, as the model of this run takes them:
 each in its own dtype, bit for bit. No configuration is read from the checkpoint: that of the model of this run counts.
 
-Whether a saved state is one that this run could have saved is checked before anything of it is used. The pattern is the
-state that this run has: `check_alike` for JSON, `check_tensors` for tensors, so that what PyTorch, an optimizer or a
-stream keep needs no list here. What no pattern shows, `check_cursors` and `check_rollouts` derive from the options.
+Before anything is used, it is compared with the state that this run has in its place: `check_alike` for JSON,
+`check_tensors` for tensors, so that what PyTorch, an optimizer or a stream keep needs no list here. What no pattern
+shows, `check_cursors` and `check_rollouts` derive from the options.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
 import random
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from functools import reduce
 from pathlib import Path
@@ -54,17 +52,13 @@ _log = logging.getLogger(__name__)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 REFERENCE_FILE = "reference.safetensors"
+PROCESS_FILE = "process-{rank}.safetensors"
 TRAINING_FILE = "training.json"
 
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 Tensors = Mapping[str, Tensor]
 OF = " of "  # "exp_avg of model.lm_head.weight"
-_PART = re.compile(r"(prefetched|buffer\.\d+)\.(.*)")
-
-
-def process_file(rank: int) -> str:
-    """The name of the file of one rank's tensors."""
-    return f"process-{rank}.safetensors"
+_GROUP = re.compile(r"(random|prefetched|buffer\.\d+)\.(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -107,9 +101,8 @@ def read_numbers(directory: Path) -> dict[str, Any]:
 def tensors_of(directory: Path, name: str, names: dict[str, list[str]] | None = None) -> Iterator[dict[str, Any]]:
     """Around the use of the tensors of one file; none where there is no such file, which may be where there are none.
 
-    Raises:
-        CheckpointError: the file cannot be read, does not have the tensors that it had when it was saved (`names`), or
-            cannot be used: any error in the body of the `with`.
+    CheckpointError where the file cannot be read, does not have the tensors that it had when it was saved (`names`), or
+    cannot be used: any error in the body of the `with`.
     """
     with refuse_unusable(directory, name):
         tensors = dict[str, Tensor]()
@@ -119,6 +112,15 @@ def tensors_of(directory: Path, name: str, names: dict[str, list[str]] | None = 
         for other in tensors.keys() ^ (tensors if names is None else names.get(name, [])):
             raise ValueError(f"{other!r} is {'unknown' if other in tensors else 'missing'}")
         yield tensors
+
+
+def by_group(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
+    """Those of a rank's file by their group: "random", "prefetched" and each batch of the buffer, "buffer.<n>"."""
+    groups: dict[str, dict[str, Tensor]] = {"random": {}, "prefetched": {}}
+    for name, tensor in tensors.items():
+        if match := _GROUP.match(name):
+            groups.setdefault(match[1], {})[match[2]] = tensor
+    return groups
 
 
 def read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
@@ -139,7 +141,9 @@ def read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
         loaded, report = load(None, config=model.config, state_dict=saved, dtype=dtype, output_loading_info=True)
         if wrong := sorted(str(name) for problem in report.values() for name in problem):
             raise ValueError(f"{wrong[0]} is missing, unknown or of another shape")
-        _refuse_infinite(dict(loaded.named_parameters()))
+        for name, weight in loaded.named_parameters():
+            if not weight.isfinite().all():
+                raise ValueError(f"{name} is not finite")
         return {f"model.{name}": value.to(here[name].dtype) for name, value in loaded.state_dict().items()}
 
 
@@ -153,20 +157,16 @@ def _check_dtypes(model: Any, here: dict[str, Tensor], saved: dict[str, Tensor])
 
 
 def read_trainer_state(checkpoint: Path, step: int) -> TrainerState:
-    """transformers' state of the run at `step`: its log and its best metric.
+    """transformers' state of the run at `step`, its log and its best metric; CheckpointError where it is of another.
 
     Fields that this version of transformers does not have are left out.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is not of that step.
     """
-    fresh = dataclasses.asdict(TrainerState())
+    fresh = asdict(TrainerState())
     with refuse_unusable(checkpoint, STATE_FILE):
         saved = read_json(checkpoint / STATE_FILE)
         check_alike({name: fresh[name] for name in fresh.keys() & {*saved, "global_step", "epoch"}}, saved, "content")
-        best = {"best_metric": 0.0, "best_global_step": 0, "best_model_checkpoint": ""}
-        best = {name: value for name, value in best.items() if saved.get(name) is not None}
-        check_alike(best, saved, "content", signed=True)
+        best = {"best_metric": -math.inf, "best_global_step": 0, "best_model_checkpoint": ""}  # a metric has any sign
+        check_alike({name: best[name] for name in best if saved.get(name) is not None}, saved, "content")
         if saved["global_step"] != step or not all(isinstance(entry, dict) for entry in saved["log_history"]):
             raise ValueError(f"global_step is {saved['global_step']}, want {step}, and log_history a list of entries")
         state = TrainerState(**{name: saved[name] for name in fresh.keys() & saved.keys()})
@@ -177,34 +177,21 @@ def read_trainer_state(checkpoint: Path, step: int) -> TrainerState:
 
 
 def read_adapter(model: Any, checkpoint: Path) -> dict[str, Tensor]:
-    """The adapter of a checkpoint, for `load_adapter`; CheckpointError where there is none, or of another form."""
+    """The adapter of a checkpoint, for `load_adapter`; CheckpointError where there is none, or it does not fit."""
     path = adapter_path(model, checkpoint)
     if not path.is_file():
         raise CheckpointError(
             f"got {checkpoint}, which has no {ADAPTER_FILE}, to resume a run with an adapter; want a checkpoint of "
             "such a run; fix: resume without peft_config"
         )
-    here = adapter_weights(model)
     with tensors_of(path.parent, path.name) as saved:
-        _refuse_infinite(saved)
-    wrong = sorted(name for name in saved.keys() | here.keys() if form(saved.get(name)) != form(here.get(name)))
-    if wrong:
-        raise CheckpointError(
-            f"got an adapter in {checkpoint} that does not fit ({wrong[0]}: {form(saved.get(wrong[0]))} there, "
-            f"{form(here.get(wrong[0]))} here); want the peft_config that it was saved with; fix: pass that one"
-        )
+        check_tensors(adapter_weights(model), saved)
     return saved
-
-
-def _refuse_infinite(weights: dict[str, Tensor]) -> None:
-    for name, weight in weights.items():
-        if not weight.isfinite().all():
-            raise ValueError(f"{name} is not finite")
 
 
 def model_state(model: nn.Module, *, full: bool = True) -> dict[str, Tensor]:
     """The full state dict of a model. A collective; only rank 0 gets it. Without `full`, as in `optimizer_state`."""
-    state: dict[str, Any] = get_model_state_dict(model, options=_OPTIONS if full else StateDictOptions())
+    state: dict[str, Any] = get_model_state_dict(model, options=_OPTIONS if full else None)
     return state
 
 
@@ -215,8 +202,7 @@ def optimizer_state(
 
     Without `full`, every rank gets its own tensors, as they are: shards know the whole shape.
     """
-    options = _OPTIONS if full else StateDictOptions()
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS if full else None)
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {"param_groups": state.get("param_groups"), "state": {}}
     for parameter, values in state.get("state", {}).items():
@@ -234,14 +220,13 @@ def load_optimizer_state(
     for key, value in {**numbers["state"], **tensors}.items():
         name, _, parameter = key.partition(OF)
         state.setdefault(parameter, {})[name] = value
-    groups = [
-        # JSON has no tuples: AdamW's betas.
-        {name: tuple(value) if name == "betas" else value for name, value in group.items()}
-        for group in numbers["param_groups"]
-    ]
+    groups = [dict(group) for group in numbers["param_groups"]]
+    for group in groups:
+        if "betas" in group:
+            group["betas"] = tuple(group["betas"])  # JSON has no tuples
     full: dict[str, Any] = {"state": state, "param_groups": groups}
     # PyTorch finds the device of a full state by its tensors, which SGD has not.
-    set_optimizer_state_dict(model, optimizer, full, options=_OPTIONS if tensors else StateDictOptions())
+    set_optimizer_state_dict(model, optimizer, full, options=_OPTIONS if tensors else None)
 
 
 def random_state() -> dict[str, Tensor]:
@@ -282,26 +267,24 @@ def set_random_state(state: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} is no state of that generator")
 
 
-def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, signed: bool = False) -> None:
+def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False) -> None:
     """Compare saved JSON with what this run has in its place: keys, lengths, kinds of values.
 
     Nothing is known of what is None or empty here. Flags may be missing, which a later version of PyTorch has added.
-    With `exact`, ints are counts. Numbers are not negative where this run's are not, but for `signed` ones.
-
-    Raises:
-        TypeError: it is of another form, or a number is not finite or out of range.
+    With `exact`, ints are counts. TypeError for another form, a number that is not finite, or a negative one where this
+    run's is not.
     """
     if here is None or (saved is None and isinstance(here, bool)):
         return
     if isinstance(here, dict) and isinstance(saved, dict):
         for name, value in here.items():
-            check_alike(value, saved.get(name), f"{where}.{name}", exact=exact, signed=signed)
+            check_alike(value, saved.get(name), f"{where}.{name}", exact=exact)
     elif isinstance(here, list | tuple) and isinstance(saved, list) and len(here) in (0, len(saved)):
         for index, value in enumerate(here):
             check_alike(value, saved[index], f"{where}[{index}]", exact=exact)
     elif is_number(here) and is_number(saved):
         whole = not (exact and isinstance(here, int)) or (isinstance(saved, int) and saved <= 2**53)
-        if not math.isfinite(saved) or not whole or (saved < min(here, 0) and not signed):
+        if not math.isfinite(saved) or not whole or saved < min(here, 0):
             raise TypeError(f"{where} is {saved}")
     elif not isinstance(here, str | bool) or type(here) is not type(saved):
         raise TypeError(f"{where} is {reprlib.repr(saved)}, want a value such as {reprlib.repr(here)}")
@@ -316,19 +299,21 @@ def known_part(here: Any, saved: Any) -> Any:
     return None if here is None and isinstance(saved, dict | list) else saved
 
 
-def check_tensors(here: Tensors, saved: Tensors, *, stateless: AbstractSet[str] = frozenset()) -> None:
+def check_tensors(here: Tensors, saved: Tensors, *, stateless: Container[str] = ()) -> None:
     """ValueError for a name, shape or dtype other than this run's, or a value that is not finite.
 
     Those of `stateless` parameters may be missing.
     """
     for name in sorted(here.keys() | saved.keys()):
-        if name.partition(OF)[2] in stateless and name not in saved:
+        statistic, of, parameter = name.partition(OF)
+        if parameter in stateless and name not in saved:
             continue
-        if form(saved.get(name)) != form(here.get(name)):
-            raise ValueError(f"{name!r} is {form(saved.get(name))}, where this run has {form(here.get(name))}")
+        got, want = (_form(tensors.get(name)) for tensors in (saved, here))
+        if got != want:
+            raise ValueError(f"{name!r} is {got}, where this run has {want}")
         if saved[name].is_floating_point() and not saved[name].isfinite().all():
             raise ValueError(f"{name!r} is not finite")
-        if "_sq" in name.partition(OF)[0] and (saved[name] < 0).any():
+        if of and "_sq" in statistic and (saved[name] < 0).any():
             raise ValueError(f"{name!r} has negative squares")
 
 
@@ -336,23 +321,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def form(tensor: Tensor | None) -> str:
-    """Dtype and shape."""
+def _form(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def check_optimizer_state(
     own: tuple[dict[str, Tensor], dict[str, Any]], tensors: dict[str, Tensor], saved: Any
 ) -> list[str]:
-    """Compare the state of an optimizer with this run's. Returns its hyperparameters that differ.
+    """Compare the state of an optimizer with this run's (`own`). Returns its hyperparameters that differ.
 
-    Parameters may have no state at all, as those that never had a gradient.
-
-    Args:
-        own, tensors, saved: as `optimizer_state` returns them, of this run and of the checkpoint.
-
-    Raises:
-        TypeError, ValueError: another form, or a number that no step leaves.
+    Parameters may have no state at all, as those that never had a gradient. TypeError or ValueError for another form,
+    or a number that no step leaves.
     """
     groups, numbers, differ = json.loads(json.dumps(own[1]["param_groups"])), own[1]["state"], list[str]()
     names = {name.partition(OF)[2] for name in (*own[0], *numbers)}
@@ -412,20 +391,13 @@ def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
             raise ValueError(f"{name} cannot be that of step {step}")
 
 
-def check_rollouts(tensors: dict[str, Tensor], saved: Any, learner: Any) -> None:
+def check_rollouts(groups: dict[str, dict[str, Tensor]], saved: Any, learner: Any) -> None:
     """Check the rollouts of a rank, those in progress and those that were prefetched: that they can be trained on.
 
-    Args:
-        tensors: those of `process-<rank>.safetensors`.
-        saved: what training.json says of the rollouts in progress. None: there are none.
-
-    Raises:
-        Exception: of any kind, where something is missing, unknown, of another form or out of its range.
+    Raises an error of any kind where something is missing, unknown, of another form or out of its range. `saved` is
+    what training.json says of the rollouts in progress. None: there are none.
     """
-    parts: dict[str, dict[str, Tensor]] = {}
-    for match, tensor in ((_PART.match(name), tensor) for name, tensor in tensors.items()):
-        if match:
-            parts.setdefault(match[1], {})[match[2]] = tensor
+    parts = {group: part for group, part in groups.items() if group != "random" and part}
     steps = learner.args.optimizer_steps_per_generation(learner.accelerator.num_processes)
     if parts.keys() - {"prefetched"} != {f"buffer.{index}" for index in range(0 if saved is None else steps)}:
         raise ValueError(f"it has {sorted(parts)}, want {0 if saved is None else steps} batches in progress")

@@ -8,14 +8,13 @@ on the command line, and a mapping (or JSON) in YAML.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import inspect
 import json
 import shlex
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -261,9 +260,8 @@ def check_combination(options: TrainOptions) -> None:
 
 
 def _check_task(options: TrainOptions, name: str) -> None:
-    defaults = {entry.name: entry.default for entry in dataclasses.fields(options)}
-    for option in _OF_DATA:
-        if (value := getattr(options, option)) != defaults[option]:
+    for option, value in changed_options(options, TrainOptions, but=()).items():
+        if option in _OF_DATA:
             raise InputError(
                 f"got --task {name} and --{option.replace('_', '-')} {value}, want one of them: a task has rows of its "
                 "own; fix: leave one out"
@@ -274,12 +272,10 @@ def _check_task(options: TrainOptions, name: str) -> None:
 
 def as_arguments(values: dict[str, Any]) -> list[str]:
     """The values of a YAML file as the command line would have them."""
-    types, arguments = get_type_hints(TrainOptions), list[str]()
+    arguments = list[str]()
     for name, value in values.items():
         option = name.replace("_", "-")
-        if types[name] is bool and isinstance(value, bool):
-            arguments.append(f"--{option}" if value else f"--no-{option}")
-        elif isinstance(value, dict):
+        if isinstance(value, dict):
             try:
                 arguments.append(f"--{option}={json.dumps(value)}")
             except (TypeError, ValueError) as error:
@@ -395,6 +391,6 @@ def _sectioned(defaults: TrainOptions, demo: dict[str, Any]) -> type:
         sections[title].append((name, annotation, field(default_factory=partial(getattr, defaults, name))))
     groups: list[Any] = []
     for number, (title, fields) in enumerate(sections.items()):
-        group = dataclasses.make_dataclass(f"Section{number}", fields)
+        group = make_dataclass(f"Section{number}", fields)
         groups.append((f"section_{number}", Annotated[group, tyro.conf.arg(name=title)], field(default_factory=group)))
-    return dataclasses.make_dataclass("Sections", groups)
+    return make_dataclass("Sections", groups)

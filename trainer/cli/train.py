@@ -8,7 +8,6 @@ with. Under `accelerate launch` the arithmetic is that of all processes.
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ from fused_grpo.trainer.data.datasets import (
 )
 from fused_grpo.trainer.data.prompts import has_chat_template
 from fused_grpo.trainer.episodes.environments import rows_of_environments, with_prompts
-from fused_grpo.trainer.logging.console import progress
+from fused_grpo.trainer.logging.console import is_first_process, progress
 from fused_grpo.trainer.loop import GRPOTrainer
 from fused_grpo.trainer.models import smollm2
 from fused_grpo.trainer.models.loading import loading, tokenizer_for
@@ -73,15 +72,11 @@ def train(options: TrainOptions) -> None:
     options.prompts_per_process(num_processes=options.world_size)
     check_combination(options)
     if options.dry_run:
-        for part in dry_run(options, lambda: load_inputs(options)) if options.should_log else ():
-            say(part)
+        for part in dry_run(options, lambda: load_inputs(options)) if is_first_process() else ():
+            print(part, flush=True)
         return
-    check_output_dir(
-        Path(options.output_dir),
-        resume=bool(options.resume_from_checkpoint),
-        overwrite=options.overwrite_output_dir,
-        keep=options.model,
-    )
+    path, resume = Path(options.output_dir), bool(options.resume_from_checkpoint)
+    check_output_dir(path, resume=resume, overwrite=options.overwrite_output_dir, keep=options.model)
     train_model(options)
 
 
@@ -232,8 +227,8 @@ def load_source(source: str, split: str, config: str | None) -> Any:
 
 def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
     """The rows with the prompts as "prompt" and the answers as the rewards read them; DataError without a column."""
-    columns = column_names(rows)
-    if not columns or isinstance(rows, Mapping):  # no rows, or no dataset, which the trainer says
+    columns = [] if isinstance(rows, Mapping | Iterator) else column_names(rows)
+    if not columns:  # no rows, or no dataset, which the trainer says
         return rows
     listed = ", ".join(map(repr, columns))
     read = {name: NAMED[name].column for name in options.reward_funcs if name in NAMED and NAMED[name].column}
@@ -253,6 +248,6 @@ def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
 
 
 def say(text: str) -> None:
-    """Print a line on the first process alone, which the launcher names: there may be no process group yet."""
-    if os.environ.get("RANK", "0") == "0":
+    """Print a line on the first process alone."""
+    if is_first_process():
         print(text, flush=True)

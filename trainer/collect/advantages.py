@@ -1,13 +1,12 @@
 """From rewards to advantages, on whole groups, before anything is cut into micro-batches.
 
-A group is the G completions of one prompt. Its mean is the baseline; its standard deviation (with Bessel's correction,
-plus 1e-4) the scale. Functions that returned None for a completion are left out of that completion's sum; a completion
+Of a group, the G completions of one prompt, the mean is the baseline and the standard deviation (with Bessel's
+correction, plus 1e-4) the scale. A function that returned None for a completion is left out of its sum; a completion
 that no function scored gets advantage 0 and takes no part in its group's statistics.
 
 With several functions there are two orders. "sum_then_normalize" (GRPO) compares weighted sums, so a function whose
-values spread widely dominates the sum. "normalize_then_sum" (GDPO, arXiv 2601.05242) compares each function's values
-by themselves, so that each contributes in proportion to its weight, and brings the weighted sum to the scale of the
-batch.
+values spread widely dominates. "normalize_then_sum" (GDPO, arXiv 2601.05242) compares each function's values by
+themselves, so that each contributes by its weight, and brings the weighted sum to the scale of the batch.
 
 `advantage_estimator` has other baselines and scales for the weighted sum, with the mean of the group m and n of its
 completions scored:
@@ -29,8 +28,7 @@ from torch import Tensor
 from fused_grpo.errors import InputError
 
 EPSILON = 1e-4
-# Of a whole batch: a division by 0 is all that it prevents.
-EPSILON_OF_BATCH = 1e-8
+EPSILON_OF_BATCH = 1e-8  # only against a division by 0
 
 
 def total_rewards(per_function: Tensor, weights: Tensor) -> Tensor:
@@ -54,11 +52,9 @@ def multi_objective_advantages(
         total = sum over f of w_f * (r_f - mean_group(r_f)) / (std_group(r_f) + 1e-4)
         (total - mean_batch(total)) / (std_batch(total) + 1e-4)
     """
-    if estimator not in ("grpo", "dr_grpo"):
-        return estimated_advantages(total_rewards(per_function, weights), num_generations, estimator)
     if aggregation == "sum_then_normalize":
-        scale = "none" if estimator == "dr_grpo" else scale
-        return group_advantages(total_rewards(per_function, weights), num_generations, scale=scale)
+        totals = total_rewards(per_function, weights)
+        return group_advantages(totals, num_generations, scale=scale, estimator=estimator)
     columns = per_function.T
     groups = columns.reshape(-1, num_generations)
     normalised = _centred(groups) / (nanstd(groups) + EPSILON)
@@ -69,22 +65,18 @@ def multi_objective_advantages(
     return advantages.masked_fill(equal, 0.0)
 
 
-def group_advantages(rewards: Tensor, num_generations: int, *, scale: Literal["group", "batch", "none"]) -> Tensor:
-    """Advantages [B] from rewards [B], prompt-major groups of `num_generations`. NaN rewards give 0."""
-    groups = rewards.view(-1, num_generations)
-    centred = _centred(groups)
-    if scale == "group":
-        centred = centred / (nanstd(groups) + EPSILON)
-    elif scale == "batch":
-        centred = centred / (nanstd(rewards[None]) + EPSILON)
-    return centred.nan_to_num(0.0).flatten()
+def group_advantages(
+    rewards: Tensor, num_generations: int, *, scale: Literal["group", "batch", "none"], estimator: str = "grpo"
+) -> Tensor:
+    """Advantages [B] from rewards [B], prompt-major groups of `num_generations`; `scale` is that of "grpo" alone.
 
-
-def estimated_advantages(rewards: Tensor, num_generations: int, estimator: str) -> Tensor:
-    """Advantages [B] by an estimator other than GRPO's, from rewards [B]; InputError for negative ones with "maxrl"."""
+    NaN rewards give 0; InputError for negative ones with "maxrl".
+    """
     groups = rewards.view(-1, num_generations)
-    centred, mean = _centred(groups), groups.nanmean(1, keepdim=True)
-    if estimator == "rloo":
+    advantages = centred = _centred(groups)
+    if estimator == "grpo" and scale != "none":
+        advantages = centred / (nanstd(groups if scale == "group" else rewards[None]) + EPSILON)
+    elif estimator == "rloo":
         count = (~groups.isnan()).sum(1, keepdim=True)
         advantages = centred * count / (count - 1).clamp_min(1)
     elif estimator == "maxrl":
@@ -93,8 +85,9 @@ def estimated_advantages(rewards: Tensor, num_generations: int, estimator: str) 
                 f"got a reward of {groups.nan_to_num(0.0).min().item():g} with advantage_estimator='maxrl', want "
                 "rewards >= 0, whose mean is a rate of success; fix: shift them, or another estimator"
             )
+        mean = groups.nanmean(1, keepdim=True)
         advantages = torch.where(mean > 0, centred / mean, 0.0)
-    else:
+    elif estimator.startswith("reinforce_plus_plus"):
         # A group with equal rewards keeps an advantage of exactly 0: the mean of what is centred is 0 but for rounding.
         whitened = centred if estimator == "reinforce_plus_plus_baseline" else _centred(rewards[None])
         advantages = whitened / (nanstd(whitened.view(1, -1)) + EPSILON_OF_BATCH)

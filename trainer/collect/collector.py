@@ -11,23 +11,25 @@ g is G, or the part of a group that fits into a rank's share of the batch: then 
 and each samples its part. Rewards are gathered, so advantages are always those of whole groups.
 
 Groups for which the engine or a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose
-rewards are all equal. With `mask_truncated_completions`, truncated completions stay in the batch, so that they are
-counted, but none of their tokens is in the loss.
+rewards are all equal. With `mask_truncated_completions`, truncated completions are counted, but not in the loss.
 
 With `generate_ahead`, a vLLM server samples while the optimizer learns. Each collection waits for the rollouts that the
 last one requested, sends the current weights to the engine, requests the next rollouts, and scores. So every batch but
-the first was sampled from weights that are one generation old, never older, and the loss corrects for it
-(`vllm_importance_sampling_correction`): the old policy is the current one, and rho is its ratio to the policy that
-sampled. The metric `off_policy_steps` is the age of the weights in steps.
+the first was sampled from weights that are one generation old, never older (`off_policy_steps`), and the loss corrects
+for it (`vllm_importance_sampling_correction`): the old policy is the current one, and rho is its ratio to the policy
+that sampled.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import chdir
 from dataclasses import replace
+from functools import partial
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -38,14 +40,7 @@ from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, split_groups
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
-from fused_grpo.trainer.collect.scoring import (
-    Evaluation,
-    RolloutFacts,
-    Scored,
-    pass_rates,
-    rollout_metrics,
-    score_rollouts,
-)
+from fused_grpo.trainer.collect.scoring import Evaluation, RolloutFacts, Scored, rollout_metrics, score_rollouts
 from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.data.curriculum import CurriculumSampler
@@ -71,20 +66,13 @@ class Prefetched(NamedTuple):
 
 
 class Collector:
-    """Draws prompts, has an engine complete them, scores the completions and makes batches of them.
-
-    Args:
-        start: the run's options, rewards, tokenizer and limit of prompts.
-        learner: says what its batches are like, and adds the log-probs of the current policy to them.
-    """
+    """Draws prompts, has an engine complete them, scores the completions and makes batches for a learner of them."""
 
     def __init__(self, start: Start, sampler: PromptSampler, learner: Learner) -> None:
         self.args, self.accelerator, self.sampler, self.learner = start.args, learner.accelerator, sampler, learner
         self.rewards, self.tokenizer, self.prompt_limit = start.rewards, start.tokenizer, start.limit
         self.group_part = self.args.group_part(self.accelerator.num_processes)
-        self.generate_calls = 0
-        # Of all prompts and completions so far, over all ranks; a prompt counts with each completion.
-        self.num_tokens = 0
+        self.generate_calls = self.num_tokens = 0  # tokens over all ranks; a prompt counts with each completion
         self.prefetched: Prefetched | None = None
         self.rules, self.longest_prompt = start.rules, start.longest_prompt  # of episodes; None: no tools
 
@@ -95,29 +83,26 @@ class Collector:
                 drawn = self.prefetched.rows, self.prefetched.samples.result()
                 self.prefetched = None
                 return drawn
-            rows = self.sampler.next_batch()
-            sampling = self.sampling(seed=self._next_seed())
-            return rows, self._complete(engine, rows, sampling, self.sampler.row_numbers, str(self.generate_calls))
+            rows, complete = self._next_batch(engine)
+            return rows, complete()
 
     def collect(
         self, engine: RolloutEngine, phases: Phases, *, drawn: Drawn | None = None, trainer_state: Any = None
     ) -> Scored:
-        """The samples of a batch with their rewards and advantages, and the metrics of all ranks.
-
-        Args:
-            drawn: the result of `draw`. None: they are drawn here.
+        """The samples of a batch, those of `draw` or new ones, with rewards, advantages and the metrics of all ranks.
 
         Raises:
             RewardError: a reward function failed and `reward_failure` is not "drop", or no group is left.
             UnavailableError: the engine failed and `rollout_failure` is not "drop", or no group is left.
         """
-        scored, metrics = self._scored(engine, phases, drawn, trainer_state)
+        scored = self._scored(engine, phases, drawn, trainer_state)
         with phases("reward"):
             facts = gather_object([RolloutFacts.of(scored)])
             advantages = self._advantages(facts, self.args.num_generations)
         self.num_tokens += sum(one.num_tokens for one in facts)
-        metrics = self._metrics(facts, self.args.num_generations) | metrics | {"num_tokens": float(self.num_tokens)}
-        return replace(scored.with_advantages(advantages), metrics=metrics | self.sampler.metrics())
+        metrics = self._metrics(facts, self.args.num_generations) | scored.metrics
+        metrics |= {"num_tokens": float(self.num_tokens)} | self.sampler.metrics()
+        return replace(scored.with_advantages(advantages), metrics=metrics)
 
     def buffer(self, scored: Scored, phases: Phases) -> RolloutBuffer:
         """The batches of all optimizer steps, balanced across ranks and with the old log-probs that they need."""
@@ -147,49 +132,32 @@ class Collector:
         A rank without rows does not call its engine. DataError for a row of a stream that cannot be used.
         """
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        count, seed, name = self.args.num_generations_eval, self.args.seed, "eval_dataset"
-        changes: dict[str, Any] = {"n": 1, "temperature": 0.0} if count is None else {"n": count}
-        sampling = replace(self.sampling(seed=seed, **changes), sampling_support="off")  # nothing is learnt from these
-        with all_ranks_succeed(self.accelerator, "evaluating"):
+        count, name = self.args.num_generations_eval, "eval_dataset"
+        sampling = self.args.sampling(seed=self.args.seed, n=count or 1, temperature=0.0 if count is None else None)
+        sampling = replace(sampling, sampling_support="off")  # nothing is learnt from these
+        with all_ranks_succeed(self.accelerator, "evaluating"), chdir("."):
             started, rows = time.time(), list(self.prompt_limit.applied(all_rows(dataset, name=name), name=name))
             # One after the other, so that the ranks' parts are in the order of the dataset.
             first, end = (len(rows) * part // processes for part in (rank, rank + 1))
-            facts, own, scored = RolloutFacts.none(len(self.rewards.names)), rows[first:end], None
-            if own:
+            scored = Scored(samples=[], weight_version=0, reward_names=self.rewards.names)
+            if own := rows[first:end]:
                 placed = replace(sampling, first_prompt=first)
-                samples = self._complete(engine, own, placed, range(first, end))
+                samples = self._completing(engine, own, placed, range(first, end), batch="eval")()
                 scored = score_rollouts(samples, own, self.rewards, self.tokenizer, trainer_state=trainer_state)
-                facts = RolloutFacts.of(scored)
-        everywhere = gather_object([facts])
-        metrics = self._metrics(everywhere, sampling.n) | {"num_tokens": float(self.num_tokens)}
-        if count is not None:
-            metrics |= pass_rates([one.per_function for one in everywhere], count)
-        advantages = self._advantages(everywhere, sampling.n)
-        batch = [] if scored is None else self._learned_from(scored.with_advantages(advantages))
+        everywhere = gather_object([RolloutFacts.of(scored)])
+        metrics = self._metrics(everywhere, sampling.n, passes=count is not None)
+        metrics["num_tokens"] = float(self.num_tokens)
+        batch = self._learned_from(scored.with_advantages(self._advantages(everywhere, sampling.n)))
         skipped = [self.learner.can_skip and sample.in_loss and sample.advantage == 0 for sample in batch]
         # The sampler's log-probs may be of another temperature.
         batch = with_fields(batch, {"skipped": skipped, "sampling_logprobs": [None] * len(batch)})
         return Evaluation(metrics, len(rows), started, batch)
 
-    def sampling(self, *, seed: int, **changes: Any) -> SamplingParams:
-        """The sampling options of the run, for `group_part` completions of a prompt, with `changes`."""
-        return self.args.sampling(seed=seed, **{"n": self.group_part, **changes})
-
     def prefetch(self, engine: RolloutEngine) -> None:
         """Start to sample the next batch in the background, from the weights that the engine has now."""
         before = self._position()
-        rows = self.sampler.next_batch()
-        prompts = self.prompt_limit.encode(rows, self.sampler.row_numbers)
-        sampling = self.sampling(seed=self._next_seed())
-        options: Any = {"vocab_size": self.learner.vocab_size, "failure": self.args.rollout_failure}
-        options |= {"rows": list(zip(self.sampler.row_numbers, rows, strict=True))}
-        playing = self._playing(engine, str(self.generate_calls))
-        samples = in_thread(lambda: checked_generate(playing, prompts, sampling, **options), name="prefetch")
-        self.prefetched = Prefetched(rows, samples, before)
-
-    def drop_prefetched(self) -> None:
-        """Forget the batch that is being sampled: another state will be loaded."""
-        self.prefetched = None
+        rows, complete = self._next_batch(engine)
+        self.prefetched = Prefetched(rows, in_thread(complete, name="prefetch"), before)
 
     def wait_for_prefetched(self) -> None:
         """Wait until the engine has sampled the prefetched batch. `draw` raises its error, if there is one."""
@@ -202,14 +170,15 @@ class Collector:
         Samples that are still being sampled are waited for, or without `wait` left out, as are those that failed. The
         position is then the one before their rows were drawn: a resumed run draws them again, with the same seed.
         """
-        if self.prefetched is None:
-            return self._saved(self._position()), {}
-        samples = self.prefetched.samples
-        # What happened in episodes is in no checkpoint.
-        is_lost = self.rules is not None or not (wait or samples.done()) or samples.exception() is not None
-        if any_rank(self.accelerator, is_lost):  # all ranks keep theirs, or none: they draw from one sequence
-            return self._saved(self.prefetched.before), {}
-        return self._saved(self.prefetched.before), as_tensors(samples.result())
+        position, tensors = self._position(), dict[str, Tensor]()
+        if self.prefetched is not None:
+            position, samples = self.prefetched.before, self.prefetched.samples
+            # What happened in episodes is in no checkpoint.
+            is_lost = self.rules is not None or not (wait or samples.done()) or samples.exception() is not None
+            if not any_rank(self.accelerator, is_lost):  # all ranks keep theirs, or none: they draw from one sequence
+                tensors = as_tensors(samples.result())
+        sampler = self.sampler.state_dict(position["sampler"])
+        return {**position, "sampler": sampler, "num_tokens": self.num_tokens}, tensors
 
     def load_state(self, position: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """The inverse of `state`."""
@@ -225,47 +194,35 @@ class Collector:
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
 
-    def _saved(self, position: dict[str, Any]) -> dict[str, Any]:
-        saved = self.sampler.state_dict(position["sampler"])
-        return {**position, "sampler": saved, "num_tokens": self.num_tokens}
-
-    def _scored(
-        self, engine: RolloutEngine, phases: Phases, drawn: Drawn | None, trainer_state: Any
-    ) -> tuple[Scored, dict[str, float]]:
-        """One generation, or with `dynamic_sampling` as many as fill the batch, and how many that were."""
+    def _scored(self, engine: RolloutEngine, phases: Phases, drawn: Drawn | None, trainer_state: Any) -> Scored:
+        """One generation, or with `dynamic_sampling` as many as fill the batch; `metrics` says how many that were."""
         scored = self._round(engine, phases, trainer_state, drawn)
         if not self.args.dynamic_sampling:
             if not any_rank(self.accelerator, bool(scored.kept())):
-                engine_failure = next((sample.failure for sample in scored.samples if sample.failure), None)
-                kind = RewardError if engine_failure is None else UnavailableError
-                raise kind(
-                    f"every group of the batch was dropped; the first failure: {engine_failure or scored.failure}"
-                )
-            return scored, {}
+                of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
+                kind = RewardError if of_engine is None else UnavailableError
+                raise kind(f"every group of the batch was dropped; the first failure: {of_engine or scored.failure}")
+            return scored
         wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
-        # All ranks go on together: they draw from one sequence of prompts.
+        # All ranks go on alike: they draw from one sequence of prompts.
         while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, len(scored.samples) < wanted):
             more = self._with_unequal_rewards(self._round(engine, phases, trainer_state))
             scored, rounds = Scored.joined([scored, more]), rounds + 1
-        return replace(scored, samples=scored.samples[:wanted]), {"dynamic_sampling/rounds": float(rounds)}
+        return replace(scored, samples=scored.samples[:wanted], metrics={"dynamic_sampling/rounds": float(rounds)})
 
     def _round(self, engine: RolloutEngine, phases: Phases, trainer_state: Any, drawn: Drawn | None = None) -> Scored:
-        """One generation, scored."""
-        with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"):
+        # chdir: paths of the run may be relative, and a tool or a reward may go elsewhere.
+        with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"), chdir("."):
             rows, samples = drawn or self.draw(engine, phases)
             with phases("reward"):
                 scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
         scored = self._dropped_everywhere(scored)
         if isinstance(self.sampler, CurriculumSampler):
-            self.sampler.update(self.sampler.batch, self._groups_of_all(scored))
+            ranks, size = gather_object([[sample.reward for sample in scored.samples]]), self.args.num_generations
+            rewards = list(chain.from_iterable(ranks))  # in the order of the batch
+            groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]
+            self.sampler.update(self.sampler.batch, groups)
         return scored
-
-    def _groups_of_all(self, scored: Scored) -> list[list[float]]:
-        """The rewards of the groups of all ranks, in the order of the batch; NaN in a group that was dropped."""
-        own = [math.nan if sample.dropped else sample.reward for sample in scored.samples]
-        rewards = [reward for part in gather_object([own]) for reward in part]
-        size = self.args.num_generations
-        return [rewards[first : first + size] for first in range(0, len(rewards), size)]
 
     def _dropped_everywhere(self, scored: Scored) -> Scored:
         """With a group that any rank drops its part of dropped by all ranks that have a part of it."""
@@ -283,46 +240,38 @@ class Collector:
         first = sum(len(part) for part in parts[: self.accelerator.process_index])
         return values[first : first + len(parts[self.accelerator.process_index])]
 
-    def _metrics(self, processes: Sequence[RolloutFacts], num_generations: int) -> dict[str, float]:
+    def _metrics(self, processes: Sequence[RolloutFacts], size: int, *, passes: bool = False) -> dict[str, float]:
         args, names = self.args, self.rewards.names
         of_batch = args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum"
-        of_batch = of_batch or args.advantage_estimator == "reinforce_plus_plus"
-        return rollout_metrics(processes, names, num_generations=num_generations, of_batch=of_batch)
+        of_batch |= args.advantage_estimator == "reinforce_plus_plus"
+        return rollout_metrics(processes, names, num_generations=size, of_batch=of_batch, passes=passes)
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
-        """The groups whose rewards differ, and for which no reward function failed."""
-        size, samples = self.group_part, scored.samples
-        groups = [samples[first : first + size] for first in range(0, len(samples), size)]
-        spread = nanstd(torch.tensor([[sample.reward for sample in group] for group in groups]))[:, 0].tolist()
-        pairs = zip(groups, spread, strict=True)
-        unequal = [group for group, apart in pairs if apart >= EQUAL_REWARDS and not any(one.dropped for one in group)]
-        return replace(scored, samples=[sample for group in unequal for sample in group])
+        """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""
+        rewards = torch.tensor([sample.reward for sample in scored.samples]).view(-1, self.group_part)
+        is_unequal = (nanstd(rewards)[:, 0] >= EQUAL_REWARDS).repeat_interleave(self.group_part).tolist()
+        return replace(scored, samples=list(compress(scored.samples, is_unequal)))
 
-    def _next_seed(self) -> int:
-        """The seed of the next `generate` call, another one on each rank."""
-        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        seed: int = (self.args.seed * 1_000_003 + self.generate_calls) * world_size + rank
+    def _next_batch(self, engine: RolloutEngine) -> tuple[list[Row], Callable[[], list[Sample]]]:
+        """The next rows of the dataset, and what completes their prompts; the seed is another one on each rank."""
+        rows, ranks = self.sampler.next_batch(), self.accelerator.num_processes
+        seed = (self.args.seed * 1_000_003 + self.generate_calls) * ranks + self.accelerator.process_index
         self.generate_calls += 1
-        return seed
+        sampling, batch = self.args.sampling(seed=seed, n=self.group_part), str(self.generate_calls)
+        return rows, self._completing(engine, rows, sampling, self.sampler.row_numbers, batch=batch)
 
-    def _complete(
-        self,
-        engine: RolloutEngine,
-        rows: list[Row],
-        sampling: SamplingParams,
-        row_numbers: Sequence[int],
-        batch: str = "eval",
-    ) -> list[Sample]:
+    def _completing(
+        self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams, numbers: Sequence[int], *, batch: str
+    ) -> Callable[[], list[Sample]]:
+        """What completes the prompts of these rows: with tools or environments, in episodes."""
+        prompt_ids = self.prompt_limit.encode(rows, numbers)
+        playing: SamplingEngine = engine
+        if self.rules is not None:
+            batch = f"{self.args.seed}/{batch}"
+            playing = EpisodeEngine(engine, self.rules, most=self.longest_prompt, batch=batch)
         options: Any = {"vocab_size": self.learner.vocab_size, "failure": self.args.rollout_failure}
-        prompt_ids = self.prompt_limit.encode(rows, row_numbers)
-        options |= {"rows": list(zip(row_numbers, rows, strict=True))}
-        return checked_generate(self._playing(engine, batch), prompt_ids, sampling, **options)
-
-    def _playing(self, engine: RolloutEngine, batch: str) -> SamplingEngine:
-        """The engine of a batch: with tools or environments, one whose completions are episodes."""
-        if self.rules is None:
-            return engine
-        return EpisodeEngine(engine, self.rules, most=self.longest_prompt, batch=f"{self.args.seed}/{batch}")
+        options |= {"rows": list(zip(numbers, rows, strict=True))}
+        return partial(checked_generate, playing, prompt_ids, sampling, **options)
 
     def _advantages(self, facts: Sequence[RolloutFacts], num_generations: int) -> Tensor:
         """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""

@@ -23,14 +23,7 @@ from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.run_output import at_start
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.loading import SELF, wants_bf16
-from fused_grpo.trainer.models.memory_estimate import (
-    LEFT_OUT,
-    ModelShape,
-    Term,
-    device_memory,
-    memory_terms,
-    process_memory,
-)
+from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, device_memory, memory_terms, process_memory
 
 PROMPT_CHARACTERS = 400  # of the prompt that is shown
 
@@ -67,21 +60,15 @@ def batch_table(args: GRPOConfig, *, processes: int, prompts: int | None) -> str
     """The facts with their options, and the steps of the run. `prompts`: of the dataset; None: it has no length."""
     facts = batch_facts(args, processes)
     if prompts is not None:
-        uses = args.optimizer_steps_per_generation(processes) * args.num_iterations
-        epoch, steps = (
-            prompts / args.prompts_per_generation(processes) * uses,
-            planned_steps(args, prompts, processes)[0],
-        )
+        steps, epochs = planned_steps(args, prompts, processes)
         facts += [
-            Fact(f"one epoch: {prompts} prompts = {epoch:.4g} optimizer steps", "dataset"),
+            Fact(f"one epoch: {prompts} prompts = {float(1 / epochs.per_step):.4g} optimizer steps", "dataset"),
             Fact(f"the run: {steps} optimizer steps", "num_train_epochs" if args.max_steps < 0 else "max_steps"),
         ]
     return "\n".join(["an optimizer step", *(f"  {fact.text} ({fact.options})" for fact in facts)]) + "\n"
 
 
 class FirstPrompt(NamedTuple):
-    """What the model sees."""
-
     form: str
     text: str  # that of its tokens, special ones too, with control characters escaped; of a long one start and end
 
@@ -90,11 +77,10 @@ class Plan:
     """What a run begins with, after its checks; DataError where the teacher's configuration cannot be loaded."""
 
     def __init__(self, start: Start) -> None:
-        own = start.engine
-        self._start, self._args = start, start.args
+        self._start, self._args, own = start, start.args, start.engine
         self._engine: str = start.engine_name if own is None else getattr(own, "name", FunctionEngine.name)
         self._teacher, self._prompt = _teacher_shape(start), _first_prompt(start)
-        self._terms: list[Term] | None = None  # of the memory of one device
+        self._terms = None  # of the memory of one device
         if start.shape is not None and not is_stream(start.train):
             self._terms = memory_terms(
                 start.shape,
@@ -116,15 +102,17 @@ class Plan:
         return facts
 
     def banner(self) -> dict[str, str]:
-        """What the run will do, in a line each."""
+        """What the run will do, in a line each. In what a server samples is not known yet."""
         start, args = self._start, self._args
         count = "a stream of prompts" if is_stream(start.train) else f"{len(start.train):,} prompts"
+        trains = "bfloat16, with weights in float32" if wants_bf16(args) else "float32"
+        samples = str(sampling_dtype(args)).removeprefix("torch.")
         facts = {
             "task": "+".join(start.rewards.names),
             "model": _described(start.model, start.shape),
             "data": count if self._prompt is None else f"{count}, {self._prompt.form}",
             "engine": self._engine,
-            "precision": self._precision(),
+            "precision": f"trains in {trains}" + f"; vLLM samples in {samples}" * (self._engine == "vllm"),
             "batch": ", ".join(fact.text for fact in batch_facts(args, start.processes) if fact.in_banner),
             "run": f"{start.max_steps:,} optimizer steps",
             "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
@@ -134,16 +122,10 @@ class Plan:
             name = "the reference model" if start.teacher == SELF else _described(start.teacher, shape, is_teacher=True)
             facts["teacher"] = f"{name}, {args.distillation_kind} x {args.distillation_coef}"
         if self._terms is not None:
-            size, device = _total(self._terms), device_memory(args)
+            size, device = self._total(), device_memory(args)
             of_device = "" if device is None else f" of {bytes_text(device)}"
             facts["memory"] = f"about {size}{of_device} per device, an estimate (see --dry-run)"
         return facts | {"output": args.output_dir}
-
-    def _precision(self) -> str:
-        """What trains and what samples; of a server it is not known yet."""
-        trains = "bfloat16, with weights in float32" if wants_bf16(self._args) else "float32"
-        samples = str(sampling_dtype(self._args)).removeprefix("torch.")
-        return f"trains in {trains}" + f"; vLLM samples in {samples}" * (self._engine == "vllm")
 
     def prompt_table(self) -> str:
         """The form of the prompts, and the first one as its tokens are; empty where there is no chat template."""
@@ -159,16 +141,20 @@ class Plan:
             f"I = {shape.intermediate}, V = {shape.vocabulary:,}"
         )
         rows = [(term.name, bytes_text(term.size), term.formula) for term in self._terms]
-        rows += [("sum", _total(self._terms), "")] + [("this device has", bytes_text(device), "")] * (
-            device is not None
-        )
+        rows.append(("sum", self._total(), ""))
+        rows += [] if device is None else [("this device has", bytes_text(device), "")]
         lines = [f"{name:26} {size:>9}   {formula}".rstrip() for name, size, formula in rows]
         assumed = f"prompts of at most {self._start.limit.longest} tokens"
         title = "memory of one device, an estimate"
         return "\n".join([title, *(f"  {line}" for line in (letters, assumed, *lines)), *textwrap.wrap(LEFT_OUT, 80)])
 
+    def _total(self) -> str:
+        """The sum of the terms, and what it lacks."""
+        terms = self._terms or []
+        unknown = [term.name for term in terms if term.size is None]
+        return " and that of ".join([bytes_text(sum(term.size or 0 for term in terms)), *unknown])
+
     def warnings(self) -> list[str]:
-        """What the options alone give reason to warn of."""
         corrected = self._engine != "transformers" and self._args.vllm_importance_sampling_correction
         thinks = any(word in _template(self._start.tokenizer) for word in ("enable_thinking", "<think>"))
         return at_start(self._args, processes=self._start.processes, corrected=corrected, thinks=thinks)
@@ -202,7 +188,6 @@ def _first_prompt(start: Start) -> FirstPrompt | None:
 
 
 def _described(model: Any, shape: ModelShape | None, *, is_teacher: bool = False) -> str:
-    """Name and size of a model."""
     name = type(base_model(model)).__name__.removesuffix("ForCausalLM") if isinstance(model, nn.Module) else str(model)
     if shape is None:
         return name
@@ -217,9 +202,3 @@ def _template(tokenizer: Any) -> str:
 
 def _counted(count: float, noun: str, plural: str = "s") -> str:
     return f"{count:.4g} {noun}{plural * (count != 1)}"
-
-
-def _total(terms: list[Term]) -> str:
-    """The sum of the terms, and what it lacks."""
-    unknown = [term.name for term in terms if term.size is None]
-    return " and that of ".join([bytes_text(sum(term.size or 0 for term in terms)), *unknown])

@@ -1,8 +1,7 @@
 """Completions, their rewards, the batch of those that may be learned from, and what they say about the run.
 
-`rollout_metrics` has the names that TRL's users plot, for a step's rollouts and for those of an evaluation. Of the
-latter `GRPOTrainer.evaluate` returns all as transformers does, `<prefix>_<metric>`, and `<prefix>_<set>_<metric>` where
-eval sets have names. `metrics.jsonl` and `TrainResult` have the mean rewards, as `eval/<metric>` and `<metric>`.
+`rollout_metrics` has the names that TRL's users plot, for a step's rollouts and for those of an evaluation, of which
+`metrics.jsonl` and `TrainResult` have the mean rewards alone.
 
 `eval_loss` is there as in TRL: the loss of a step with these completions, on policy, without the correction for the
 sampler. That is about 0 plus the KL term less the entropy bonus, whatever the policy is: the metric to choose a model
@@ -49,17 +48,17 @@ class Scored:
 
     samples: list[Sample]  # B, groups one after the other
     weight_version: int  # whose samples these are, where a rank is left without any, too
-    has_support: bool  # whether the sampler's kept tokens are known
+    has_support: bool = False  # whether the sampler's kept tokens are known
     reward_names: list[str]  # F
-    seconds: dict[str, float]  # by reward function
-    logged: dict[str, float]  # by reward functions, means
+    seconds: dict[str, float] = field(default_factory=dict)  # by reward function
+    logged: dict[str, float] = field(default_factory=dict)  # by reward functions, means
     failure: RewardError | None = None  # the first one of a reward function, where groups were dropped
     num_tokens: int = 0  # of prompts and the model's own; a prompt with each completion, replaced ones included
     num_failed: int = 0  # completions in groups for which the engine failed, those that were replaced included
     metrics: dict[str, float] = field(default_factory=dict)  # of all ranks
 
-    @classmethod
-    def joined(cls, rounds: Sequence[Scored]) -> Scored:
+    @staticmethod
+    def joined(rounds: Sequence[Scored]) -> Scored:
         """Rounds of one batch, one after the other. Seconds are added up, logged metrics are averaged."""
         names = dict.fromkeys(name for part in rounds for name in part.logged)
         return replace(
@@ -83,7 +82,7 @@ class Scored:
         return torch.tensor([sample.dropped for sample in self.samples], dtype=torch.bool)
 
     def with_advantages(self, advantages: Tensor) -> Scored:
-        """The same, with the advantages [B]."""
+        """With the advantages [B]."""
         return replace(self, samples=with_fields(self.samples, {"advantage": advantages.tolist()}))
 
     def kept(self) -> list[Sample]:
@@ -137,20 +136,22 @@ def score_rollouts(
         columns = [row | {"prompt": episode.prompt} for row, episode in zip(columns, episodes, strict=True)]
     elif getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
         _parse(given, samples, tokenizer)
-    # Groups for which the engine failed are dropped, unseen by the functions.
-    sound, output = [place for place, sample in enumerate(samples) if sample.failure is None], None
+    # The functions do not see groups for which the engine failed.
+    sound, said = [place for place, sample in enumerate(samples) if sample.failure is None], dict[str, Any]()
     per_function = torch.full((len(samples), len(rewards.names)), torch.nan)
     dropped, logged = torch.ones(len(samples), dtype=torch.bool), [dict[str, Any]() for _ in samples]
     if sound:
+        environments = [getattr(samples[place].episode, "environment", None) for place in sound]
         output = rewards(
             [columns[place] for place in sound],
             [given[place] for place in sound],
             [samples[place].completion_ids for place in sound],
             num_generations=size,
             trainer_state=trainer_state,
-            environments=_environments([samples[place] for place in sound]),
+            environments=None if all(one is None for one in environments) else environments,
         )
         per_function[sound], dropped[sound] = output.per_function, output.dropped
+        said = {"seconds": output.seconds, "logged": output.metrics, "failure": output.failure}
         for name, values in output.extra.items():
             by_place = dict(zip(sound, values, strict=True))
             for place, record in enumerate(logged):
@@ -178,18 +179,10 @@ def score_rollouts(
         weight_version=samples[0].weight_version,
         has_support=all(sample.support_ids is not None for sample in samples),
         reward_names=rewards.names,
-        seconds={} if output is None else output.seconds,
-        logged={} if output is None else output.metrics,
-        failure=None if output is None else output.failure,
+        **said,
         num_tokens=sum(len(sample.prompt_ids) + sample.num_own for sample in samples),
         num_failed=len(samples) - len(sound),
     )
-
-
-def _environments(samples: Sequence[Sample]) -> list[Any] | None:
-    """Those of their episodes; None where there are none."""
-    found = [sample.episode.environment for sample in samples if sample.episode is not None]
-    return None if all(environment is None for environment in found) else found
 
 
 def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
@@ -239,6 +232,9 @@ class RolloutFacts(NamedTuple):
     @classmethod
     def of(cls, scored: Scored) -> RolloutFacts:
         sound = [sample for sample in scored.samples if sample.failure is None]
+        episodes = [sample.episode for sample in scored.samples if sample.episode is not None]
+        known = [sample.support_sizes for sample in scored.samples if sample.support_sizes is not None]
+        sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *known])
         return cls(
             rewards=torch.tensor([sample.reward for sample in scored.samples], dtype=torch.float32),
             per_function=scored.per_function,
@@ -249,32 +245,22 @@ class RolloutFacts(NamedTuple):
             failed=scored.num_failed,
             seconds=scored.seconds,
             logged=scored.logged,
-            supports=_sizes([sample.support_sizes for sample in scored.samples if sample.support_sizes is not None]),
+            supports=torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float(),
             episodes=torch.tensor(
-                [
-                    (one.turns, len(one.calls), sum(call.failed for call in one.calls))
-                    for one in (sample.episode for sample in scored.samples)
-                    if one is not None
-                ]
+                [(one.turns, len(one.calls), sum(call.failed for call in one.calls)) for one in episodes]
             ).view(-1, 3),
         )
 
-    @classmethod
-    def none(cls, functions: int) -> RolloutFacts:
-        """Of a process without completions."""
-        nothing, no_flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-        per_function, supports, episodes = torch.zeros(0, functions), _sizes([]), torch.zeros(0, 3)
-        return cls(nothing, per_function, nothing, no_flags, no_flags, 0, 0, {}, {}, supports, episodes)
-
 
 def rollout_metrics(
-    processes: Sequence[RolloutFacts], reward_names: Sequence[str], *, num_generations: int, of_batch: bool = False
+    processes: Sequence[RolloutFacts], names: Sequence[str], *, num_generations: int, of_batch: bool, passes: bool
 ) -> dict[str, float]:
     """Reward and length metrics of one generated batch, over all processes.
 
     Args:
         processes: in the order of their ranks: a group may be on several.
         of_batch: advantages are scaled by the whole batch, which `frac_reward_zero_std` is about then.
+        passes: `pass_rates`, too.
     """
     rewards, per_function, lengths, ended, dropped = (
         torch.cat([getattr(facts, name) for facts in processes])
@@ -284,17 +270,15 @@ def rollout_metrics(
     within, overall = nanstd(groups)[:, 0], _std(rewards[~rewards.isnan()])
     # A single completion has no spread; of a larger group, one score says nothing about it.
     comparable = (~groups.isnan()).sum(1) > min(1, num_generations - 1)
+    is_equal = (overall if of_batch else within) < EQUAL_REWARDS
     metrics = {
         "reward": rewards.nanmean(),
         "reward_std": overall,
         "reward_std_within_groups": within.mean(),
-        "frac_reward_zero_std": ((overall if of_batch else within) < EQUAL_REWARDS)
-        .logical_and(comparable)
-        .float()
-        .mean(),
+        "frac_reward_zero_std": (is_equal & comparable).float().mean(),
         "groups_with_equal_rewards": (within < EQUAL_REWARDS).float().mean(),
     }
-    for name, values in zip(reward_names, per_function.unbind(1), strict=True):
+    for name, values in zip(names, per_function.unbind(1), strict=True):
         scored = values[~values.isnan()]
         metrics |= {f"rewards/{name}/mean": scored.mean(), f"rewards/{name}/std": _std(scored)}
         metrics[f"time/reward/{name}"] = torch.tensor(max(facts.seconds.get(name, 0.0) for facts in processes))
@@ -325,6 +309,7 @@ def rollout_metrics(
         **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
         **({"rollouts/dropped": float(failed)} if failed else {}),
         **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
+        **(pass_rates([facts.per_function for facts in processes], num_generations) if passes else {}),
     }
 
 
@@ -366,11 +351,6 @@ def pass_rates(per_function: Sequence[Tensor], num_generations: int) -> dict[str
         name: fmean(pass_at(k, num_generations, count) for count in right) if right else math.nan
         for name, k in pass_names(num_generations).items()
     }
-
-
-def _sizes(supports: Sequence[Tensor]) -> Tensor:
-    sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *supports])
-    return torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float()
 
 
 def _std(values: Tensor) -> Tensor:

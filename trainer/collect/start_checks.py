@@ -1,7 +1,7 @@
 """What can be known at the start is said at the start: the checks of a run before anything slow, and of its dry run.
 
-`check_start` goes through CHECKS. They read options, names, small files, the tokenizer and the prompts; only the last
-one loads anything, the reward models. What they find (tokenizer, configuration, longest prompt) the run uses.
+The checks read options, names, small files, the tokenizer and the prompts; only the last one loads anything, the reward
+models. What they find (tokenizer, configuration, longest prompt) the run uses.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, TrainerCallback
+from transformers import AutoConfig, GenerationConfig
 
 from fused_grpo.errors import DataError, InputError, WrongTypeError
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
-from fused_grpo.trainer.collect.scoring import RolloutFacts, pass_names, rollout_metrics
+from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -43,18 +43,18 @@ from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_instal
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
 from fused_grpo.trainer.episodes.play import Rules, rules_of
 from fused_grpo.trainer.learner import Learner, Optimizers
+from fused_grpo.trainer.logging.callbacks import EVENTS
 from fused_grpo.trainer.logging.model_card import check_hub, is_hub_id
 from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted
 from fused_grpo.trainer.models.loading import SELF, load_teacher, loading, model_for, positions, tokenizer_for
-from fused_grpo.trainer.models.memory_estimate import ModelShape, model_shape, shape_of
+from fused_grpo.trainer.models.memory_estimate import ModelShape, shape_of
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
 from fused_grpo.trainer.rewards.reward_call import names_a_function
 
 _CONFIG_OPTIONS = ("trust_remote_code", "revision", "subfolder", "gguf_file", "cache_dir", "token", "local_files_only")
 OF_RESET = 1024  # tokens that an environment may add to a prompt, where no option says
-_EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class Start:
     accelerator: Accelerator | None = None  # None: of a dry run
     tools: Any = None
     environment_factory: Any = None
-    config: Any = None  # of the model; None: the one beside it
+    config: Any = field(init=False)  # of the model
     engine_name: EngineName = field(init=False)
     shape: ModelShape | None = field(init=False)  # None: of a model that cannot be built without weights
     tokenizer: Any = field(init=False)
@@ -109,7 +109,7 @@ class Start:
     @property
     def has_streams(self) -> bool:
         """Whether a set cannot be read before the run."""
-        return any(map(is_stream, (self.train, *self.evals.values())))
+        return any(map(is_stream, self.sets.values()))
 
     @property
     def longest_sequence(self) -> int | None:
@@ -123,11 +123,8 @@ class Start:
     def longest_prompt(self) -> int | None:
         """Tokens of it, with what an environment adds; None: no limit."""
         longest = self.longest_sequence
-        if (
-            longest is None or self.engine is not None or self.engine_name == "transformers"
-        ):  # which have no cache of ours
-            return self.limit.tokens
-        return longest - self.args.max_completion_length
+        has_cache = self.engine is None and self.engine_name != "transformers"  # of ours
+        return longest - self.args.max_completion_length if longest is not None and has_cache else self.limit.tokens
 
     def check_environments(self) -> None:
         """DataError for a row that names an environment which there is not."""
@@ -144,7 +141,8 @@ class Start:
 
 def check_start(start: Start) -> None:
     """Go through all checks; the first one that fails raises a FusedGRPOError."""
-    for check in CHECKS:
+    first = (check_processes, check_names, check_services, check_model, check_episodes, check_prompts)
+    for check in (*first, check_places, check_saving, check_disk, check_rewards):
         check(start)
 
 
@@ -209,11 +207,10 @@ def _problem_of_folder(folder: Path, plain: bool) -> str | None:
         named = set(json.loads(index.read_bytes())["weight_map"].values())
         if missing := sorted(named - {path.name for path in weights}):
             return f"without {missing[0]}, which {index.name} names"
-    for path in weights:
+    for path in folder.glob("*.safetensors"):
         try:
-            if path.suffix == ".safetensors":
-                with safe_open(path, "pt"):
-                    pass
+            with safe_open(path, "pt"):
+                pass
         except Exception as error:  # cut short, or a pointer of git-lfs
             return f"whose {path.name} cannot be read ({error})"
     return None if weights or not plain else "a folder without weights"
@@ -237,7 +234,7 @@ def check_services(start: Start) -> None:
             if args.vllm_dtype != "auto":
                 check_dtype(sampling_dtype(args))
     for callback in start.callbacks:
-        if not all(callable(getattr(callback, event, None)) for event in _EVENTS):
+        if not all(callable(getattr(callback, event, None)) for event in EVENTS):
             raise WrongTypeError(
                 f"got {callback!r} among the callbacks, want classes or instances of transformers.TrainerCallback; "
                 "fix: inherit from it"
@@ -257,8 +254,7 @@ def load_config(what: str, model: Any, args: GRPOConfig, init_kwargs: Mapping[st
 def check_model(start: Start) -> None:
     """The model's configuration and its tokenizer."""
     args = start.args
-    if start.config is None:
-        start.config = load_config("model", start.model, args, args.model_init_kwargs)
+    start.config = load_config("model", start.model, args, args.model_init_kwargs)
     start.shape = planned_shape(start.config, start.model, start.peft_config)
     with loading(f"model {start.model_path!r}, whose tokenizer"):
         start.tokenizer = tokenizer_for(start.model, start.processing_class, args)
@@ -277,7 +273,7 @@ def planned_shape(config: Any, model: Any, peft_config: Any) -> ModelShape | Non
         targets = getattr(peft_config, "target_modules", None)
         lora = {"lora_r": getattr(peft_config, "r", 0), "lora_targets": None if isinstance(targets, str) else targets}
     with suppress(Exception):  # of a config's own code: loading the model raises it again
-        return shape_of(model, **lora) if isinstance(model, nn.Module) else model_shape(config, **lora)
+        return shape_of(model if isinstance(model, nn.Module) else config, **lora)
     return None
 
 
@@ -307,7 +303,7 @@ def generation_config(start: Start) -> Any:
 
 
 def check_prompts(start: Start) -> None:
-    """Every prompt has a token, all of them known to the model, and leaves room for a completion."""
+    """Every prompt has tokens that the model knows, and room for a completion; a curriculum has its column."""
     own, text = start.engine, start.config.get_text_config()
     start.limit = PromptLimit(
         start.args,
@@ -322,10 +318,6 @@ def check_prompts(start: Start) -> None:
         start.limit.applied(rows, name=set_name(name))
     length = len(start.train) if hasattr(start.train, "__len__") else None
     start.max_steps, start.epochs = planned_steps(start.args, length, start.processes)
-
-
-def check_curriculum(start: Start) -> None:
-    """A curriculum has the column that it reads, and is not of a stream."""
     if start.args.curriculum != "off":
         levels_of(start.train, start.args.curriculum)
 
@@ -357,8 +349,7 @@ def check_saving(start: Start) -> None:
 
 def check_places(start: Start) -> None:
     """The output directory, the checkpoint to resume from, and files of others where this run is going to save."""
-    args, path = start.args, Path(start.args.output_dir)
-    resume = args.resume_from_checkpoint
+    args, path, resume = start.args, Path(start.args.output_dir), start.args.resume_from_checkpoint
     if not start.is_main:
         return
     if resume is True:
@@ -388,26 +379,20 @@ def check_disk(start: Start) -> None:
 
 def check_rewards(start: Start) -> None:
     """The reward functions, and that every set has the columns that they read."""
-    given, device = start.reward_funcs, torch.device("cpu")
-    if start.accelerator is not None:
-        device = start.accelerator.device
-    elif isinstance(given, list) and given:  # of a dry run, which loads no model
-        given = [one for one in given if callable(one) or not is_reward_model(one)] or no_reward
-    classes = start.reward_processing_classes
     environments = None if start.rules is None else start.rules.environments
-    more = [] if environments is None else environments.rewards()
-    start.rewards = make_rewards(given, start.args, processing_classes=classes, device=device, more=more)
+    start.rewards = make_rewards(start, [] if environments is None else environments.rewards())
+    added = () if environments is None else ("environments",)
     for name, rows in start.sets.items() if start.engine is None else ():  # the user's own may add columns
         try:
-            columns = next(iter(read_rows(rows, name=name)))
-            start.rewards.check_columns([*columns, *([] if environments is None else ["environments"])])
+            start.rewards.check_columns([*next(iter(read_rows(rows, name=name))), *added])
         except InputError as error:
             raise InputError(f"{error} ({name})") from error
     names, best = start.rewards.names, start.args.metric_for_best_model
-    metrics = [*rollout_metrics([RolloutFacts.none(len(names))], names, num_generations=1), "loss", "num_tokens"]
-    metrics += pass_names(start.args.num_generations_eval) if start.args.num_generations_eval else ()
+    nothing = RolloutFacts.of(Scored(samples=[], weight_version=0, reward_names=names))
+    count = start.args.num_generations_eval
+    found = rollout_metrics([nothing], names, num_generations=count or 1, of_batch=False, passes=count is not None)
     prefixes = [f"eval_{eval_set}_" if eval_set else "eval_" for eval_set in start.evals]
-    evaluated = {prefix + name for prefix in prefixes for name in metrics}
+    evaluated = {prefix + name for prefix in prefixes for name in (*found, "loss", "num_tokens")}
     if best is not None and start.evals and evaluated.isdisjoint({best, f"eval_{best}"}):
         warn_once(
             f"got metric_for_best_model={best!r}, which no evaluation gives unless a reward function logs it: the "
@@ -415,23 +400,19 @@ def check_rewards(start: Start) -> None:
         )
 
 
-def make_rewards(
-    functions: Any,
-    args: GRPOConfig,
-    *,
-    processing_classes: Any,
-    device: torch.device,
-    more: Sequence[Callable[..., Any]] = (),
-) -> Rewards:
-    """The reward functions, with the options of `args`, and `more` of weight 1, which environments have.
+def make_rewards(start: Start, more: Sequence[Callable[..., Any]]) -> Rewards:
+    """The reward functions of a run, and `more` of weight 1, which environments have. A dry run loads no reward model.
 
     With a teacher there may be none: all rewards are 0 then.
     """
+    args, functions, classes = start.args, start.reward_funcs, start.reward_processing_classes
+    if start.accelerator is None and isinstance(functions, list) and functions:
+        functions = [one for one in functions if callable(one) or not is_reward_model(one)] or no_reward
     if more:
         listed = functions if isinstance(functions, list | tuple) else [] if functions is None else [functions]
-        functions, given = [*listed, *more], processing_classes
-        if given is not None:
-            processing_classes = [*(given if isinstance(given, list | tuple) else [given]), *[None] * len(more)]
+        functions = [*listed, *more]
+        if classes is not None:
+            classes = [*(classes if isinstance(classes, list | tuple) else [classes]), *[None] * len(more)]
     if args.distillation_coef > 0 and (functions is None or functions == []):
         for name, off in (("dynamic_sampling", 0), ("curriculum", "off")):
             if (value := getattr(args, name)) != off:
@@ -448,23 +429,19 @@ def make_rewards(
     return Rewards(
         functions,
         weights=None if args.reward_weights is None else [*args.reward_weights, *[1.0] * len(more)],
-        processing_classes=processing_classes,
+        processing_classes=classes,
         failure=args.reward_failure,
         retries=args.reward_retries,
         timeout=args.reward_timeout,
-        device=device,
+        device=torch.device("cpu") if start.accelerator is None else start.accelerator.device,
         chat_template_kwargs=args.chat_template_kwargs,
         trust_remote_code=args.runs_remote_code,
         model_init_kwargs=args.model_init_kwargs,
     )
 
 
-CHECKS: tuple[Callable[[Start], None], ...] = (check_processes, check_names, check_services, check_model)
-CHECKS += (check_episodes, check_prompts, check_curriculum, check_places, check_saving, check_disk, check_rewards)
-
-
 def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tuple[Any, Learner]:
-    """(the model that is trained, its learner), after the checks; `corrected` as of `Learner`."""
+    """(the model that is trained, its learner); `corrected` as of `Learner`."""
     args, accelerator = start.args, start.accelerator
     assert accelerator is not None
     teacher = load_teacher(start.teacher, args, accelerator, start.tokenizer)
@@ -478,8 +455,9 @@ def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tupl
 def make_sampler(start: Start) -> PromptSampler:
     """The sampler of the prompts; of a stream, without those that are too long."""
     args, processes = start.args, start.processes
-    by_rewards: Any = partial(CurriculumSampler, curriculum=args.curriculum)
-    sampler: PromptSampler = (prompt_sampler if args.curriculum == "off" else by_rewards)(
+    by_rewards = partial(CurriculumSampler, curriculum=args.curriculum)
+    make: Callable[..., PromptSampler] = prompt_sampler if args.curriculum == "off" else by_rewards
+    return make(
         start.train,
         prompts_per_batch=args.prompts_per_process(processes),
         seed=args.seed if args.data_seed is None else args.data_seed,
@@ -489,7 +467,6 @@ def make_sampler(start: Start) -> PromptSampler:
         repeats=args.num_generations // args.group_part(processes),
         keep=None if start.limit.tokens is None else start.limit.fits,
     )
-    return sampler
 
 
 def make_engine(start: Start, model: Any, *, rollout_func: Any, trainer: Any) -> RolloutEngine:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 MISSING = "-"
-BARS = "▁▂▃▄▅▆▇█"
 
 
 def message_text(value: object) -> str:
@@ -18,27 +18,19 @@ def message_text(value: object) -> str:
 def conversation(value: object, *, name: str) -> list[tuple[str, str]]:
     """A prompt or completion as (role, text) parts; anything but a list of messages is one part called `name`."""
     if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(part, Mapping) for part in value):
-        return [
-            (
-                str(message.get("role", "?")),
-                "\n".join(filter(None, (str(message.get("content") or ""), _calls(message)))),
-            )
-            for message in value
-        ]
+        return [(str(message.get("role", "?")), _said(message)) for message in value]
     return [(name, str(value))]
 
 
-def _calls(message: Mapping[str, object]) -> str:
-    """The tool calls of a message as `name(argument=value)`, a line each; other things than TRL's form as they are."""
+def _said(message: Mapping[str, Any]) -> str:
+    """The content, and each tool call as a line `name(argument=value)`; calls not in TRL's form as they are."""
     calls = message.get("tool_calls") or ()
     try:
-        functions = [call["function"] for call in calls]  # type: ignore[attr-defined]
-        return "\n".join(
-            f"{one['name']}({', '.join(f'{name}={value!r}' for name, value in one['arguments'].items())})"
-            for one in functions
-        )
+        functions = [call["function"] for call in calls]
+        lines = [f"{one['name']}({', '.join(f'{k}={v!r}' for k, v in one['arguments'].items())})" for one in functions]
     except (TypeError, KeyError, AttributeError):
-        return str(calls)
+        lines = [str(calls)]
+    return "\n".join(filter(None, [str(message.get("content") or ""), *lines]))
 
 
 def short_number(value: float | None) -> str:
@@ -88,10 +80,3 @@ def duration(seconds: float | None) -> str:
         if whole * unit < large:
             return f"{whole * unit // small}{letters[0]}{whole * unit % small // unit:02d}{letters[1]}"
     raise AssertionError("the last unit has no upper limit")
-
-
-def sparkline(values: Sequence[float | None], *, bounds: tuple[float, float]) -> str:
-    """One character per value, its height between the two `bounds`; a blank for None."""
-    low, high = bounds
-    share = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(" " if v is None else BARS[round((min(max(v, low), high) - low) * share)] for v in values)

@@ -88,11 +88,11 @@ def public_text(text: str) -> str:
 def without_secrets(environment: Mapping[str, str], *, keep: Collection[str] = ()) -> dict[str, str]:
     """The environment without variables whose names or values look like secrets, except for those to keep."""
     kept = {*keep, "PWD"}  # the working directory
-
-    def is_public(name: str, value: str) -> bool:
-        return name in kept or not (_is_secret(name, value) or public_text(value) != value)
-
-    return {name: value for name, value in environment.items() if is_public(name, value)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in kept or not (_is_secret(name, value) or public_text(value) != value)
+    }
 
 
 def _is_secret(name: str, value: object) -> bool:

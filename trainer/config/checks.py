@@ -8,7 +8,6 @@ from typing import Any
 from fused_grpo.config import Ranges, check_ranges
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.config.trl_fields import MISSING_ARGUMENTS
 
 # Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
 LONGEST, LARGEST_SEED = 10**8, 2**31 - 1
@@ -16,7 +15,7 @@ RANGES: Ranges = (
     (
         "at least 1",
         lambda value: value >= 1,
-        "per_device_train_batch_size gradient_accumulation_steps num_iterations log_completions_steps ddp_timeout "
+        "per_device_train_batch_size gradient_accumulation_steps num_iterations log_completions_steps "
         "max_completion_length ref_model_sync_steps steps_per_generation generation_batch_size chunk_bytes "
         "max_tokens_per_micro_batch torch_empty_cache_steps ddp_bucket_cap_mb num_generations_eval "
         "num_completions_to_print vllm_max_model_length max_tool_calling_iterations",
@@ -26,23 +25,15 @@ RANGES: Ranges = (
         lambda value: 0 < value < 1 or (isinstance(value, int) and value >= 1),
         "logging_steps eval_steps save_steps",
     ),
-    (
-        "a finite number",
-        math.isfinite,
-        "num_train_epochs warmup_steps weight_decay adam_epsilon repetition_penalty entropy_coef_min entropy_coef_max "
-        "entropy_coef_delta entropy_target",
-    ),
-    (
-        "at least 0",
-        lambda value: value >= 0,
-        "warmup_steps weight_decay dynamic_sampling reward_retries max_skipped_steps rollouts_kept_steps",
-    ),
+    ("a finite number", math.isfinite, "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"),
+    ("a finite number > 0", lambda value: 0 < value < math.inf, "num_train_epochs adam_epsilon repetition_penalty"),
     (
         "finite and >= 0",
         lambda value: 0 <= value < math.inf,
-        "learning_rate router_aux_loss_coef distillation_coef",
+        "learning_rate router_aux_loss_coef distillation_coef warmup_steps weight_decay",
     ),
-    ("> 0", lambda value: value > 0, "num_train_epochs adam_epsilon repetition_penalty max_logprob_difference"),
+    ("at least 0", lambda value: value >= 0, "dynamic_sampling reward_retries max_skipped_steps rollouts_kept_steps"),
+    ("> 0", lambda value: value > 0, "max_logprob_difference"),
     ("in [0, 1)", lambda value: 0 <= value < 1, "adam_beta1 adam_beta2"),
     ("in [0, 1]", lambda value: 0 <= value <= 1, "min_p ref_model_mixup_alpha"),
     ("in (0, 1]", lambda value: 0 < value <= 1, "top_p vllm_gpu_memory_utilization"),
@@ -89,18 +80,20 @@ def check_arguments(
     teacher_model: Any,
     tools: Any = None,
     environment_factory: Any = None,
-    **missing: Any,
+    quantization_config: Any = None,
 ) -> None:
     """Check arguments of the trainer against its options. Warns of losses with another ratio than in their paper.
 
     Raises:
-        UnsupportedError: one of the `missing` arguments, which only TRL has, is set.
+        UnsupportedError: `quantization_config`, which only TRL has.
         InputError: `rollout_func` with `generate_ahead` or with tools, evaluations without a dataset, environments with
             `generate_ahead`, or as `check_teacher`.
     """
-    for name, value in missing.items():
-        if value:
-            raise UnsupportedError(f"got {name}, which this trainer does not have; fix: {MISSING_ARGUMENTS[name]}")
+    if quantization_config:
+        raise UnsupportedError(
+            "got quantization_config, which this trainer does not have; fix: load the quantized model yourself and "
+            "pass it as `model`"
+        )
     check_teacher(args, teacher_model)
     if rollout_func is not None and args.generate_ahead:  # it would sample from the model while that is trained
         raise InputError("got generate_ahead with rollout_func, want vLLM servers alone; fix: leave one of them out")
@@ -221,21 +214,17 @@ def _check_estimator(args: Any) -> None:
 def _check_curriculum(args: Any) -> None:
     if args.curriculum == "off":
         return
-    others = {
-        "generate_ahead": (False, "the rewards of a batch before the next one is drawn"),
-        "shuffle_dataset": (True, "an order that the rewards decide"),
-    }
-    for name, (wanted, why) in others.items():
-        if getattr(args, name) is not wanted:
+    others = (
+        ("generate_ahead", False, "the rewards of a batch before the next one is drawn"),
+        ("shuffle_dataset", True, "an order that the rewards decide"),
+        ("num_generations", max(2, args.num_generations), "at least 2: it is made from rewards that differ in a group"),
+    )
+    for name, wanted, why in others:
+        if (got := getattr(args, name)) != wanted:
             raise InputError(
-                f"got {name}={not wanted} with curriculum={args.curriculum!r}, want {why}; fix: {name}={wanted}, or "
+                f"got {name}={got} with curriculum={args.curriculum!r}, want {why}; fix: {name}={wanted}, or "
                 "curriculum='off'"
             )
-    if args.num_generations < 2:
-        raise InputError(
-            f"got num_generations={args.num_generations} with curriculum={args.curriculum!r}, want at least 2: a "
-            "curriculum is made from rewards that differ in a group; fix: curriculum='off'"
-        )
 
 
 def _check_together(args: Any) -> None:

@@ -186,13 +186,12 @@ def complete_intervals(args: Any) -> None:
     if args.eval_at_ends is None:
         args.eval_at_ends = args.eval_strategy is None
     args.eval_strategy = args.eval_strategy or "no"
-    for name in ("logging_strategy", "eval_strategy", "save_strategy"):
-        chosen = getattr(args, name)
-        setattr(args, name, str(getattr(chosen, "value", chosen)))  # a member of transformers' IntervalStrategy
-    for name in ("logging_steps", "eval_steps", "save_steps"):
-        steps = getattr(args, name)
+    for name in ("logging", "eval", "save"):
+        chosen, steps = getattr(args, f"{name}_strategy"), getattr(args, f"{name}_steps")
+        # It may be a member of transformers' IntervalStrategy.
+        setattr(args, f"{name}_strategy", str(getattr(chosen, "value", chosen)))
         if isinstance(steps, float) and steps >= 1 and steps.is_integer():
-            setattr(args, name, int(steps))
+            setattr(args, f"{name}_steps", int(steps))
     if args.eval_strategy == "steps" and args.eval_steps is None:
         args.eval_steps = args.logging_steps
     if args.greater_is_better is None and args.metric_for_best_model is not None:

@@ -1,11 +1,10 @@
 """The fields of TRL 1.16's `GRPOConfig` that have no effect here: trl_fields.json has them and their defaults.
 
-They stand there by what other values do, and by the reason. The types are of fields whose default does not have it, as
-the parsers of TRL's scripts read them. A test compares all with the fields of TRL's own class.
+They stand there by what other values do, and by the reason; "types" has those that a default does not show. A test
+compares all with TRL's own class.
 
 `GRPOConfig` has every field of TRL's, so that parsers and callbacks find them. The default of one that has no effect
-here changes nothing; other values that change nothing are accepted with a warning that has the reason, and all others
-are refused with it.
+here changes nothing; a value that changes nothing either gets a warning with the reason, any other an error with it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class Missing(NamedTuple):
 
 
 _FILE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-MISSING_ARGUMENTS = {name: fix for fix, names in _FILE.pop("arguments").items() for name in names}
 _KINDS = _FILE.pop("types")
 MISSING = {
     name: Missing(default, why, others, _KINDS.get(name, "str | None" if default is None else type(default).__name__))
@@ -56,7 +54,7 @@ MISSING = {
 
 
 def with_trl_fields(cls: type[Config]) -> type[Config]:
-    """A class that `dataclass` is about to make, with the fields that only TRL has: parsers and callbacks read them."""
+    """The class, which `dataclass` is about to read, with the fields that only TRL has."""
     for name, missing in MISSING.items():
         cls.__annotations__[name] = missing.kind
         listed = isinstance(missing.default, list)

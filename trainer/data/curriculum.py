@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from fused_grpo.errors import CheckpointError, DataError
+from fused_grpo.errors import DataError
 from fused_grpo.trainer.data.datasets import is_plain_arrow, is_stream, read_rows
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.types import EQUAL_REWARDS
@@ -40,12 +40,7 @@ LEAST = 0.02
 
 
 class CurriculumSampler(PromptSampler):
-    """Draws by the rewards of what was drawn before.
-
-    Args:
-        dataset: with a length.
-        curriculum: "difficulty" or "unequal_rewards".
-        options: of `PromptSampler`.
+    """Draws by the rewards of what was drawn before; `options` are those of `PromptSampler`.
 
     Raises:
         DataError: a stream; or for "difficulty", no such column, one with something else than numbers, or with one
@@ -105,10 +100,7 @@ class CurriculumSampler(PromptSampler):
         most = min(self.used, self._window.maxlen or 0)
         for name, values, end in (("rows", rows, len(self.levels)), ("unequal", unequal, 2)):
             if len(values) > most or not all(type(value) is int and 0 <= value < end for value in values):
-                raise CheckpointError(
-                    f"got groups.{name} of the curriculum in the checkpoint, want at most {most} whole numbers below "
-                    f"{end}; fix: resume from another checkpoint"
-                )
+                raise ValueError(f"groups.{name} of the curriculum are not at most {most} whole numbers below {end}")
         self._window.clear()
         self._window.extend(zip(rows, unequal, strict=True))
 
@@ -157,8 +149,7 @@ def difficulties(dataset: Any) -> list[float]:
     else:
         column = [row.get(DIFFICULTY) for row in read_rows(dataset, name="train_dataset")]
     for number, value in enumerate(column):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise DataError(
                 f"got curriculum='difficulty' and {value!r} as {DIFFICULTY} of row {number} of train_dataset, want a "
                 f"column {DIFFICULTY!r} of numbers; fix: add it, or curriculum='unequal_rewards'"

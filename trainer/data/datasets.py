@@ -30,8 +30,7 @@ _DEEPEST = 200  # levels; Arrow's schemas end before 300
 IMAGES = ("image", "images")  # TRL's names
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-_NO_TEXT = "want text: it holds half of a surrogate pair, which UTF-8 cannot encode"
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # alone, as JSON may hold one; no tokenizer takes it
 
 
 def is_stream(dataset: Any) -> bool:
@@ -53,16 +52,20 @@ class RowCheck:
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.first: Row | None = None
+        self.name, self.first = name, Row()
 
     def __call__(self, number: int, entry: Any) -> Row:
         """Row `number` of the dataset as a dict."""
         if not isinstance(entry, Mapping):
             raise DataError(f"got a {type(entry).__name__} as row {number} of {self.name}, want a dict")
         row = as_row(entry)
-        if self.first is None:
-            self._check_columns(number, row)
+        if not self.first:
+            check_columns(row, name=self.name)
+            if "prompt" not in row:
+                raise DataError(
+                    f"got {self.name} without a 'prompt' column in row {number} (columns: "
+                    f"{', '.join(map(repr, row)) or 'none'}); fix: dataset.rename_column(<yours>, 'prompt')"
+                )
             self.first = row
         elif row.keys() != self.first.keys():
             raise DataError(
@@ -75,26 +78,10 @@ class RowCheck:
         """Check the prompt of row `number`."""
         if problem := prompt_problem(prompt):
             raise DataError(f"got {repr(prompt)[:200]} as the prompt of row {number} of {self.name}, {problem}")
-        if self.first is not None and isinstance(prompt, str) is is_conversational(self.first):
+        if isinstance(prompt, str) is is_conversational(self.first):
             kinds = ("a string", "a conversation")
             got, want = kinds if isinstance(prompt, str) else kinds[::-1]
             raise DataError(f"got {got} as the prompt of row {number} of {self.name}, want {want} as in row 0")
-
-    def _check_columns(self, number: int, row: Row) -> None:
-        refuse_images(row, name=self.name)
-        for column in row:
-            got = f"got {self.name} with a column {column!r}"
-            if not isinstance(column, str):
-                raise DataError(f"{got}, want strings: rewards get keyword arguments")
-            if column in RESERVED:
-                raise DataError(
-                    f"{got}, which is another argument of reward functions; fix: dataset.rename_column(...)"
-                )
-        if "prompt" not in row:
-            raise DataError(
-                f"got {self.name} without a 'prompt' column in row {number} (columns: "
-                f"{', '.join(map(repr, row)) or 'none'}); fix: dataset.rename_column(<yours>, 'prompt')"
-            )
 
 
 def check_dataset(dataset: Any, *, name: str) -> Any:
@@ -114,13 +101,13 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
         raise DatasetTypeError(f"{got}; fix: choose a split of it ({', '.join(map(repr, dataset)) or 'it has none'})")
     if isinstance(dataset, (str, Path)):
         raise DatasetTypeError(f"{got}; fix: datasets.load_dataset(...)")
-    try:
-        entries = iter(dataset)
-    except TypeError as error:
-        raise DatasetTypeError(got) from error
-    if entries is dataset:
+    if isinstance(dataset, Iterator):
         raise DatasetTypeError(f"{got}; fix: datasets.IterableDataset.from_generator(...), which can start again")
-    refuse_images(getattr(dataset, "column_names", None) or (), name=name)  # before they are decoded
+    if is_stream(dataset) and not isinstance(dataset, Iterable):
+        raise DatasetTypeError(got)
+    # Before they are decoded. A transform may rename the other columns.
+    names = getattr(dataset, "column_names", None) or ()
+    check_columns([column for column in IMAGES if column in names], name=name)
     check, rows = RowCheck(name), enumerate(read_rows(dataset, name=name))
     first = next(rows, None)
     if first is None:
@@ -138,13 +125,18 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
     return dataset
 
 
-def refuse_images(columns: Iterable[Any], *, name: str) -> None:
-    """DataError for a column that TRL takes images from: the model would be trained on the text alone."""
+def check_columns(columns: Iterable[Any], *, name: str) -> None:
+    """DataError for a column that reward functions cannot get, or that TRL takes images from."""
     for column in columns:
+        got = f"got {name} with a column {column!r}"
+        if not isinstance(column, str):
+            raise DataError(f"{got}, want strings: rewards get keyword arguments")
+        if column in RESERVED:
+            raise DataError(f"{got}, which is another argument of reward functions; fix: dataset.rename_column(...)")
         if column in IMAGES:
             raise DataError(
-                f"got {name} with a column {column!r}, want text alone: the model would not see the images; fix: "
-                f"dataset.remove_columns({column!r}), or rename_column if only reward functions read it"
+                f"{got}, want text alone: the model would not see the images; fix: dataset.remove_columns({column!r}), "
+                "or rename_column if only reward functions read it"
             )
 
 
@@ -232,22 +224,23 @@ def load_rows(source: str, *, split: str = "train", config: str | None = None, s
         DataError: the source does not exist, cannot be read or has no such split.
     """
     try:
-        return _load(Path(source), source, split=split, config=config, streaming=streaming)
+        return _load(source, split=split, config=config, streaming=streaming)
     except Exception as error:  # of the hub, the network, the file system or the file format
         raise DataError(
             f"got dataset {source!r} (split {split!r}), which cannot be loaded: {error.__cause__ or error}"
         ) from error
 
 
-def _load(path: Path, source: str, *, split: str, config: str | None, streaming: bool) -> Any:
+def _load(source: str, *, split: str, config: str | None, streaming: bool) -> Any:
     from datasets import load_dataset, load_from_disk
 
+    path = Path(source)
     if file_format := FILE_FORMATS.get(path.suffix):
         files = [path] if path.is_file() else [Path(name) for name in glob(source)]
         if not files:
             raise FileNotFoundError("no such file")
         for file in files:
-            _check_file(file, is_json=file_format == "json")
+            _check_file(file)
         return load_dataset(file_format, data_files=source, split="train", streaming=streaming)
     if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
         saved = load_from_disk(source)
@@ -256,15 +249,15 @@ def _load(path: Path, source: str, *, split: str, config: str | None, streaming:
                 raise ValueError(f"it has the splits {sorted(saved)}")
             saved = saved[split]
         return saved.to_iterable_dataset() if streaming else saved
-    for file in path.rglob("*") if path.is_dir() else ():
+    for file in path.rglob("*"):
         if file.suffix in _PACKED and FILE_FORMATS.get(file.with_suffix("").suffix, "json") == "json":
             raise ValueError(f"{file.name} is compressed, so its JSON cannot be looked at first; unpack it")
         if file.suffix in FILE_FORMATS and not file.is_dir():
-            _check_file(file, is_json=FILE_FORMATS[file.suffix] == "json")
+            _check_file(file)
     return load_dataset(source, config, split=split, streaming=streaming)
 
 
-def _check_file(path: Path, *, is_json: bool) -> None:
+def _check_file(path: Path) -> None:
     """Raise ValueError for a file that would hang or crash its native reader, and with it the process.
 
     Arrow crashes at a row that is null (apache/arrow issue 47409), in lines or in a list, and at deep nesting. It would
@@ -274,7 +267,7 @@ def _check_file(path: Path, *, is_json: bool) -> None:
         raise ValueError(f"{path.name} is no regular file")
     if not path.stat().st_size:
         raise ValueError("the file is empty")
-    if not is_json:
+    if FILE_FORMATS[path.suffix] != "json":
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = content[:1000].removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
@@ -309,18 +302,11 @@ def column_names(dataset: Any) -> list[str]:
 
 
 def renamed(dataset: Any, names: Mapping[str, str]) -> Any:
-    """The dataset with columns renamed, `names` being the present name by the new one, which replaces a column.
-
-    Raises:
-        DataError: a column that the dataset does not have.
-    """
-    columns = column_names(dataset)
-    if missing := sorted(set(names.values()) - set(columns)):
-        raise DataError(f"got no column {missing[0]!r} in data with {', '.join(map(repr, columns))}")
+    """The dataset with columns renamed, `names` being the present name by the new one, which replaces a column."""
     moved = {old: new for new, old in names.items() if old != new}
-    replaced = [name for name in moved.values() if name in columns and name not in moved]
     if not moved:
         return dataset
+    replaced = [name for name in column_names(dataset) if name in moved.values() and name not in moved]
     if hasattr(dataset, "rename_columns"):
         return (dataset.remove_columns(replaced) if replaced else dataset).rename_columns(moved)
     rows = read_rows(dataset, name="the dataset")
@@ -328,10 +314,7 @@ def renamed(dataset: Any, names: Mapping[str, str]) -> Any:
 
 
 def as_conversations(dataset: Any, system: str | None = None) -> Any:
-    """The dataset with prompts of text as conversations: the message `system`, if there is one, and the user's.
-
-    What is no dataset is returned as it is: `check_dataset` refuses it.
-    """
+    """The dataset with prompts of text as conversations: the message `system`, if there is one, and the user's."""
 
     def as_conversation(row: Any) -> Any:
         if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), str):
@@ -343,7 +326,7 @@ def as_conversations(dataset: Any, system: str | None = None) -> Any:
 
 
 def mapped(dataset: Any, function: Callable[[Any], Any]) -> Any:
-    """The dataset with a function of each row; what is no dataset as it is."""
+    """The dataset with a function of each row; what is no dataset as it is: `check_dataset` refuses it."""
     if isinstance(dataset, Mapping | str | Iterator):
         return dataset
     if hasattr(dataset, "map"):
@@ -403,20 +386,14 @@ def _is_text_part(part: Any) -> bool:
 
 def prompt_problem(prompt: Any) -> str | None:
     """Why this value, cleaned, cannot be a prompt; None if it can."""
-    if isinstance(prompt, str) and prompt:
-        return None if _is_text(prompt) else _NO_TEXT
-    if not isinstance(prompt, list) or not prompt:
+    if not isinstance(prompt, str | list) or not prompt:
         return "want a non-empty string or a non-empty list of {'role': ..., 'content': ...} messages"
-    for message in prompt:
+    for message in prompt if isinstance(prompt, list) else ():
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return "want messages of the form {'role': ..., 'content': ...}"
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             return "want a string, or parts {'type': 'text', 'text': ...}, as the content of every message (text alone)"
-        if not _is_text(message.get("content") or ""):
-            return _NO_TEXT
+    texts = [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
+    if any(_SURROGATE.search(str(text)) for text in texts):
+        return "want text: it holds half of a surrogate pair, which UTF-8 cannot encode"
     return None
-
-
-def _is_text(value: Any) -> bool:
-    """False for a lone surrogate, which JSON may hold and no tokenizer takes."""
-    return _SURROGATE.search(str(value)) is None

@@ -20,22 +20,14 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import (
-    Row,
-    RowCheck,
-    as_row,
-    is_stream,
-    read_rows,
-    unreadable,
-)
+from fused_grpo.trainer.data.datasets import Row, RowCheck, as_row, is_stream, read_rows, unreadable
 
-Keep = Callable[[Row, int], bool]
 END = object()
 _COMPARED_ROWS = 256
 
@@ -68,7 +60,7 @@ class PromptSampler:
         rank: int = 0,
         world_size: int = 1,
         repeats: int = 1,
-        keep: Keep | None = None,
+        keep: Callable[[Row, int], bool] | None = None,
     ) -> None:
         self.num_prompts: int | None = len(dataset) if hasattr(dataset, "__len__") else None
         self.used = 0  # prompts drawn so far, by all ranks
@@ -78,7 +70,6 @@ class PromptSampler:
         self._size = prompts_per_batch * world_size // repeats
         places = range(rank * prompts_per_batch, (rank + 1) * prompts_per_batch)
         self._share = [place // repeats for place in places]
-        self._order: tuple[int, array[int]] | None = None
 
     def next_batch(self) -> list[Row]:
         """The rows of this rank, `prompts_per_batch` of them; DataError for one that cannot be read or used."""
@@ -98,8 +89,7 @@ class PromptSampler:
     @property
     def batches_per_pass(self) -> int:
         """Batches of a pass over a dataset with a length, without the prompts that fill none."""
-        assert self.num_prompts is not None
-        return self.num_prompts // self._size
+        return len(self._dataset) // self._size
 
     def first_pass(self) -> Iterator[list[int]]:
         """The row numbers of this rank in the batches of a first pass; what this sampler draws next stays as it is."""
@@ -158,14 +148,14 @@ class PromptSampler:
     def _number_at(self, place: int) -> int:
         """The row at a place of the sequence."""
         number, offset = divmod(place, len(self._dataset))
-        if not self._shuffle:
-            return offset
-        order = self._order
-        if order is None or order[0] != number:
-            order = number, array("q", range(len(self._dataset)))
-            random.Random(f"{self._seed}/{number}").shuffle(order[1])
-            self._order = order
-        return order[1][offset]
+        return _order(len(self._dataset), f"{self._seed}/{number}")[offset] if self._shuffle else offset
+
+
+@lru_cache(maxsize=2)  # a batch may end one pass and begin the next
+def _order(count: int, seed: str) -> array[int]:
+    order = array("q", range(count))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 class StreamSampler(PromptSampler):
@@ -211,7 +201,6 @@ class StreamSampler(PromptSampler):
 
     @property
     def stream_form(self) -> Any:
-        """What a position in the stream looks like."""
         return self._dataset.state_dict() if self._seeks else None
 
     def _go_to(self, state: dict[str, Any]) -> None:
@@ -230,27 +219,24 @@ class StreamSampler(PromptSampler):
 
     def _next(self) -> Row:
         """The next row that is kept."""
-        row = self._read()
-        while self._keep is not None and not self._keep(row, self._used_of_pass - 1):
-            self.dropped += 1
-            row = self._read()
-        self._kept_in_pass = True
-        self.used += 1
-        return row
-
-    def _read(self) -> Row:
-        if self._rows is None:
-            self._open()
-        while (entry := next(self._rows, END)) is END:
-            if not self._used_of_pass:
+        while True:
+            if self._rows is None:
+                self._open()
+            number = self._used_of_pass
+            if (entry := next(self._rows, END)) is not END:
+                row = self._check(number, entry)
+                self._used_of_pass += 1
+                if self._keep is None or self._keep(row, number):
+                    self._kept_in_pass = True
+                    self.used += 1
+                    return row
+                self.dropped += 1
+            elif not number:
                 raise DataError(f"got no row in pass {self._pass} over train_dataset, want at least one")
-            if not self._kept_in_pass:
-                raise DataError(f"got {self._used_of_pass} prompts in train_dataset, all of them too long, want one")
-            self.next_pass()
-            self._open()
-        row = self._check(self._used_of_pass, entry)
-        self._used_of_pass += 1
-        return row
+            elif not self._kept_in_pass:
+                raise DataError(f"got {number} prompts in train_dataset, all of them too long, want one")
+            else:
+                self.next_pass()
 
     def _open(self) -> None:
         if self._shuffle:
@@ -271,13 +257,6 @@ def fingerprint(dataset: Any) -> str:
 
     Of a `datasets.Dataset`, the stored values count: transforms may be random, and images are not decoded.
     """
-    total, count = hashlib.sha256(), min(_COMPARED_ROWS, len(dataset))
-    for row in _stored_rows(dataset, [place * len(dataset) // count for place in range(count)]):
-        total.update(_spelled(row).encode(errors="backslashreplace"))
-    return total.hexdigest()[:16]
-
-
-def _stored_rows(dataset: Any, numbers: list[int]) -> Iterator[Any]:
     from datasets import Dataset
     from datasets.features.features import require_decoding
 
@@ -285,12 +264,15 @@ def _stored_rows(dataset: Any, numbers: list[int]) -> Iterator[Any]:
         # Images and the like may be stored as paths, which differ from machine to machine.
         plain = [name for name, feature in dataset.features.items() if not require_decoding(feature)]
         dataset = dataset.with_format("arrow", columns=plain)
-    for number in numbers:
+    total, count = hashlib.sha256(), min(_COMPARED_ROWS, len(dataset))
+    for number in (place * len(dataset) // count for place in range(count)):
         try:
             row = dataset[number]
-            yield row.to_pylist()[0] if hasattr(row, "to_pylist") else row
+            row = row.to_pylist()[0] if hasattr(row, "to_pylist") else row
         except Exception as error:  # of the disk
             raise unreadable(number, "train_dataset", error) from error
+        total.update(_spelled(row).encode(errors="backslashreplace"))
+    return total.hexdigest()[:16]
 
 
 def _spelled(value: Any) -> str:
@@ -308,10 +290,6 @@ class Epochs:
     A step is the share `prompts_per_step / num_prompts` of an epoch. A generated batch of P prompts that K steps use
     counts as P / K prompts for each of them. No row is dropped: an epoch that ends inside a batch ends with the step
     that uses its last row. Of a stream, whose length is unknown, the whole run is one epoch, as in transformers.
-
-    Args:
-        num_prompts: rows of the dataset; None for a stream.
-        prompts_per_step: rows that one optimizer step uses, over all processes.
     """
 
     def __init__(self, num_prompts: int | None, prompts_per_step: Fraction, max_steps: int) -> None:

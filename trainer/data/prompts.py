@@ -5,17 +5,15 @@ messages: the tokenizer's chat template renders it, and its completion is a list
 TRL's formats.
 
 Every prompt of a run is encoded once, before anything slow. Those that leave no room for a completion are dropped with
-a count, or an error. A dataset with random access is read before the run begins, so that order, epochs and resume are
-those of the dataset without its long prompts. Of a stream, the sampler passes over them as it reads. Where no prompt is
-too long, nothing changes.
+a count, or an error: from a dataset with random access before the run begins, so that order, epochs and resume are
+those of the dataset without them; from a stream by the sampler as it reads.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 from torch.utils.data import Subset
@@ -158,9 +156,9 @@ class PromptLimit:
         vocabulary: int | None = None,
         tools: Sequence[Any] = (),
     ) -> None:
-        limits = {"vllm_max_model_length": args.vllm_max_model_length, "the model's positions": positions}
-        limits = {name: limit for name, limit in limits.items() if limit is not None}
-        self._by = min(limits, key=lambda name: limits[name] or 0, default="")
+        options = (("vllm_max_model_length", args.vllm_max_model_length), ("the model's positions", positions))
+        limits = {name: limit for name, limit in options if limit is not None}
+        self._by = min(limits, key=limits.__getitem__, default="")
         length = limits.get(self._by)
         self.tokens = None if length is None else length - args.max_completion_length
         self._too_long = f"with more than {self.tokens} tokens ({self._by} less max_completion_length)"
@@ -175,20 +173,11 @@ class PromptLimit:
                 f"got max_completion_length={args.max_completion_length} and {self._by}={length}, want room for a "
                 "prompt; fix: a smaller max_completion_length"
             )
-        self._check_ids([tokenizer.eos_token_id], lambda: "the tokenizer's eos_token")
-
-    def encode(self, rows: Sequence[Mapping[str, Any]], row_numbers: Sequence[int]) -> list[list[int]]:
-        """Token ids of the rows' prompts; DataError for one that is too long or cannot be encoded, as `fits`."""
-        return [ids or [] for ids in self._encode(rows, row_numbers, drops=False)]
+        self._check_ids([tokenizer.eos_token_id], "the tokenizer's eos_token")
 
     def fits(self, row: Mapping[str, Any], number: int) -> bool:
-        """Whether the prompt of row `number` of a stream is short enough.
-
-        Raises:
-            DataError: a prompt that cannot be encoded; or one that is too long, where such prompts are an error.
-            InputError: one with a token that the model does not have.
-        """
-        if self._encode([row], [number], drops=self._drops)[0]:
+        """Whether the prompt of row `number` of a stream is short enough; raises what `encode` raises."""
+        if self.encode([row], [number], drops=self._drops)[0]:
             return True
         warn_once(f"got prompts {self._too_long}, which are left out; prompts/dropped counts them; {self._fix}")
         return False
@@ -196,20 +185,17 @@ class PromptLimit:
     def applied(self, dataset: Any, *, name: str) -> Any:
         """The dataset without prompts that are too long, with a warning that counts them.
 
-        Of a stream the first prompt is looked at, and the stream returned as it is.
-
-        Raises:
-            DataError: as `fits`; or every prompt is too long.
+        Of a stream the first prompt is looked at, and the stream returned as it is. Raises what `encode` raises, and
+        DataError where every prompt is too long.
         """
         if is_stream(dataset):
-            self._encode(list(islice(read_rows(dataset, name=name), 1)), [0], name, drops=self._drops)
+            self.encode(list(islice(read_rows(dataset, name=name), 1)), [0], name, drops=self._drops)
             return dataset
         kept, prompts = list[int](), dataset.select_columns(["prompt"]) if is_plain_arrow(dataset) else dataset
         numbered = enumerate(read_rows(prompts, name=name))
         while batch := list(islice(numbered, _ROWS_AT_ONCE)):
             numbers, rows = zip(*batch, strict=True)
-            encoded = zip(numbers, self._encode(rows, numbers, name, drops=self._drops), strict=True)
-            kept += [number for number, ids in encoded if ids]
+            kept += compress(numbers, self.encode(rows, numbers, name, drops=self._drops))
         if len(kept) == len(dataset):
             return dataset
         got = f"got {len(dataset) - len(kept)} of {len(dataset)} prompts of {name} {self._too_long}"
@@ -219,23 +205,28 @@ class PromptLimit:
         # The sampler treats a `datasets.Dataset` in its own way.
         return dataset.select(kept) if hasattr(dataset, "select") else Subset(dataset, kept)
 
-    def _encode(
-        self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], name: str = "", *, drops: bool
-    ) -> list[list[int] | None]:
-        """Token ids of each prompt; None for one that is too long, where those are left out."""
+    def encode(
+        self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], name: str = "", *, drops: bool = False
+    ) -> list[list[int]]:
+        """Token ids of the prompts of rows with these numbers; with `drops` no ids of one that is too long.
+
+        Raises:
+            DataError: a prompt that cannot be encoded; or one that is too long, without `drops`.
+            InputError: one with a token that the model does not have.
+        """
         most = math.inf if self.tokens is None else self.tokens
         short = [
             place for place, row in enumerate(rows) if len(message_text(row["prompt"])) <= most * CHARACTERS_OF_A_TOKEN
         ]
         options: Any = {"chat_template_kwargs": self.template, "row_numbers": [numbers[place] for place in short]}
         encoded = encode_prompts([rows[place] for place in short], self._tokenizer, **options, name=name)
-        kept: list[list[int] | None] = [None] * len(rows)
+        kept = [list[int]() for _ in rows]
         for place, ids in zip(short, encoded, strict=True):
             if len(ids) <= most:
-                self._check_ids(ids, partial(prompt_name, rows[place], numbers[place], name))
+                self._check_ids(ids, prompt_name(rows[place], numbers[place], name))
                 self.longest, kept[place] = max(self.longest, len(ids)), ids
-        if None in kept and not drops:
-            place = kept.index(None)
+        if [] in kept and not drops:
+            place = kept.index([])
             tokens = len(encoded[short.index(place)]) if place in short else "too many"
             raise DataError(
                 f"got {tokens} tokens for {prompt_name(rows[place], numbers[place], name)}, want {self.tokens} at most "
@@ -243,11 +234,11 @@ class PromptLimit:
             )
         return kept
 
-    def _check_ids(self, ids: Sequence[int], where: Callable[[], str]) -> None:
+    def _check_ids(self, ids: Sequence[int], where: str) -> None:
         if self._vocabulary is not None and max(ids) >= self._vocabulary:
             token = self._tokenizer.convert_ids_to_tokens(max(ids))
             raise InputError(
-                f"got token {max(ids)} ({token!r}) in {where()}, want ids below {self._vocabulary}, the rows of the "
+                f"got token {max(ids)} ({token!r}) in {where}, want ids below {self._vocabulary}, the rows of the "
                 "model's embedding; fix: the tokenizer of the model, or a model after its "
                 "resize_token_embeddings(len(tokenizer))"
             )

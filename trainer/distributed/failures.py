@@ -1,32 +1,25 @@
 """What ends a run: a failure of one rank, steps that are not finite, signals. All ranks go on, or all end alike.
 
-**One rank.** All ranks of a run succeed or all of them raise, and every error names the first failure.
+**One rank.** All ranks of a run succeed or all of them raise, and every error names the first failure. Work that a rank
+does alone (starting an engine, sampling, rewards, writing files) runs inside `all_ranks_succeed`: at its end the ranks
+compare results, so no rank enters a collective that another one never reaches. Any other error (of a model, a forward
+or a backward pass) breaks the collective that the other ranks are in. `report_failure` puts the reason into the process
+group's store before its rank ends, and the other ranks read it there; of a rank that was killed there is none. It also
+writes the error file of torch.distributed.elastic, from which torchrun and `accelerate launch` print the first failing
+rank: with NCCL, whose collectives do not raise when a rank has ended, that is the only report. A rank that hangs cannot
+be told from a slow one: the others wait for `ddp_timeout` seconds.
 
-Work that a rank does alone (starting an engine, sampling, rewards, writing files) runs inside `all_ranks_succeed`: at
-its end the ranks compare results, so no rank enters a collective that another one never reaches. Any other error (of a
-model, a forward or a backward pass) breaks the collective that the other ranks are in. `report_failure` puts the
-reason into the process group's store before its rank ends, and the other ranks read it there. A rank that was killed
-has left no reason, and the errors of the others say so.
+**Steps whose loss or gradient is NaN or infinite.** None of them changes the policy. All ranks compare the same two
+numbers, so they decide alike. `nonfinite-step-<n>/rank-<r>.safetensors` keeps each rank's batch, which
+`rollout_buffer.from_tensors` reads, with the policy's log-probs, and `rank-<r>.json` the metrics. A skipped step
+(`max_skipped_steps`) uses its part of the rollouts and of `max_steps`, so every run ends. Neither the optimizer nor the
+schedule is stepped.
 
-`report_failure` also writes the error file of torch.distributed.elastic, from which torchrun and `accelerate launch`
-print the first failing rank. With NCCL, whose collectives do not raise when a rank has ended, that is the only report.
-
-A rank that hangs cannot be told from a slow one: the others wait for `ddp_timeout` seconds.
-
-**Steps whose loss or gradient is NaN or infinite.** None of them changes the policy, and the batch of each is kept. All
-ranks compare the same two numbers, so they decide alike. The folder `nonfinite-step-<n>` gets two files per rank:
-`rank-<r>.safetensors` with the rank's batch (`rollout_buffer.from_tensors` reads it) and the policy's log-probs, and
-`rank-<r>.json` with the metrics of the step.
-
-A skipped step (`max_skipped_steps`) counts as made: it uses its part of the rollouts and of `max_steps`, so every run
-ends. Neither the optimizer nor the schedule is stepped.
-
-**Signals.** SIGTERM, SIGHUP and SIGUSR1: finish the optimizer step, save a checkpoint, exit with status 143. Slurm,
-Kubernetes and spot instances send SIGTERM before they end a job, Slurm's `--signal=USR1@120` some time earlier, and a
-terminal that closes sends SIGHUP. The handler only sets a flag. The loop reads it after each step, and all ranks stop
-after the same one. The same signal a second time ends the process at once; within two seconds of the first it is the
-same request, because launchers forward what the scheduler has sent to every process. SIGHUP and SIGUSR1 stay as they
-are where they are handled or ignored already, by nohup or a plugin of the scheduler.
+**Signals.** SIGTERM, SIGHUP and SIGUSR1, which schedulers and terminals that close send (docs/trainer.md): finish the
+optimizer step, save a checkpoint, exit with status 143. The handler only sets a flag, which the loop reads after each
+step, so that all ranks stop after the same one. The same signal a second time ends the process at once; within two
+seconds of the first it is the same request, because launchers forward what the scheduler has sent to every process.
+SIGHUP and SIGUSR1 stay as they are where they are handled or ignored already, by nohup or a plugin of the scheduler.
 """
 
 from __future__ import annotations
@@ -78,17 +71,14 @@ def any_rank(accelerator: Accelerator, here: bool) -> bool:
     return bool(accelerator.reduce(flag, reduction="sum").item())
 
 
-def agree(accelerator: Accelerator, control: TrainerControl) -> None:
+def agree(control: TrainerControl) -> None:
     """Set on this rank what callbacks have set on any rank: to stop, log, evaluate or save. A collective.
 
     Callbacks run on every rank. Without this, ranks would wait for each other in different collectives.
     """
-    if accelerator.num_processes == 1:
-        return
-    names = [field.name for field in dataclasses.fields(control)]
-    decisions = torch.tensor([float(getattr(control, name)) for name in names], device=accelerator.device)
-    for name, ranks in zip(names, accelerator.reduce(decisions, reduction="sum").tolist(), strict=True):
-        setattr(control, name, ranks > 0)
+    ranks = gather_object([dataclasses.asdict(control)])
+    for name in ranks[0]:
+        setattr(control, name, any(decisions[name] for decisions in ranks))
 
 
 def barrier(accelerator: Accelerator) -> None:
@@ -110,8 +100,7 @@ def all_ranks_succeed(accelerator: Accelerator, doing: str) -> Iterator[None]:
     it. `VLLMServerEngine.load_weights` has one, which every rank reaches and which reports a failure to all of them,
     and a `WeightStream` has gathers, all of which every rank reaches, whatever fails.
 
-    Raises:
-        PeerError: this rank succeeded and another one failed.
+    PeerError where this rank succeeded and another one failed.
     """
     failure: Exception | None = None
     try:
@@ -140,8 +129,7 @@ def all_ranks_succeed(accelerator: Accelerator, doing: str) -> Iterator[None]:
 def report_failure(accelerator: Accelerator) -> Iterator[None]:
     """Around all code with collectives: report an error of this rank to the other ranks and to the launcher.
 
-    Raises:
-        PeerError: a collective failed because another rank did; the message has that rank's reason.
+    PeerError where a collective failed because another rank did; the message has that rank's reason.
     """
     try:
         with _shared_reasons(accelerator) if accelerator.num_processes > 1 else nullcontext():
@@ -229,8 +217,7 @@ class NonFiniteSteps:
     def may_update(self, metrics: Mapping[str, float], step: int, evidence: Callable[[], Mapping[str, Tensor]]) -> bool:
         """Whether the optimizer may make step `step`. `evidence` returns the tensors to keep of one that it may not.
 
-        Raises:
-            NonFiniteError: it may not, and `limit` steps before it were skipped already.
+        NonFiniteError where it may not, and `limit` steps before it were skipped already.
         """
         if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
             self.in_a_row = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, fsdp2_prepare_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.trainer_utils import enable_full_determinism
 from transformers.utils.import_utils import enable_tf32
@@ -81,17 +82,14 @@ def prepare_sharding(accelerator: Accelerator) -> None:
         )
     if plugin.mixed_precision_policy is not None:
         # By default it rounds inputs as well, old log-probs and advantages among them, and the loss that comes out.
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=plugin.mixed_precision_policy.param_dtype,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
-        )
+        options: Any = {"reduce_dtype": torch.float32, "output_dtype": None, "cast_forward_inputs": False}
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **options)
 
 
 def frozen_copy(accelerator: Accelerator, policy: M) -> M:
     """A copy of a policy that is not wrapped yet, because wrappers do not copy. It is not trained.
 
-    It is on this rank's device, to which the policy is moved; under FSDP2 it has no weights before `shard_like_policy`.
+    It is on this rank's device, to which the policy is moved; under FSDP2 it has no weights before `shard_frozen`.
     """
     memo: dict[int, Any] = {}
     if accelerator.is_fsdp2:
@@ -102,37 +100,28 @@ def frozen_copy(accelerator: Accelerator, policy: M) -> M:
     return copy.deepcopy(policy, memo).requires_grad_(False).eval()
 
 
-def shard_like_policy(accelerator: Accelerator, frozen: M, policy: nn.Module) -> M:
-    """`frozen_copy` of the policy, sharded as the policy is by now, with copies of its shards."""
-    if not accelerator.is_fsdp2:
-        return frozen
-    plugin: Any = accelerator.state.fsdp_plugin
-    # Rank 0 has no weights of it that it could send.
-    from_rank_0, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
-    try:
-        sharded: M = fsdp2_prepare_model(accelerator, frozen)
-    finally:
-        plugin.cpu_ram_efficient_loading = from_rank_0
-    for parameter, trained in zip(sharded.parameters(), policy.parameters(), strict=True):
-        shard = trained.detach().to(parameter.dtype, copy=True)
-        torch.utils.swap_tensors(parameter, nn.Parameter(shard, requires_grad=False))
-    return sharded
+def shard_frozen(accelerator: Accelerator, frozen: M, policy: nn.Module | None = None) -> M:
+    """A model that is not trained, on this rank's device; under FSDP2 sharded.
 
-
-def shard_by_its_layers(accelerator: Accelerator, frozen: M) -> M:
-    """A model that is not trained and no copy of the policy, sharded by the layers of its own family.
-
-    Without FSDP2, it is on this rank's device.
+    The `frozen_copy` of a `policy` is sharded as that is by now, with copies of its shards; any other model by the
+    layers of its own family.
     """
     if not accelerator.is_fsdp2:
         return frozen.to(accelerator.device)
     plugin: Any = accelerator.state.fsdp_plugin
-    # Those of the options are the policy's.
-    of_policy, plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap, None
+    before = plugin.cpu_ram_efficient_loading, plugin.transformer_cls_names_to_wrap
+    if policy is None:
+        plugin.transformer_cls_names_to_wrap = None  # those of the options are the policy's
+    else:
+        plugin.cpu_ram_efficient_loading = False  # rank 0 has no weights of the copy that it could send
     try:
         sharded: M = fsdp2_prepare_model(accelerator, frozen)
     finally:
-        plugin.transformer_cls_names_to_wrap = of_policy
+        plugin.cpu_ram_efficient_loading, plugin.transformer_cls_names_to_wrap = before
+    if policy is not None:
+        for parameter, trained in zip(sharded.parameters(), policy.parameters(), strict=True):
+            shard = trained.detach().to(parameter.dtype, copy=True)
+            torch.utils.swap_tensors(parameter, nn.Parameter(shard, requires_grad=False))
     return sharded
 
 

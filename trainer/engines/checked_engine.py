@@ -3,30 +3,29 @@
 The trainer calls every engine through `checked_generate` and `checked_load_weights`, so an error of an engine ends
 here, before a reward is computed. A completion is used as it is or not at all: nothing is cut or padded.
 
-`rollout_failure` decides what happens where single completions cannot be used: the run ends, their prompts are sampled
-again, or their groups are dropped. A group is dropped whole, because an advantage compares its members: without the
-completions that failed it would be a group of another size, chosen by what the engine can compute. An answer that
-cannot be assigned to prompts, or that is of other weights, ends the run in any case.
+Where single completions cannot be used, `rollout_failure` decides: the run ends, their prompts are sampled again, or
+their groups are dropped. A group is dropped whole, because an advantage compares its members: the rest would be a group
+of another size, chosen by what the engine can compute. An answer that cannot be assigned to prompts, or that is of
+other weights, ends the run in any case.
 
-**Weights** (`WeightCheck`). In the first pass over fresh rollouts the policy has not moved since they were sampled, so
-the trainer's log-probs and the engine's are two computations of one quantity. They differ by rounding, which depends on
-the dtype and, in fp32, on the device. A sync that failed, a stale head or another temperature differ by orders of
-magnitude more.
+**Weights** (`WeightCheck`). In the first pass over fresh rollouts the trainer's log-probs and the engine's are two
+computations of one quantity. They differ by rounding, which depends on the dtype and, in fp32, on the device. A sync
+that failed, a stale head or another temperature differ by orders of magnitude more.
 
     float32 on a CPU     max 1e-3    two engines differ by 1e-6 to 1e-5; a stale head was measured at 0.2 to 0.6
     float32 elsewhere    mean 0.02   attention of vLLM multiplies in TF32, whose mantissa is that of float16
     float16              mean 0.02   single tokens may differ more: only the mean is bounded
     bfloat16             mean 0.1    rounding the logits alone moves a token by 0.02 on average and 0.09 at most
 
-How far rounding goes depends on the model: a policy that has become sure of itself has larger logits, and a step may
-have few tokens. So where the mean of a 16-bit engine is above that bound, the policy's own log-probs are computed in 16
-bits too, and ROUNDINGS times what that moves them is allowed.
+A policy that has become sure of itself has larger logits, which round further, and a step may have few tokens. So
+where the mean of a 16-bit engine is above that bound, the policy's own log-probs are computed in 16 bits too, and
+ROUNDINGS times what that moves them is allowed.
 
 `max_logprob_difference` replaces the bound, not whether it is one of the maximum or of the mean.
 
-**Turns.** Of completions with several turns each turn is checked. If the first ones agree and a later one does not, the
-weights are right, and what was read before that turn is not what is trained on. A user's function may sample with
-anything; where its first turn agrees, its later ones have to.
+**Turns.** Each of several turns is checked. If the first ones agree and a later one does not, the weights are right,
+and what was read before that turn is not what is trained on. A user's function may sample with anything; where its
+first turn agrees, its later ones have to.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ def checked_generate(
         prompt_ids: P prompts as token ids.
         rows: of the dataset, with their numbers, for an engine with prompts of its own.
         failure: what to do with a completion that cannot be used. "fail": raise. "retry": sample all completions of its
-            prompt again, with another seed, at most RETRIES times; then raise. "drop": give the samples of its prompt a
-            `failure`; the completion is empty then, and the others are as they were sampled.
+            prompt again, with another seed, at most RETRIES times; then raise. "drop": empty it, and give all samples
+            of its prompt a `failure`.
 
     Raises:
         UnavailableError: another number of anything, other prompts, a completion that is empty, too long or without a
@@ -124,69 +123,18 @@ def checked_load_weights(engine: RolloutEngine, named_weights: Iterable[tuple[st
         )
 
 
-def check_same_weights(
-    mean_difference: float,
-    max_difference: float,
-    *,
-    dtype: torch.dtype,
-    engine: str,
-    version: int,
-    device: str = "cpu",
-    bound: float | None = None,
-    turn: int | None = None,
-) -> None:
-    """Raise where sampling log-probs and the trainer's log-probs cannot come from the same weights.
-
-    Args:
-        mean_difference, max_difference: over completion tokens, of |sampling log-prob - trainer log-prob| in nats.
-        dtype: the coarser of the dtypes that the engine and the trainer compute in.
-        engine, version: name and weight version of the engine, for the message.
-        device: the type of the trainer's device.
-        bound: in place of the one for `dtype` and `device`, in nats.
-        turn: which of several turns the tokens belong to, where those before it agree. None: they are of all.
-
-    Raises:
-        WeightSyncError: the difference is above the bound, or is NaN.
-    """
-    exact = dtype not in _MEAN_BOUND or (dtype == torch.float32 and device == "cpu")
-    kind, got = ("max", max_difference) if exact else ("mean", mean_difference)
-    bound = bound or (_MAX_BOUND if exact else _MEAN_BOUND[dtype] * (1.0 if turn is None else OF_A_TURN))
-    # Written so that NaN fails.
-    if not got <= bound:
-        differs = (
-            f"got a {kind} difference of {got:.3g} between the log-probs of the {engine} engine and the trainer's at "
-            f"weight version {version}, want at most {bound:g} in {str(dtype).removeprefix('torch.')}: "
-        )
-        if turn is not None and turn > 1:
-            or_later = " or a later one" if turn == MOST_TURNS else ""
-            raise WeightSyncError(
-                f"{differs}turn {turn}{or_later} differs, and the turns before it agree, so what the engine read "
-                "before it is not what is trained on; fix: token ids as they were read and sampled, never text that "
-                "is tokenised anew, no second BOS, no template that writes a turn in another way later, and a mask "
-                "that is 0 for all that was not sampled"
-            )
-        raise WeightSyncError(
-            f"{differs}the engine does not serve the trainer's weights, one of the two computes at lower precision, "
-            "or (from version 0 on) vLLM computes this model differently; fix: load_weights after every optimizer "
-            "step, give both the same dtype (float32 without TF32), compare on plain sampling only (no top_p, top_k, "
-            "min_p, penalty), and use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger "
-            "max_logprob_difference"
-        )
-
-
 class WeightCheck:
-    """`check_same_weights` for a run.
+    """Refuses sampling log-probs and log-probs of the trainer that cannot come from the same weights.
 
     Args:
-        args: `logprob_mismatch` "fail" raises, "warn" logs one warning; `max_logprob_difference` is the bound.
+        args: `logprob_mismatch` "fail" raises, "warn" logs one warning; `max_logprob_difference` is the bound, in nats.
         model: the model that is trained, on `device`.
-        own_weights: whether the engine has weights of its own, which can be stale, so that None is "fail" and not
-            "warn".
+        own_weights: whether the engine has weights of its own, which can be stale: None is "fail" then, else "warn".
     """
 
     def __init__(self, args: GRPOConfig, model: nn.Module, device: torch.device, *, own_weights: bool = True) -> None:
         self._dtype = torch.bfloat16 if wants_bf16(args) else next(model.parameters()).dtype
-        self._options: Any = {"device": device.type, "bound": args.max_logprob_difference}
+        self._device, self._bound = device.type, args.max_logprob_difference
         self._reaction, self._own_weights, self._has_warned = args.logprob_mismatch, own_weights, False
 
     def __call__(
@@ -198,10 +146,15 @@ class WeightCheck:
         rounding: Callable[[torch.dtype], float] = lambda dtype: 0.0,
         turns: Sequence[tuple[float, float]] = (),
     ) -> None:
-        """`check_same_weights` of the differences of a step, with the reaction that the options ask for.
+        """Check the completion tokens of a step.
 
-        `rounding` is called where it may explain them: how far a 16-bit dtype moves the policy's own log-probs. `turns`
-        are (mean, maximum) of each turn, where there are several.
+        Args:
+            mean_difference, max_difference: of |sampling log-prob - trainer log-prob|, in nats.
+            rounding: called where it may explain them: how far a 16-bit dtype moves the policy's own log-probs.
+            turns: (mean, maximum) of each turn, where there are several.
+
+        Raises:
+            WeightSyncError: a difference is above its bound, or is NaN.
         """
         rounding, is_function = functools.cache(rounding), isinstance(engine, FunctionEngine)
         if is_function and (not turns or self._error(*turns[0], 1, engine, lambda dtype: 0.0)):
@@ -218,22 +171,38 @@ class WeightCheck:
         self._has_warned = True
 
     def _error(
-        self,
-        mean_difference: float,
-        max_difference: float,
-        turn: int | None,
-        engine: RolloutEngine,
-        rounding: Callable[[torch.dtype], float],
+        self, mean: float, largest: float, turn: int | None, engine: RolloutEngine, rounding: Callable[..., float]
     ) -> WeightSyncError | None:
+        """What is wrong with the tokens of one turn, where those before it agree; with `turn` None, of all."""
         computed_in = (self._dtype, getattr(engine, "weight_dtype", None) or self._dtype)
-        coarser = max(computed_in, key=lambda dtype: torch.finfo(dtype).eps)
-        names: Any = {"engine": engine.name, "version": engine.weight_version, "dtype": coarser, "turn": turn}
-        try:
-            check_same_weights(mean_difference, max_difference, **names, **self._options)
-        except WeightSyncError as error:
-            is_rounding = coarser.itemsize == 2 and self._options["bound"] is None
-            return None if is_rounding and mean_difference <= ROUNDINGS * rounding(coarser) else error
-        return None
+        dtype = max(computed_in, key=lambda dtype: torch.finfo(dtype).eps)
+        exact = dtype not in _MEAN_BOUND or (dtype == torch.float32 and self._device == "cpu")
+        kind, got = ("max", largest) if exact else ("mean", mean)
+        bound = self._bound or (_MAX_BOUND if exact else _MEAN_BOUND[dtype] * (1.0 if turn is None else OF_A_TURN))
+        if got <= bound:
+            return None
+        may_round = dtype.itemsize == 2 and self._bound is None
+        if may_round and mean <= ROUNDINGS * rounding(dtype):
+            return None
+        differs = (
+            f"got a {kind} difference of {got:.3g} between the log-probs of the {engine.name} engine and the trainer's "
+            f"at weight version {engine.weight_version}, want at most {bound:g} in {str(dtype).removeprefix('torch.')}"
+        )
+        if turn is not None and turn > 1:
+            or_later = " or a later one" if turn == MOST_TURNS else ""
+            return WeightSyncError(
+                f"{differs}: turn {turn}{or_later} differs, and the turns before it agree, so what the engine read "
+                "before it is not what is trained on; fix: token ids as they were read and sampled, never text that "
+                "is tokenised anew, no second BOS, no template that writes a turn in another way later, and a mask "
+                "that is 0 for all that was not sampled"
+            )
+        return WeightSyncError(
+            f"{differs}: the engine does not serve the trainer's weights, one of the two computes at lower precision, "
+            "or (from version 0 on) vLLM computes this model differently; fix: load_weights after every optimizer "
+            "step, give both the same dtype (float32 without TF32), compare on plain sampling only (no top_p, top_k, "
+            "min_p, penalty), and use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger "
+            "max_logprob_difference"
+        )
 
 
 def generated(
@@ -301,32 +270,24 @@ def _dropped(samples: Sequence[Sample], wrong: Mapping[int, str], size: int) -> 
         _log.warning("%s (its group is dropped)", problem)
         failures.setdefault(index // size, problem)
     no_support = torch.zeros(0, dtype=torch.int32)
-
-    def emptied(sample: Sample) -> Sample:
-        return replace(
-            sample,
-            completion_ids=[],
-            completion_mask=None if sample.completion_mask is None else [],
-            sampling_logprobs=None if sample.sampling_logprobs is None else [],
-            support_ids=None if sample.support_ids is None else no_support,
-            support_sizes=None if sample.support_sizes is None else no_support,
-            finish_reason="length",
-        )
-
-    return [
-        replace(emptied(sample) if index in wrong else sample, failure=failures.get(index // size))
-        for index, sample in enumerate(samples)
-    ]
+    empty: dict[str, Any] = {"completion_ids": [], "completion_mask": [], "sampling_logprobs": []}
+    empty |= {"support_ids": no_support, "support_sizes": no_support}
+    dropped = []
+    for index, sample in enumerate(samples):
+        if index in wrong:
+            given = {name: value for name, value in empty.items() if getattr(sample, name) is not None}
+            sample = replace(sample, finish_reason="length", **given)
+        dropped.append(replace(sample, failure=failures.get(index // size)))
+    return dropped
 
 
 def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: int, *, own_prompts: bool) -> str | None:
     lists: dict[str, Any] = {"completions": rollouts.completion_ids, "finish reasons": rollouts.finish_reasons}
-    if rollouts.sampling_logprobs is not None:
-        lists["lists of log-probs"] = rollouts.sampling_logprobs
+    optional: dict[str, Any] = {"lists of log-probs": rollouts.sampling_logprobs, "episodes": rollouts.episodes}
+    optional |= {"completion masks": rollouts.completion_masks}
+    lists |= {what: column for what, column in optional.items() if column is not None}
     if rollouts.support_ids is not None or rollouts.support_sizes is not None:
         lists |= {"lists of kept tokens": rollouts.support_ids or (), "sizes of supports": rollouts.support_sizes or ()}
-    for what, column in {"completion masks": rollouts.completion_masks, "episodes": rollouts.episodes}.items():
-        lists |= {} if column is None else {what: column}
     lists |= {f"values of {name!r}": values for name, values in rollouts.extra.items()}
     for name, values in lists.items():
         if len(values) != n * len(prompt_ids):

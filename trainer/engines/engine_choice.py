@@ -29,12 +29,24 @@ def engine_name(args: GRPOConfig, peft_config: Any = None) -> EngineName:
     """The engine that the options select for a model, with the configuration of its adapter if there is one.
 
     `use_vllm=None` means vLLM where it is installed, transformers otherwise and for a model with prompt tuning.
-
-    Raises:
-        UnsupportedError: vLLM for a model with prompt tuning.
-        InputError: `vllm_dtype`, and another engine.
+    UnsupportedError for vLLM and prompt tuning; InputError for `vllm_dtype` and another engine.
     """
-    name = _engine_name(args, peft_config)
+    name: EngineName
+    if getattr(peft_config, "is_prompt_learning", False):
+        if args.use_vllm or args.vllm_mode == "server":
+            raise UnsupportedError(
+                "got vLLM and a model with prompt tuning, want the model itself to sample: vLLM has no virtual tokens; "
+                "fix: use_vllm=False, and no vllm_mode"
+            )
+        name = "transformers"
+    elif args.vllm_mode == "server":
+        name = "server"
+    elif args.use_vllm is not None:
+        name = "vllm" if args.use_vllm else "transformers"
+    else:
+        # The vLLM of a machine with a GPU would use that.
+        elsewhere = args.use_cpu and torch.accelerator.is_available()
+        name = "transformers" if elsewhere or importlib.util.find_spec("vllm") is None else "vllm"
     if args.vllm_dtype != "auto" and name != "vllm":
         raise InputError(
             f"got vllm_dtype={args.vllm_dtype!r} with the engine {name!r}, want vLLM in process: a server has a dtype "
@@ -50,38 +62,12 @@ def sampling_dtype(args: GRPOConfig) -> torch.dtype:
     return torch.bfloat16 if wants_bf16(args) else torch.float32
 
 
-def _engine_name(args: GRPOConfig, peft_config: Any) -> EngineName:
-    if getattr(peft_config, "is_prompt_learning", False):
-        if args.use_vllm or args.vllm_mode == "server":
-            raise UnsupportedError(
-                "got vLLM and a model with prompt tuning, want the model itself to sample: vLLM has no virtual tokens; "
-                "fix: use_vllm=False, and no vllm_mode"
-            )
-        return "transformers"
-    if args.vllm_mode == "server":
-        return "server"
-    if args.use_vllm is not None:
-        return "vllm" if args.use_vllm else "transformers"
-    # The vLLM of a machine with a GPU would use that.
-    elsewhere = args.use_cpu and torch.accelerator.is_available()
-    return "transformers" if elsewhere or importlib.util.find_spec("vllm") is None else "vllm"
-
-
 def choose_engine(
-    name: EngineName,
-    args: GRPOConfig,
-    model: Any,
-    tokenizer: Any,
-    *,
-    rollout_func: Any = None,
-    trainer: Any = None,
+    name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any, *, rollout_func: Any = None, trainer: Any = None
 ) -> RolloutEngine:
-    """The engine called `name`, started; or the engine around a `rollout_func`.
+    """The engine called `name`, started; or that around a `rollout_func`, which may use one that `args` asks for.
 
-    Args:
-        args: the options of the run; `vllm_max_model_length` is that of the data where the user sets none.
-        rollout_func: the user's function. It may use an engine that `args` asks for by name.
-        trainer: the argument of `rollout_func` of that name.
+    `args.vllm_max_model_length` is that of the data where the user sets none.
 
     Raises:
         InputError, UnsupportedError: options that do not fit, or that the engine does not have on this machine.
@@ -111,24 +97,21 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
     if name == "transformers":
         cache = args.cache_implementation
         return TransformersEngine(model, tokenizer, seed=args.seed, cache_implementation=cache)
-    if name == "vllm":
-        check_installed()
-    max_model_len = args.vllm_max_model_length
-    assert max_model_len is not None
     if name == "server":
         return VLLMServerEngine(
             base_model(model),
             tokenizer,
             base_urls=server_urls(args),
             timeout=args.vllm_server_timeout,
-            max_model_len=max_model_len,
+            max_model_len=args.vllm_max_model_length,
             seed=args.seed,
             allow_remote=args.vllm_server_allow_remote,
             weight_transfer=args.vllm_weight_transfer,
         )
+    check_installed()
     model_impl = {} if args.vllm_model_impl == "vllm" else {"model_impl": args.vllm_model_impl}
     options: dict[str, Any] = {
-        "max_model_len": max_model_len,
+        "max_model_len": args.vllm_max_model_length,
         "dtype": sampling_dtype(args),
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "seed": args.seed,

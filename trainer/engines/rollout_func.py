@@ -66,7 +66,6 @@ class FunctionEngine(RolloutEngine):
 
     @property
     def weight_dtype(self) -> torch.dtype | None:  # type: ignore[override]
-        """The inner engine's."""
         return None if self.inner is None else self.inner.weight_dtype
 
     def generate(
@@ -84,8 +83,9 @@ class FunctionEngine(RolloutEngine):
         Raises:
             DataError: a return value of another shape.
         """
+        tokenizer = self._trainer.processing_class
         if rows is None:
-            prompts: list[Any] = self._trainer.processing_class.batch_decode([list(ids) for ids in prompt_ids])
+            prompts: list[Any] = tokenizer.batch_decode([list(ids) for ids in prompt_ids])
         else:
             prompts = [row["prompt"] for _, row in rows]
         repeated = [own_copy(prompt) for prompt in prompts for _ in range(sampling.n)]
@@ -102,12 +102,8 @@ class FunctionEngine(RolloutEngine):
                 f"got {error} from rollout_func, want lists of token ids and of their log-probs, 0 or 1 in env_mask; "
                 "fix: numbers, and None in logprobs alone"
             ) from error
-        # As in TRL, a completion that is padded has ended.
-        tokenizer = self._trainer.processing_class
-        stops = {
-            *stop_token_ids(getattr(self._trainer.model, "generation_config", None), tokenizer),
-            tokenizer.pad_token_id,
-        }
+        of_model = stop_token_ids(getattr(self._trainer.model, "generation_config", None), tokenizer)
+        stops = {*of_model, tokenizer.pad_token_id}  # as in TRL, a completion that is padded has ended
         return Rollouts(
             prompt_ids=prompt_ids,
             completion_ids=ids,
@@ -127,7 +123,6 @@ class FunctionEngine(RolloutEngine):
         self._version = version
 
     def sleep(self) -> None:
-        """Of the inner engine, as are `wake` and `close`."""
         if self.inner is not None:
             self.inner.sleep()
 
@@ -141,7 +136,7 @@ class FunctionEngine(RolloutEngine):
 
 
 def _checked(output: Any, count: int) -> dict[str, list[Any]]:
-    """The extra columns of the function's output, each with `count` values. The required ones are checked."""
+    """The extra columns of the function's output, each with `count` values, as the required ones have."""
     if not isinstance(output, Mapping) or not set(_REQUIRED) <= output.keys():
         got = sorted(output) if isinstance(output, Mapping) else type(output).__name__
         raise DataError(f"got {got} from rollout_func, want a dict with {', '.join(_REQUIRED)}; fix: return all three")
@@ -157,8 +152,7 @@ def _checked(output: Any, count: int) -> dict[str, list[Any]]:
                 f"got {len(values)} {name} from rollout_func for {count} prompts, want one each; fix: answer each "
                 "prompt once, since it comes num_generations times already"
             )
-    # Single completions are checked with those of all engines, in checked_engine.py.
-    return columns
+    return columns  # single completions are checked with those of all engines, in checked_engine.py
 
 
 def _masks(given: Any, completion_ids: list[list[int]]) -> list[list[bool]] | None:
@@ -166,10 +160,10 @@ def _masks(given: Any, completion_ids: list[list[int]]) -> list[list[bool]] | No
     if given is None:
         return None
     masks = [list(map(as_index, mask)) for mask in given]
-    counts = list(map(len, masks)), list(map(len, completion_ids))
-    if counts[0] != counts[1] or not {0, 1}.issuperset(chain.from_iterable(masks)):
+    values, tokens = list(map(len, masks)), list(map(len, completion_ids))
+    if values != tokens or not {0, 1}.issuperset(chain.from_iterable(masks)):
         raise DataError(
-            f"got an env_mask of {counts[0][:8]} values for completions of {counts[1][:8]} tokens from rollout_func, "
+            f"got an env_mask of {values[:8]} values for completions of {tokens[:8]} tokens from rollout_func, "
             "want 0 or 1 for each token; fix: 1 where the model sampled it, 0 where the environment wrote it"
         )
     return [list(map(bool, mask)) for mask in masks]
@@ -183,9 +177,7 @@ def _supports(kept: Any, completion_ids: list[list[int]], *, wanted: bool) -> di
             f"got sampling_support of {len(kept)} completions from rollout_func for {len(completion_ids)}, want one "
             "each; fix: for each token of each completion a list of ids"
         )
+    pairs = zip(completion_ids, kept, strict=True)
     return support_fields(
-        [
-            Support.of([()] * len(ids) if kept_ids is None else [one or () for one in kept_ids])
-            for ids, kept_ids in zip(completion_ids, kept, strict=True)
-        ]
+        [Support.of([()] * len(ids) if one is None else [tokens or () for tokens in one]) for ids, one in pairs]
     )

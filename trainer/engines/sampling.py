@@ -1,10 +1,9 @@
 """Prompts, stop tokens, seeds, sampling options and supports, the same for all engines.
 
-The support of a sampled token are the ids that top_p, top_k and min_p left for the sampler to draw from.
-A truncated sampler draws from the kept tokens, renormalised. The trainer's log-probs over the whole vocabulary are
-smaller by the log of the probability that was kept, which is no difference between two policies, but enters every
-ratio with the sampler. Over the same support both are the same quantity again (DeepSeek-V3.2 calls it "Keep Sampling
-Mask", arXiv:2512.02556 section 3.1; vLLM "sampling mask").
+The support of a sampled token are the ids that top_p, top_k and min_p left for the sampler to draw from, renormalised.
+The trainer's log-probs over the whole vocabulary are smaller by the log of the probability that was kept, which is no
+difference between two policies, but enters every ratio with the sampler. Over the same support both are the same
+quantity again (DeepSeek-V3.2's "Keep Sampling Mask", arXiv:2512.02556 section 3.1; vLLM's "sampling mask").
 
     transformers   the ids whose score is finite after the library's own processors
     vLLM           its sampling mask, with its model runner V2: on a GPU
@@ -38,25 +37,11 @@ if TYPE_CHECKING:
 SEED_BITS = 62
 
 # Options that vLLM is passed. A list of what is allowed, because a server ignores a name that it does not know.
-VLLM_EXTRAS = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "frequency_penalty",
-        "ignore_eos",
-        "logit_bias",
-        "min_tokens",
-        "presence_penalty",
-        "stop",
-        "stop_token_ids",
-        "thinking_token_budget",
-    }
-)
+VLLM_EXTRAS = {"allowed_token_ids", "bad_words", "frequency_penalty", "ignore_eos", "logit_bias", "min_tokens"}
+VLLM_EXTRAS |= {"presence_penalty", "stop", "stop_token_ids", "thinking_token_budget"}
 
-
-_LEAST = ("min_tokens", "min_new_tokens")  # which may not be above the largest number of tokens
-# Where an engine lists the most likely tokens: the largest top_k or vocabulary; the log-prob of a token that was left
-# out (JSON has no -inf, servers send -9999); and the probability of kept tokens that may be missing in the list.
+# Of a list of the most likely tokens: the largest top_k or vocabulary; the log-prob of a token that was left out (JSON
+# has no -inf, servers send -9999); and the probability of kept tokens that may be missing.
 MAX_LISTED, _LEFT_OUT, _MISSING_MASS = 1024, -9000.0, 1e-4
 
 
@@ -121,38 +106,31 @@ def vllm_requests(
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """As `prepared`, a copy of the prompts; and vLLM's sampling options for each, in process and for servers.
 
-    An engine lists `max_listed` of the most likely tokens at most: none, where it should list more or no supports are
-    wanted.
-    """
-    prompts, seed = prepared(
-        prompt_ids, sampling, seeds, engine=engine, allowed=VLLM_EXTRAS, max_model_len=max_model_len
-    )
-    listed = num_listed(sampling, vocab_size) if sampling.wants_support else None
-    listed = 0 if listed is None or listed > max_listed else listed
-    return prompts, vllm_options(sampling, seed=seed, count=len(prompts), listed=listed)
-
-
-def vllm_options(sampling: SamplingParams, *, seed: int, count: int, listed: int = 0) -> list[dict[str, Any]]:
-    """vLLM's sampling options for each of `count` prompts, each with a seed of its own.
-
-    With the log-prob of each token come those of the `listed` most likely ones.
+    With the log-prob of each token come those of the most likely ones, `max_listed` at most: none, where the engine
+    should list more or no supports are wanted.
 
     vLLM seeds completion i of a prompt with the prompt's seed + i. Consecutive prompt seeds would therefore give
     neighbouring prompts the same random numbers: two equal prompts would share all but one of their completions.
     A prompt's seed depends on its place among the prompts of all ranks, and not on how many of them this rank has.
     """
-    source = random.Random(seed)
-    seeds = [source.getrandbits(SEED_BITS) for _ in range(sampling.first_prompt + count)][sampling.first_prompt :]
+    prompts, seed = prepared(
+        prompt_ids, sampling, seeds, engine=engine, allowed=VLLM_EXTRAS, max_model_len=max_model_len
+    )
+    listed = num_listed(sampling, vocab_size) if sampling.wants_support else None
     # All of them: a server takes missing ones from the model's generation config.
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    same = {name: getattr(sampling, name) for name in names} | {"logprobs": listed} | sampling.extra
-    same["n"] = sampling.num_sampled
-    return [{**same, "seed": seed} for seed in seeds]
+    same = {name: getattr(sampling, name) for name in names} | sampling.extra
+    same |= {"n": sampling.num_sampled, "logprobs": 0 if listed is None or listed > max_listed else listed}
+    of_prompts, first = random.Random(seed), sampling.first_prompt
+    places = [of_prompts.getrandbits(SEED_BITS) for _ in range(first + len(prompts))]
+    return prompts, [{**same, "seed": seed} for seed in places[first:]]
 
 
 def turn_sampling(sampling: SamplingParams, max_tokens: int, *, seed: int) -> SamplingParams:
     """The options of one turn of an episode, of those of a batch."""
-    least = {name: min(sampling.extra[name], max_tokens) for name in _LEAST if name in sampling.extra}
+    # These may not be above the largest number of tokens.
+    names = {"min_tokens", "min_new_tokens"} & sampling.extra.keys()
+    least = {name: min(sampling.extra[name], max_tokens) for name in names}
     return replace(sampling, n=1, max_tokens=max_tokens, seed=seed, first_prompt=0, extra={**sampling.extra, **least})
 
 
@@ -176,8 +154,6 @@ class Support(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """One completion."""
-
     token_ids: list[int]
     logprobs: list[float] | None  # None: the engine cannot say
     finish_reason: FinishReason
@@ -233,23 +209,17 @@ class SupportRecorder:
 
 
 def num_listed(sampling: SamplingParams, vocab_size: int) -> int | None:
-    """How many of the most likely tokens include all that are kept; None: more than an engine should list.
-
-    More than top_k: of tokens with equal logits all are kept, and those of 16 bits often are equal.
-    """
+    """How many of the most likely tokens include all that are kept; None: more than an engine should list."""
     most = min(sampling.top_k or vocab_size, vocab_size)
+    # More than top_k: of tokens with equal logits all are kept, and those of 16 bits often are equal.
     return None if most > MAX_LISTED else min(most + max(8, most // 2), vocab_size)
 
 
 def listed_support(steps: Iterable[dict[int, float]]) -> Support:
-    """From the log-probs of the most likely tokens of each step.
-
-    Empty where more tokens than those were kept: `wrong_support` refuses it.
-    """
+    """From the log-probs of each step's most likely tokens; empty, which is wrong, where more than those were kept."""
     kept = [{token: logprob for token, logprob in step.items() if logprob > _LEFT_OUT} for step in steps]
-    mass = [sum(math.exp(min(logprob, 0.0)) for logprob in step.values()) for step in kept]
-    complete = all(kept_mass >= 1.0 - _MISSING_MASS for kept_mass in mass)
-    return Support.of(kept) if complete else Support.of([])
+    masses = [sum(math.exp(min(logprob, 0.0)) for logprob in step.values()) for step in kept]
+    return Support.of(kept if min(masses, default=1.0) >= 1.0 - _MISSING_MASS else [])
 
 
 def wrong_support(support: Support, token_ids: Sequence[int], vocab_size: int) -> str | None:

@@ -4,9 +4,9 @@ It samples with the tensors that the optimizer updates, so weights are never cop
 only stores the version. It is meant for small models and for machines without vLLM. All sequences of a call are in one
 batch, with one KV cache, unless `max_sequences` bounds it.
 
-A logits processor does the sampling: it samples the token, stores its log-prob, and masks all other tokens, so that
-`generate` can only choose this one. The processor has its own random generator (the global one is not used), and it
-stores B log-probs a step instead of the [B, V] scores that `output_scores` would store.
+A logits processor samples each token, stores its log-prob, and masks all others, so that `generate` can only choose
+this one. It has its own random generator (the global one is not used), and stores B log-probs a step instead of the
+[B, V] scores that `output_scores` would store.
 """
 
 from __future__ import annotations
@@ -39,20 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Fields of GenerationConfig that a user may set: processors that come before the sampling, the cache, and beams.
-_EXTRAS = frozenset(
-    {
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "cache_implementation",
-        "disable_compile",
-        "length_penalty",
-        "min_new_tokens",
-        "num_beams",
-        "sequence_bias",
-        "stop_token_ids",
-        "suppress_tokens",
-    }
-)
+_EXTRAS = {"bad_words_ids", "begin_suppress_tokens", "cache_implementation", "disable_compile", "length_penalty"}
+_EXTRAS |= {"min_new_tokens", "num_beams", "sequence_bias", "stop_token_ids", "suppress_tokens"}
 _BEAMS = (
     "got num_beams above 1 in generation_kwargs: the completions of a beam search are no samples of the policy, and a "
     "gradient that takes them for such is biased, as in TRL; fix: leave it out where you do not want that"
@@ -114,7 +102,7 @@ class TransformersEngine(RolloutEngine):
         prompts, seed = prepared(prompt_ids, sampling, self._seeds, engine=self.name, allowed=_EXTRAS)
         rows = [prompt for prompt in prompts for _ in range(sampling.num_sampled)]
         # One generator for all rows of a call: on another rank the same numbers would go to other prompts.
-        sampler = _Sampler(sampling, seed=seed + sampling.first_prompt)
+        sampler = _Sampler(sampling, seed=seed + sampling.first_prompt, device=self._model.device)
         stop_ids = sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])})
         at_once = self._max_sequences or max(1, len(rows))
         completions: list[Completion] = []
@@ -152,17 +140,14 @@ class TransformersEngine(RolloutEngine):
         beams = sampling.extra.get("num_beams", 1)
         if type(beams) is not int or beams < 1:
             raise ValueError(f"num_beams={beams}")
-        config = GenerationConfig(
-            max_new_tokens=sampling.max_tokens,
-            eos_token_id=stop_ids or None,
-            pad_token_id=0,
-            # The sampler samples; among beams transformers does, by default with top_k=50.
-            **({"do_sample": True, "top_k": 0} if beams > 1 and sampling.temperature > 0 else {"do_sample": False}),
-            **{
-                "cache_implementation": self._cache_implementation,
-                **{name: value for name, value in sampling.extra.items() if name != "stop_token_ids"},
-            },
-        )
+        options: dict[str, Any] = {"cache_implementation": self._cache_implementation, **sampling.extra}
+        options.pop("stop_token_ids", None)
+        # The sampler samples; among beams transformers does, by default with top_k=50.
+        options["do_sample"] = beams > 1 and sampling.temperature > 0
+        if options["do_sample"]:
+            options["top_k"] = 0
+        ends = {"max_new_tokens": sampling.max_tokens, "eos_token_id": stop_ids or None, "pad_token_id": 0}
+        config = GenerationConfig(**ends, **options)
         # The model's own top_k, penalties and the like are ignored: as with vLLM, SamplingParams alone decides.
         # Nothing is compiled: a growing KV cache would be, for several lengths.
         with as_it_was(self._given), replaced(self._model, "generation_config", GenerationConfig()):
@@ -184,13 +169,10 @@ class TransformersEngine(RolloutEngine):
 class _Sampler:
     """A logits processor that samples: it stores token and log-prob, and returns scores that allow that token only."""
 
-    def __init__(self, sampling: SamplingParams, *, seed: int) -> None:
-        self._sampling, self._seed, self.seeds = sampling, seed, random.Random(seed)
-        self._generator: torch.Generator | None = None
-        self.shaping = _shaping(sampling)
-        self._tokens: list[Tensor] = []
-        self._logprobs: list[Tensor] = []
-        self._supports = SupportRecorder()
+    def __init__(self, sampling: SamplingParams, *, seed: int, device: torch.device) -> None:
+        self._sampling, self.shaping, self.seeds = sampling, _shaping(sampling), random.Random(seed)
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._tokens, self._logprobs, self._supports = list[Tensor](), list[Tensor](), SupportRecorder()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         for shape in self.shaping:
@@ -198,7 +180,12 @@ class _Sampler:
         if self._sampling.wants_support:
             self._supports.add(scores)
         logprobs = scores.float().log_softmax(dim=-1)
-        tokens = self._sample(logprobs)
+        if self._sampling.temperature == 0:
+            tokens = logprobs.argmax(dim=-1, keepdim=True)
+        else:
+            # A row of NaN gets any token: its log-prob, NaN too, is refused by checked_engine.py, which names the
+            # prompt. `multinomial` would raise for the whole batch, and on a GPU end the process.
+            tokens = torch.multinomial(logprobs.exp().nan_to_num(nan=1.0), 1, generator=self._generator)
         self._tokens.append(tokens)
         self._logprobs.append(logprobs.gather(1, tokens))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
@@ -211,15 +198,6 @@ class _Sampler:
         supports = self._supports.take() if self._sampling.wants_support else [None] * len(tokens)
         self._tokens, self._logprobs = [], []
         return list(zip(tokens, logprobs, supports, strict=True))
-
-    def _sample(self, logprobs: Tensor) -> Tensor:
-        if self._sampling.temperature == 0:
-            return logprobs.argmax(dim=-1, keepdim=True)
-        if self._generator is None:
-            self._generator = torch.Generator(logprobs.device).manual_seed(self._seed)
-        # A row of NaN gets any token: its log-prob, NaN too, is refused by checked_engine.py, which names the prompt.
-        # `multinomial` would raise for the whole batch, and on a GPU end the process.
-        return torch.multinomial(logprobs.exp().nan_to_num(nan=1.0), 1, generator=self._generator)
 
 
 def _shaping(sampling: SamplingParams) -> list[Any]:
@@ -241,7 +219,7 @@ def _shaping(sampling: SamplingParams) -> list[Any]:
 
 
 def _left_padded(prompts: list[list[int]], *, device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(len(prompt) for prompt in prompts)
+    width = max(map(len, prompts))
     # Padded with the row's own first token: attention masks it, and a repetition penalty counts it already.
     rows = [[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]

@@ -21,8 +21,6 @@ from fused_grpo.trainer.engines.checked_engine import generated
 from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, turn_sampling
 from fused_grpo.trainer.types import Rollouts, Sample, SamplingParams, Turn
 
-Generate = Callable[[Sequence[list[int]], SamplingParams], Rollouts]
-
 
 class TurnSession(Protocol):
     """Samples turns that are added while others are under way."""
@@ -44,11 +42,9 @@ def turn_session(
     engine: RolloutEngine, sampling: SamplingParams, *, most: int | None
 ) -> AbstractContextManager[TurnSession]:
     """A session of the engine, whose prompts and completions have `most` tokens together; None: no limit."""
+    own: Callable[[SamplingParams], AbstractContextManager[TurnSession]] | None
     own = getattr(engine, "turn_session", None)
-    if own is not None:
-        session: AbstractContextManager[TurnSession] = own(sampling)
-        return session
-    return nullcontext(BatchSession(engine, sampling, most=most))
+    return nullcontext(BatchSession(engine, sampling, most=most)) if own is None else own(sampling)
 
 
 class BatchSession:
@@ -71,10 +67,8 @@ class BatchSession:
         beside = [turn for turn in self._waiting if not self._most or len(turn.prompt_ids) + longest <= self._most]
         batch = beside or self._waiting[:1]
         self._waiting = [turn for turn in self._waiting if turn not in batch]
-        seeds = str([turn.seed for turn in batch])
-        options = turn_sampling(
-            self._sampling, max(turn.max_tokens for turn in batch), seed=random.Random(seeds).getrandbits(SEED_BITS)
-        )
+        seed = random.Random(str([turn.seed for turn in batch])).getrandbits(SEED_BITS)
+        options = turn_sampling(self._sampling, max(turn.max_tokens for turn in batch), seed=seed)
         samples = generated(self._engine, [turn.prompt_ids for turn in batch], options)
         return [(turn.episode, _cut(sample, turn)) for turn, sample in zip(batch, samples, strict=True)]
 
@@ -84,7 +78,9 @@ class ConcurrentSession:
 
     is_together, has_work = False, False
 
-    def __init__(self, generate: Generate, sampling: SamplingParams) -> None:
+    def __init__(
+        self, generate: Callable[[Sequence[list[int]], SamplingParams], Rollouts], sampling: SamplingParams
+    ) -> None:
         self._generate, self._sampling, self._calls = generate, sampling, dict[Future[Rollouts], Turn]()
 
     @property

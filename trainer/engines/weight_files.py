@@ -4,13 +4,12 @@
 it would go on sampling from the old head (log-probs off by 0.2 to 0.6). So its config says that a tied model is untied,
 and `Tie.undo` gives every new embedding to both. The price is one more [V, D] matrix in the engine.
 
-**Files.** Another process reads new weights from a folder of safetensors. In /dev/shm that is a copy from memory to
-memory, without writes to a disk at every step. Containers often have 64 MB there; then the folder is in the temporary
-directory. Weights are written a file at a time, so that those of one file are in memory beside the folder. The folder
-is removed after the sync. A process that was killed leaves its folder behind, so every folder is locked (the kernel
-releases the lock when its process ends). Before its first folder a process removes the unlocked folders of the same
-user. Process ids would not do: containers share memory and number their processes on their own. In a directory that
-the user names nothing is removed: other machines may share it without sharing locks.
+**Files.** Another process reads new weights from a folder of safetensors: in /dev/shm, without writes to a disk at
+every step, or in the temporary directory where that has no room (containers often have 64 MB). The folder is removed
+after the sync. A process that was killed leaves its folder behind, so every folder is locked until its process ends,
+and before its first one a process removes the unlocked folders of the same user. Process ids would not do: containers
+share memory and number their processes on their own. In a directory that the user names nothing is removed: other
+machines may share it without sharing locks.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fused_grpo.trainer.models.weight_stream import BUCKET_BYTES, Named, WeightStream
 
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHARED_MEMORY = "/dev/shm"
-_SHARD_BYTES = BUCKET_BYTES
 _PREFIX = "fused-grpo-weights-"
 
 
@@ -53,11 +50,12 @@ class Tie:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if head is None or head.weight is not embedding.weight:
             return None
-        return cls(f"{_name_of(embedding, model)}.weight", f"{_name_of(head, model)}.weight")
+        names = {module: name for name, module in model.named_modules()}
+        return cls(f"{names[embedding]}.weight", f"{names[head]}.weight")
 
-    def undo(self, weights: Named) -> Named:
+    def undo(self, weights: Named) -> WeightStream:
         """`weights` with the embedding under both names, whether or not it came under both."""
-        return weights.through(self._undone) if isinstance(weights, WeightStream) else self._undone(weights)
+        return WeightStream.of(weights).through(self._undone)
 
     def _undone(self, weights: Named) -> Iterator[tuple[str, Tensor]]:
         for name, weight in weights:
@@ -70,10 +68,7 @@ class Tie:
 
 @contextmanager
 def temporary_weight_files(weights: Named, *, directory: str | None = None) -> Iterator[Path]:
-    """`weights`, full tensors on any device, as safetensors in a new folder, which is removed afterwards.
-
-    `directory` is its parent. None: shared memory, or the temporary directory where they do not fit.
-    """
+    """`weights`, full tensors on any device, as safetensors in a `temporary_folder`."""
     stream = WeightStream.of(weights)
     with temporary_folder(stream.nbytes, directory=directory) as folder:
         write_weights(stream, folder)
@@ -82,7 +77,10 @@ def temporary_weight_files(weights: Named, *, directory: str | None = None) -> I
 
 @contextmanager
 def temporary_folder(size: int, *, directory: str | None = None) -> Iterator[Path]:
-    """A new folder for `size` bytes, which is removed afterwards; `directory` as in `temporary_weight_files`."""
+    """A new folder for `size` bytes, which is removed afterwards.
+
+    `directory` is its parent. None: shared memory, or the temporary directory where they do not fit.
+    """
     if directory is None:
         # With a margin: vLLM's own processes use shared memory too.
         fits = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > 1.5 * size
@@ -116,7 +114,7 @@ def write_weights(weights: Named, folder: Path) -> None:
     shard: dict[str, Tensor] = {}
     written = pending = 0
     for size in [weight.nbytes for weight in stream.shapes.values()]:
-        if pending + size > _SHARD_BYTES and shard:  # before the next weight is made
+        if pending + size > BUCKET_BYTES and shard:  # before the next weight is made
             save_file(shard, folder / f"model-{written:05}.safetensors")
             shard, written, pending = {}, written + 1, 0
         name, weight = next(stream)
@@ -124,10 +122,6 @@ def write_weights(weights: Named, folder: Path) -> None:
         pending += size
         del weight
     save_file(shard, folder / f"model-{written:05}.safetensors")
-
-
-def _name_of(module: nn.Module, model: nn.Module) -> str:
-    return next(str(name) for name, candidate in model.named_modules() if candidate is module)
 
 
 def _locked_folder(directory: str) -> tuple[Path, int]:
@@ -144,12 +138,9 @@ def _locked_folder(directory: str) -> tuple[Path, int]:
 
 
 def _unshared(weight: Tensor, others: Iterable[Tensor]) -> Tensor:
-    """On the CPU, contiguous, in memory that nothing else uses: what safetensors can write.
-
-    A part of a larger tensor would keep all of it.
-    """
+    """On the CPU, contiguous, in memory that nothing else uses: what safetensors can write."""
     weight = weight.detach().cpu().contiguous()
     storage = weight.untyped_storage()
-    shared = any(storage.data_ptr() == other.untyped_storage().data_ptr() for other in others)
-    is_part = weight.nbytes < storage.nbytes()
-    return weight.clone(memory_format=torch.contiguous_format) if shared or is_part else weight
+    is_shared = any(storage.data_ptr() == other.untyped_storage().data_ptr() for other in others)
+    is_part = weight.nbytes < storage.nbytes()  # which would keep all of the larger tensor
+    return weight.clone() if is_shared or is_part else weight

@@ -33,7 +33,6 @@ class Template:
     """The chat template of a run with tools.
 
     Args:
-        tokenizer: the model's.
         options: `chat_template_kwargs` of the run.
         stop_ids: the tokens that end a turn.
 
@@ -45,9 +44,7 @@ class Template:
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None, *, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._options, self._stops = tokenizer, dict(options or {}), set(stop_ids)
         text = self._checked_text()
-        self._has_own_parser = bool(
-            getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
-        )
+        self._has_own_parser = any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
         self._calls_in = next((parse for is_of, parse in _FAMILIES if re.search(is_of, text)), None)
         if self._calls_in is None and not self._has_own_parser:
             raise UnsupportedError(
@@ -73,12 +70,9 @@ class Template:
         ids: list[int] = self._rendered([*_dummy(answers[0]["name"]), *answers], tokenize=True)
         mark = self._tokenizer.decode(ids).find(_MARK)
         # The stops before the dummy's call end other turns; the one behind it ends the call.
-        before = 0
-        for place, token in enumerate(ids):
-            if token in self._stops and len(self._tokenizer.decode(ids[: place + 1])) > mark:
-                before = place + 1
-                break
-        if not before:
+        stops = (place + 1 for place, token in enumerate(ids) if token in self._stops)
+        before = next((end for end in stops if len(self._tokenizer.decode(ids[:end])) > mark), None)
+        if before is None:
             raise UnsupportedError(
                 f"got a chat template that ends the turn of a tool call with none of the tokens {sorted(self._stops)}, "
                 "want one that the model stops at; fix: the eos_token_id of the model's generation_config"
@@ -117,10 +111,12 @@ class Template:
         last = len(ids) - (1 if ids and ids[-1] in self._stops else 0)
         # Special tokens too: a family may mark its calls with one.
         text = self._tokenizer.decode(ids[:last], skip_special_tokens=False)
-        thought, text = _without_thought(text)
-        text, calls = self._calls_in(text, tools)
+        thought, end, rest = text.partition("</think>")
+        text, calls = self._calls_in(rest.lstrip("\n") if end else text, tools)
         message: Message = {"role": "assistant", "content": text.strip() if calls else text}
-        message |= {"reasoning_content": thought} if thought else {}
+        # The prompt may have begun the thought.
+        if end and (thought := thought.removeprefix("<think>").strip()):
+            message["reasoning_content"] = thought
         return message | ({"tool_calls": list(map(_call, calls))} if calls else {})
 
     def _rendered(self, messages: list[Message], **options: Any) -> Any:
@@ -188,10 +184,9 @@ def _call(function: Mapping[str, Any]) -> Message:
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     arguments = {} if arguments is None else arguments
-    # Numbers that JSON does not have, or characters that UTF-8 does not.
-    text = json.dumps([function["name"], arguments], ensure_ascii=False, allow_nan=False).encode()
-    is_deep = text.count(b"[") + text.count(b"{") > _DEEPEST and _depth(arguments) > _DEEPEST
-    if not isinstance(function["name"], str) or not isinstance(arguments, dict) or is_deep:
+    # ValueError for numbers that JSON does not have, or characters that UTF-8 does not.
+    json.dumps([function["name"], arguments], ensure_ascii=False, allow_nan=False).encode()
+    if not isinstance(function["name"], str) or not isinstance(arguments, dict) or _depth(arguments) > _DEEPEST:
         raise TypeError("a tool call without a name, or with arguments that are no object, or nested too deeply")
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -200,12 +195,6 @@ def _depth(value: Any, most: int = _DEEPEST + 1) -> int:
     """Levels of lists and dicts, `most` at most."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max((_depth(entry, most - 1) for entry in inner), default=0) if most else 0
-
-
-def _without_thought(text: str) -> tuple[str, str]:
-    """(what was thought, the rest); the prompt may have begun the thought."""
-    thought, end, rest = text.partition("</think>")
-    return (thought.removeprefix("<think>").strip(), rest.lstrip("\n")) if end else ("", text)
 
 
 def _json_calls(text: str, _: Any) -> tuple[str, list[Any]]:

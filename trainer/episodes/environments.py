@@ -34,9 +34,7 @@ NO_PROMPT = [{"role": "user", "content": ""}]  # `reset` writes it
 def rows_of_environments(dataset: Any, factory: Factory | Mapping[str, Factory], args: GRPOConfig) -> Any:
     """The training set of a run, with environments with prompts in every row, or without any where there was no set.
 
-    Raises:
-        DataError: no dataset, where several environments have to be chosen from.
-        InputError: neither a dataset nor `max_steps`, which sets the length of the run.
+    DataError without a set that chooses among several environments; InputError without a set and without `max_steps`.
     """
     if dataset is not None or factory is None:
         return with_prompts(dataset, factory)
@@ -138,11 +136,7 @@ class Environments:
             pool[:] = [one for one in pool if one is not environment]
 
     def reset(self, environment: Any, row: Row, *, seed: int) -> str | None:
-        """Begin an episode; the text that is added to the prompt. All members of a group have one seed: one task.
-
-        Raises:
-            UnavailableError: `reset` raised, or returned something else than text.
-        """
+        """Begin an episode; the text that is added to the prompt. All members of a group have one seed: one task."""
         given = {name: own_copy(value) for name, value in row.items() if not (self.is_named and name == COLUMN)}
         if given["prompt"] == NO_PROMPT:
             del given["prompt"]
@@ -196,18 +190,13 @@ def is_done(environment: Any) -> bool:
 
 def _own_reward(kind: type[Any]) -> Callable[..., Any]:
     # The class itself: an object of a subclass that is another environment has its own column.
-    if inspect.iscoroutinefunction(kind.get_reward):
+    def called(environments: list[Any], **_: Any) -> list[float | None]:
+        return [one.get_reward() if type(one) is kind else None for one in environments]
 
-        async def awaited(environments: list[Any], **_: Any) -> list[float | None]:
-            return [await one.get_reward() if type(one) is kind else None for one in environments]
+    async def awaited(environments: list[Any], **_: Any) -> list[float | None]:
+        return [await one.get_reward() if type(one) is kind else None for one in environments]
 
-        reward: Callable[..., Any] = awaited
-    else:
-
-        def called(environments: list[Any], **_: Any) -> list[float | None]:
-            return [one.get_reward() if type(one) is kind else None for one in environments]
-
-        reward = called
+    reward: Callable[..., Any] = awaited if inspect.iscoroutinefunction(kind.get_reward) else called
     reward.__name__ = kind.__name__
     return reward
 

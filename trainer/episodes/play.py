@@ -50,11 +50,7 @@ class Rules:
 
 
 def rules_of(tools: Any, factory: Any, args: GRPOConfig, tokenizer: Any, stop_ids: Sequence[int]) -> Rules:
-    """The rules of a run with tools or environments.
-
-    Raises:
-        InputError, UnsupportedError, DataError: as `check_tools`, `Environments` and `Template`.
-    """
+    """The rules of a run with tools or environments; errors as `check_tools`, `Environments` and `Template`."""
     functions = check_tools(tools or [])
     return Rules(
         template=Template(tokenizer, args.chat_template_kwargs, stop_ids=stop_ids),
@@ -83,7 +79,6 @@ class EpisodeEngine:
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that sample."""
         return self._inner.weight_version
 
     def generate(
@@ -141,7 +136,6 @@ class EpisodeEngine:
 
 
 def _play(episodes: Sequence[_Played], session: TurnSession) -> None:
-    """Play all episodes to their ends."""
     answering = dict[Future[list[tuple[ToolCall, str]]], int]()
     for number, episode in enumerate(episodes):
         session.add(episode.next_turn(number))
@@ -172,7 +166,7 @@ class _Played:
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
-    supports: list[Support | int] = field(default_factory=list)  # of a turn; or how many tokens of answers
+    supports: list[Support] | None = field(default_factory=list)  # of turns and answers; None: a turn has none
     messages: list[Message] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     turns: int = 0
@@ -191,7 +185,7 @@ class _Played:
         self.ids += turn.token_ids
         self.mask += [True] * len(turn.token_ids)
         self.logprobs = None if turn.logprobs is None or self.logprobs is None else self.logprobs + turn.logprobs
-        self.supports += [] if turn.support is None else [turn.support]
+        self.supports = None if turn.support is None or self.supports is None else [*self.supports, turn.support]
         self.messages.append(message)
         self.turns += 1
         calls: list[Mapping[str, Any]] = message.get("tool_calls", []) if self.tools else []
@@ -224,7 +218,8 @@ class _Played:
         self.ids += added
         self.mask += [False] * len(added)
         self.logprobs = None if self.logprobs is None else self.logprobs + [0.0] * len(added)
-        self.supports.append(len(added))
+        if self.supports is not None:
+            self.supports.append(Support.of([()] * len(added)))
         return True
 
     def episode(self) -> Episode:
@@ -239,11 +234,4 @@ class _Played:
 
     def support(self) -> Support | None:
         """Of all tokens; those of answers were not sampled, so that they have none."""
-        if sum(isinstance(one, Support) for one in self.supports) < self.turns:
-            return None
-        nothing = torch.zeros(0, dtype=torch.int32)
-        parts = [
-            one if isinstance(one, Support) else Support(nothing, torch.zeros(one, dtype=torch.int32))
-            for one in self.supports
-        ]
-        return Support(torch.cat([part.ids for part in parts]), torch.cat([part.sizes for part in parts]))
+        return None if self.supports is None else Support(*map(torch.cat, zip(*self.supports, strict=True)))

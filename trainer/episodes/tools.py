@@ -49,12 +49,7 @@ def check_tools(tools: Any) -> list[Tool]:
 
 
 class Answers:
-    """Answers the calls of one episode.
-
-    Args:
-        tools: the functions that it may call.
-        timeout: seconds that a call may take.
-    """
+    """Answers the calls of one episode, each within `timeout` seconds."""
 
     def __init__(self, tools: Sequence[Tool], *, timeout: float) -> None:
         self._tools: Mapping[str, Tool] = {tool.__name__: tool for tool in tools}
@@ -79,7 +74,6 @@ class Answers:
         return [self._answer(*each, start) for each in zip(calls, tools, running, strict=True)]
 
     def _started(self, tool: Tool, call: Mapping[str, Any]) -> Future[str]:
-        """A call that is being made."""
         arguments = own_copy(call["arguments"])  # a tool may edit what it is given
         if not is_async(tool):
             return in_thread(lambda: as_text(tool(**arguments)), name="tool")
@@ -93,6 +87,7 @@ class Answers:
         self, call: Mapping[str, Any], tool: Tool | None, running: Future[str] | None, start: float
     ) -> tuple[ToolCall, str]:
         start, failed = start if running else time.perf_counter(), False
+        is_isolated = getattr(tool, "is_isolated", False)
         try:
             if tool is None:
                 raise ValueError(f"Tool {call['name']} not found.")
@@ -100,17 +95,15 @@ class Answers:
                 raise TimeoutError(f"{call['name']} was not called: a call before it took too long")
             running = running or self._started(tool, call)
             # An isolated tool has a limit of its own, which begins when it has a process.
-            left = None if getattr(tool, "is_isolated", False) else start + self._timeout - time.perf_counter()
+            left = None if is_isolated else start + self._timeout - time.perf_counter()
             if not wait([running], left).done:
                 running.cancel()
                 self.has_timed_out = self._is_late = True
                 raise TimeoutError(f"{call['name']} took longer than {self._timeout:g} s")
             text = running.result()
-        except InputError as error:
-            if getattr(tool, "is_isolated", False):
-                raise  # no process can load it, which no model can mend
-            text, failed = str({"error": error_text(error)}), True
         except BaseException as error:  # of the tool's: signals reach the main thread alone
+            if is_isolated and isinstance(error, InputError):
+                raise  # no process can load it, which no model can mend
             text, failed = str({"error": error_text(error)}), True
         text = text.encode("utf-8", "replace").decode("utf-8")  # no tokenizer takes a lone surrogate
         recorded, seconds = elide_middle(text, _RECORDED), time.perf_counter() - start

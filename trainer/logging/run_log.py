@@ -1,23 +1,21 @@
 """The logs of a run: one JSON line per optimizer step and one per completion.
 
 They are plain text, append-only and opened anew for each write: a killed run loses at most the line it was writing, a
-shell can follow them, and there is nothing to close. Trackers (wandb, trackio, tensorboard) show the same numbers; the
-report is made from these files.
+shell can follow them, and there is nothing to close. Trackers show the same numbers; the report is made from these
+files.
 
-Completions are by far the larger log. Blocks of `rollouts_kept_steps` steps bound it: the first completions of a new
-block move rollouts.jsonl to rollouts-old.jsonl, in the place of the block before. Where a block ends depends on the
-number of the step alone, so a resumed run has the blocks of a run that was never stopped.
+Blocks of `rollouts_kept_steps` steps bound the log of completions, the larger one: the first completions of a new block
+move rollouts.jsonl to rollouts-old.jsonl, in the place of the block before. Where a block ends depends on the number of
+the step alone, so a resumed run has the blocks of a run that was never stopped.
 
-Names of metrics are TRL's where TRL has one. `time/<phase>` holds the seconds of a phase of the step and `step_time`
-those of the whole; `num_tokens` counts all tokens so far, prompts included, and `completion_tokens` those in the loss
-of the step; `eval/...` is measured on held-out prompts. What a reward function logs never has one of these names.
+Names of metrics are TRL's where TRL has one; docs/trainer.md says what the others mean, and `step_time` is the whole of
+`time/<phase>`. What a reward function logs never has one of these names.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import re
 import time
@@ -48,12 +46,6 @@ TAKEN = re.compile(
     re.VERBOSE,
 )
 
-# The loss op names its metrics with underscores, TRL with slashes; readers accept both.
-SPELLINGS: Mapping[str, tuple[str, ...]] = {
-    "clip_ratio": ("clip_ratio/region_mean", "cispo_clip_ratio", "clip_ratio_region"),
-    "completion_length": ("completions/mean_length",),
-}
-
 
 class RunLog:
     """The log of one run, in `output_dir`: metrics.jsonl, rollouts.jsonl and run.json; CheckpointError: a full disk.
@@ -64,9 +56,11 @@ class RunLog:
     def __init__(self, output_dir: Path, kept_steps: int = 0) -> None:
         self.output_dir, self.kept_steps = Path(output_dir), kept_steps
         self.output_dir.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS_FILE, ROLLOUTS_FILE):
-            (self.output_dir / name).touch()
-            _mend_tail(self.output_dir / name)
+        for path in (self.output_dir / METRICS_FILE, self.output_dir / ROLLOUTS_FILE):
+            path.touch()
+            # Without a last line that a killed run did not finish: the next record would continue it.
+            with path.open("r+b") as file:
+                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
         # The step of the rollouts that were written last; None of a new run.
         self._last_step = _first_step(self.output_dir / ROLLOUTS_FILE)
 
@@ -107,7 +101,7 @@ def free_name(given: object) -> str:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a .jsonl file. A last line without a newline, which a killed run did not finish, is left out.
+    """The records of a .jsonl file, without a last line that a killed run did not finish.
 
     Raises:
         CheckpointError: another line is not a record.
@@ -132,9 +126,7 @@ def rewind_logs(output_dir: Path, step: int) -> None:
         CheckpointError: a line before that is no record, or the file cannot be written; that log is as it was.
     """
     logs = [Path(output_dir) / name for name in (METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE)]
-    for path in logs:
-        if not path.is_file():
-            continue
+    for path in filter(Path.is_file, logs):
         try:
             with path.open("r+b") as file:
                 kept = takewhile(lambda item: item[0].get("step", 0) <= step, _records(file, path))
@@ -152,8 +144,7 @@ def rewind_logs(output_dir: Path, step: int) -> None:
 
 def _first_step(path: Path) -> int | None:
     """The step of the first record of a log; None without one."""
-    record = next(iterate_records(path), None) if path.is_file() else None
-    return None if record is None else record.get("step")
+    return next((record.get("step") for record in iterate_records(path)), None) if path.is_file() else None
 
 
 def _records(lines: Iterable[bytes], path: Path) -> Iterator[tuple[Record, int]]:
@@ -174,12 +165,9 @@ def _records(lines: Iterable[bytes], path: Path) -> Iterator[tuple[Record, int]]
 
 
 def metric(record: Mapping[str, object], name: str) -> float | None:
-    """The number called `name` in `record`, in any of its spellings; None where it is absent or was not finite."""
-    for spelling in SPELLINGS.get(name, (name,)):
-        value = record.get(spelling)
-        if isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
-    return None
+    """The number called `name` in `record`; None where it is absent or was not finite."""
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _append(path: Path, records: Iterable[Mapping[str, object]]) -> None:
@@ -195,13 +183,3 @@ def _append(path: Path, records: Iterable[Mapping[str, object]]) -> None:
             f"got {error.strerror} while writing {path}; want {len(text)} bytes for its next records; "
             "fix: free some space and resume"
         ) from error
-
-
-def _mend_tail(path: Path) -> None:
-    """Cut off a last line without a newline, so that the next record does not continue it."""
-    if path.stat().st_size == 0:
-        return
-    with path.open("r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-        file.truncate(end)

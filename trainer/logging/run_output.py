@@ -1,16 +1,11 @@
 """All output of a run: console, metrics, rollouts, trackers, warnings, report. Only the main process writes it.
 
-`metrics.jsonl` has a line for every step. `trainer.state.log_history` has the entries of transformers and TRL: one for
-every `logging_steps` steps, with the mean of each metric over the steps since the last entry, or over the generated
-batches since then where it describes these. The last entry, made at the end of `train`, has the time of the run.
+docs/trainer.md says what goes where. Trackers (TensorBoard, Weights & Biases, trackio, MLflow, ...) are Accelerate's.
+That they are installed is checked before a model is loaded: Accelerate skips a missing one with a message at debug
+level only.
 
-Trackers (TensorBoard, Weights & Biases, trackio, MLflow, ...) are Accelerate's. They get the same numbers as
-`metrics.jsonl`, every step, under transformers' names: `train/loss`, `eval/reward`, and at the end
-`train/train_runtime`. That they are installed is checked before a model is loaded: Accelerate skips a missing one with
-a message at debug level only.
-
-Warnings with a fix name what makes a run learn little or nothing although nothing fails: `at_start` reads the options,
-`Advice` the metrics of each step. Each warning is given once. All thresholds are here.
+Warnings with a fix name what makes a run learn little or nothing although nothing fails, each once: `at_start` reads
+the options, `Advice` the metrics of each step.
 """
 
 from __future__ import annotations
@@ -36,15 +31,14 @@ from fused_grpo.trainer.common.formatting import short_number
 from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.console import Console
+from fused_grpo.trainer.logging.console import PHASES, Console
 from fused_grpo.trainer.logging.report import parts_text, write_report
 from fused_grpo.trainer.logging.run_log import RunLog, metric
 
 # Of these the last step counts, not the mean.
 LATEST = ("grad_norm", "learning_rate", "num_tokens", "weight_version", "generate_calls")
-# The argument of each tracker for the name of a run; packages whose name is not the tracker's.
+# The argument of each tracker for the name of a run.
 NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
-PACKAGES = {"comet_ml": "comet-ml"}
 # Thresholds of the warnings.
 TRUNCATED_STEPS, TRUNCATED_SHARE = 3, 0.5
 EQUAL_STEPS = 10
@@ -99,8 +93,10 @@ class RunOutput:
         self.log = RunLog(Path(args.output_dir), args.rollouts_kept_steps) if is_main else None
         if self.log is not None:
             self.log.log_config(args.to_dict(), **facts)
-        is_tracked = is_main and args.report_to
-        self.trackers = Trackers(accelerator, args, facts) if is_tracked and accelerator is not None else None
+        self.trackers: list[Any] = []
+        if is_main and args.report_to and accelerator is not None:
+            start_trackers(accelerator, args, facts)
+            self.trackers = accelerator.trackers
 
     def rollouts(self, step: int, make_records: Callable[[], list[dict[str, Any]]]) -> None:
         """The completions that optimizer step `step` is about to learn from, written before the step can fail."""
@@ -123,7 +119,8 @@ class RunOutput:
         is_due = step % self.console_steps == 0 or step == self.max_steps
         if step == 1 or is_due:
             shown = self.since_last_line.take() if is_due or self.args.logging_first_step else record
-            phases = {name.removeprefix("time/"): mean for name, mean in shown.items() if name.startswith("time/")}
+            # Without the parts of a phase, such as time/reward/accuracy.
+            phases = {name: shown[f"time/{name}"] for name in PHASES if f"time/{name}" in shown}
             self.console.step(step, shown, phases)
         for text in self.advice(record):
             self.console.warn(text)
@@ -140,11 +137,6 @@ class RunOutput:
         """What the user's code has logged."""
         self._log({**numbers, "step": step})
 
-    def closing(self, step: int, numbers: dict[str, Any]) -> None:
-        """Time, speed and mean loss of the run: for trackers, beside the steps."""
-        if self.trackers is not None:
-            self.trackers.log({"step": step} | numbers)
-
     def report(self, model: Path) -> Path:
         """Write report.html and say where it and the model are, on the main process; its path everywhere."""
         if self.log is None:
@@ -156,15 +148,24 @@ class RunOutput:
 
     def close(self) -> None:
         """End the trackers, however the run ended. Harmless a second time."""
-        if self.trackers is not None:
-            self.trackers.finish()
-            self.trackers = None
+        for tracker in self.trackers:  # not by `Accelerator.end_training`, which also destroys the process group
+            tracker.finish()
+        self.trackers.clear()
 
     def _log(self, record: dict[str, Any]) -> None:
         if self.log is not None:
             self.log.log_metrics(record)
-        if self.trackers is not None:
-            self.trackers.log(record)
+        self.track(record)
+
+    def track(self, record: dict[str, Any]) -> None:
+        """Give trackers the numbers of a record, at its step. What is not finite is left out."""
+        numbers = {
+            re.sub(r"^(eval|test)/", r"\1_", name): value
+            for name, value in record.items()
+            if isinstance(value, int | float) and math.isfinite(value) and name != "step"
+        }
+        for tracker in self.trackers:
+            tracker.log(rewrite_logs(numbers), step=record["step"])
 
 
 class LogEntry(dict[str, Any]):
@@ -200,18 +201,12 @@ class StepMetrics:
         since, self.unlogged = self.unlogged, {}
         return {name: values[-1] if name in LATEST else _mean(values) for name, values in since.items()}
 
-    @property
-    def train_loss(self) -> float:
-        """Mean loss of the steps; 0 of none."""
-        return _mean(self.losses) or 0.0
-
     def closing(self, sequences_per_step: int) -> dict[str, Any]:
-        """transformers' last entry of a run: time, speed and mean loss."""
-        speed: dict[str, Any] = speed_metrics(
-            "train", self.start, num_samples=self.steps * sequences_per_step, num_steps=self.steps
-        )
+        """transformers' last entry of a run: time, speed and mean loss, which is 0 of no steps."""
+        samples = self.steps * sequences_per_step
+        speed: dict[str, Any] = speed_metrics("train", self.start, num_samples=samples, num_steps=self.steps)
         # A number of floating point operations is not counted.
-        return speed | {"total_flos": 0.0, "train_loss": self.train_loss}
+        return speed | {"total_flos": 0.0, "train_loss": _mean(self.losses) or 0.0}
 
 
 def _mean(values: list[Any]) -> float | None:
@@ -231,49 +226,24 @@ def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:
             names = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
             raise UnavailableError(f"got report_to={name!r}, want one or several of {names}")
         raise UnavailableError(
-            f"got report_to={name!r}, which is not installed; fix: pip install {PACKAGES.get(name, name)}"
+            f"got report_to={name!r}, which is not installed; fix: pip install {name.replace('_', '-')}"
         )
     logs = str(Path(args.output_dir) / TRACKERS_FOLDER)  # for those that write files: TensorBoard
     return {"log_with": args.report_to, "project_config": ProjectConfiguration(logging_dir=logs)}
 
 
-class Trackers:
-    """The trackers of one run, on its first process. The constructor starts them with options and `facts`.
-
-    They get these without secrets and home directories. The accelerator is made with `tracker_arguments(args)`.
-    """
-
-    def __init__(self, accelerator: Accelerator, args: GRPOConfig, facts: Mapping[str, str]) -> None:
-        self.accelerator = accelerator
-        name = args.run_name or Path(args.output_dir).name
-        accelerator.init_trackers(
-            args.project,
-            config={**args.to_sanitized_dict(), **{key: str(redacted(fact, key)) for key, fact in facts.items()}},
-            init_kwargs={tracker: {argument: name} for tracker, argument in NAME_ARGUMENTS.items()},
-        )
-
-    def log(self, record: Mapping[str, object]) -> None:
-        """The numbers of a record of metrics.jsonl, at its step. What is not finite is left out."""
-        numbers = {
-            re.sub(r"^(eval|test)/", r"\1_", name): value
-            for name, value in record.items()
-            if isinstance(value, int | float) and math.isfinite(value) and name != "step"
-        }
-        self.accelerator.log(rewrite_logs(numbers), step=record["step"])
-
-    def finish(self) -> None:
-        """End the run. Not by `Accelerator.end_training`, which also destroys the process group."""
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
+def start_trackers(accelerator: Accelerator, args: GRPOConfig, facts: Mapping[str, str]) -> None:
+    """Start the trackers of a run with its options and facts, without secrets and home directories."""
+    name = args.run_name or Path(args.output_dir).name
+    accelerator.init_trackers(
+        args.project,
+        config={**args.to_sanitized_dict(), **{key: str(redacted(fact, key)) for key, fact in facts.items()}},
+        init_kwargs={tracker: {argument: name} for tracker, argument in NAME_ARGUMENTS.items()},
+    )
 
 
 def at_start(args: GRPOConfig, *, processes: int, corrected: bool, thinks: bool = False) -> list[str]:
-    """What the options alone say.
-
-    Args:
-        corrected: whether the loss corrects for the difference between sampler and trainer.
-        thinks: whether the model's chat template is that of a model that thinks before it answers.
-    """
+    """What the options say: of a loss `corrected` for the sampler, and of a model that `thinks` before it answers."""
     warnings = []
     sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
     if sequences <= args.num_generations:
@@ -323,7 +293,7 @@ class Advice:
 
     def _truncated(self, share: float | None) -> str | None:
         self.truncated.extend([] if share is None else [share])
-        mean = sum(self.truncated) / len(self.truncated) if self.truncated else 0.0
+        mean = sum(self.truncated) / TRUNCATED_STEPS
         if len(self.truncated) < TRUNCATED_STEPS or mean <= TRUNCATED_SHARE:
             return None
         limit = self.args.max_completion_length

@@ -4,22 +4,19 @@ PEFT puts LoRA into the layers of the base model, so backbone and loss run uncha
 
 - head: it may have an adapter, or be a trained copy of itself. The loss takes the resulting weight.
 - reference: the same model with its adapter disabled, or with a frozen copy of the adapter that the model came with.
-- engine: gets W + (alpha / r) B A under the names of the base model's checkpoint. Each layer is merged on a copy, so W
-  itself never changes by rounding. Merged layers are made one at a time, while the engine reads them.
-  Virtual tokens are no weights of the base: only the transformers engine, on the trained model itself, can sample
-  with them.
-- checkpoint: holds the adapter alone, in PEFT's format; resuming loads it bit for bit into the model that the user
-  passes.
+- engine: gets W + (alpha / r) B A under the names of the base model's checkpoint. While it reads, a layer at a time is
+  merged on a copy, so W never changes by rounding. Virtual tokens are no weights of the base: only the transformers
+  engine, on the trained model itself, can sample with them.
+- checkpoint: holds the adapter alone, in PEFT's format; resuming loads it bit for bit into the model that is passed.
 
 **Virtual tokens** (prompt tuning, P-tuning) are trained embeddings of n tokens before every sequence:
 
     inputs_embeds = cat(prompt [n, D], embed(tokens) [T, D])
 
 Rows of token ids have n places in front of each sequence, so that positions, attention and the places of predictors
-count them. Whatever runs the model puts the trained embeddings there. Sequences may be packed or padded: the result is
-that of PEFT's own forward on each sequence alone. (PEFT itself has the virtual tokens before the padding on the left,
-so with prompts of different lengths its log-probs depend on the other rows of a batch.) A model whose adapter is
-disabled, as the reference is, has no virtual tokens.
+count them. Whatever runs the model puts the trained embeddings there. Packed or padded, the result is PEFT's own for
+each sequence alone. (PEFT has the virtual tokens before the padding on the left, so with prompts of different lengths
+its log-probs depend on the other rows.) With the adapter disabled, as in the reference, there are none.
 
 PEFT is imported only where there is an adapter.
 """
@@ -37,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer.models.weight_stream import Part, WeightStream, checkpoint_stream
@@ -51,24 +48,12 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ENCODER_FILE = "prompt_encoder.safetensors"  # beside PEFT's file, which has what the encoder returns, not its weights
 REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that the model came with
 
-# By default PEFT asks the hub whether the embeddings have been resized. They belong to the base.
-_SAVE_EMBEDDINGS = False
-# Initialisations that do not change the base. The others move a part of it into the adapter.
-_KEEPS_BASE = (True, False, "gaussian", "orthogonal")
-# The factor of an update that is zero in a new adapter: of linear layers and experts, and of embeddings.
-_ZERO_AT_FIRST = ("lora_B", "lora_embedding_A")
+_SAVE_EMBEDDINGS = False  # they belong to the base; by default PEFT asks the hub whether they have been resized
+_KEEPS_BASE = (True, False, "gaussian", "orthogonal")  # other initialisations move a part of the base into the adapter
+_ZERO_AT_FIRST = ("lora_B", "lora_embedding_A")  # factors of an update: of linear layers and experts, of embeddings
 # Options of LoraConfig whose adapters are not low-rank updates of single matrices or stacks of them.
-_UNSUPPORTED = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "monteclora_config",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
-)
+_UNSUPPORTED = ["alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"]
+_UNSUPPORTED += ["trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"]
 
 
 def adapt(
@@ -78,17 +63,15 @@ def adapt(
 
     Args:
         model: a causal LM of transformers, which is changed in place; or a PeftModel.
-        peft_config: a `LoraConfig`, `PromptTuningConfig` or `PromptEncoderConfig`. None: the model has its adapter, or
-            none.
-        args: `seed` is the seed of the adapter's initial values; with `beta` > 0, an adapter that comes with the model
-            gets a frozen copy as the reference, unless it changes nothing yet.
+        peft_config: a `LoraConfig`, `PromptTuningConfig` or `PromptEncoderConfig`; None for a model with its own.
+        args: `seed` is that of the adapter's initial values; with `beta` > 0, an adapter that comes with the model gets
+            a frozen copy as the reference, unless it changes nothing yet.
         keep_reference: whether there is a reference for another reason than `beta`.
 
     Raises:
-        InputError: a PeftModel and a `peft_config`, an adapter that is not trained, an adapter on tied embeddings,
-            or prompt tuning without its task type.
-        UnsupportedError: another kind of adapter, an unsupported option of LoraConfig, `sync_ref_model`, FSDP or
-            DeepSpeed.
+        InputError: a PeftModel and a `peft_config`, an adapter that is frozen or on tied embeddings, or prompt tuning
+            without its task type.
+        UnsupportedError: another kind of adapter, an option of LoraConfig, `sync_ref_model`, FSDP or DeepSpeed.
         UnavailableError: PEFT is not installed.
     """
     if peft_config is None and not is_adapted(model):
@@ -144,7 +127,7 @@ def num_virtual_tokens(model: Any) -> int:
 
 
 def with_virtual_places(prompts: Sequence[list[int]], model: Any) -> list[list[int]]:
-    """Prompts with n more tokens in front: repetitions of the first one, of which a penalty knows already."""
+    """Prompts with n more tokens in front: repetitions of the first one, which a penalty counts already."""
     count = num_virtual_tokens(model)
     return [prompt[:1] * count + prompt for prompt in prompts]
 
@@ -184,11 +167,9 @@ def merged_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream
     Equals
         copy.deepcopy(model).merge_and_unload().state_dict().items(), in another order
 
-    Weights without an adapter are the model's own tensors. The others are merged one layer at a time while they are
-    read, which takes three matrices of that layer's size. `dtype` is that of `checkpoint_weights`.
-
-    Raises:
-        UnsupportedError: virtual tokens; or a quantized layer with an adapter, when it is read.
+    Weights without an adapter are the model's own tensors. A layer is merged when it is read, which takes three
+    matrices of its size. `dtype` is that of `checkpoint_weights`. UnsupportedError for virtual tokens and for a
+    quantized layer with an adapter, when they are read.
     """
     if is_prompt_tuned(model):
         # Refused when it is read: an engine that samples from the model itself reads nothing.
@@ -226,10 +207,8 @@ def adapter_weights(model: Any) -> dict[str, Tensor]:
     """The tensors of the trained adapter, under the names of its file."""
     if _has_encoder(model):
         return dict(model.prompt_encoder[_trained(model)].state_dict())
-    weights: dict[str, Tensor] = _peft().get_peft_model_state_dict(
-        model, adapter_name=_trained(model), save_embedding_layers=_SAVE_EMBEDDINGS
-    )
-    return weights
+    options = {"adapter_name": _trained(model), "save_embedding_layers": _SAVE_EMBEDDINGS}
+    return dict(_peft().get_peft_model_state_dict(model, **options))
 
 
 def adapter_path(model: Any, directory: Path) -> Path:
@@ -242,8 +221,8 @@ def load_adapter(model: Any, weights: dict[str, Tensor]) -> None:
     """Load the tensors that `read_adapter` returned into the model."""
     if _has_encoder(model):
         model.prompt_encoder[_trained(model)].load_state_dict(weights)
-        return
-    _peft().set_peft_model_state_dict(model, weights, adapter_name=_trained(model))
+    else:
+        _peft().set_peft_model_state_dict(model, weights, adapter_name=_trained(model))
 
 
 def adapter_identity(model: Any) -> dict[str, Any] | None:
@@ -276,8 +255,7 @@ def _has_encoder(model: Any) -> bool:
 
 def _trained(model: Any) -> str:
     """The name of the adapter that is trained."""
-    name: str = model.active_adapters[0]
-    return name
+    return str(model.active_adapters[0])
 
 
 def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
@@ -305,7 +283,6 @@ def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
 
 
 def _check_given(model: Any, config: Any, peft: Any) -> None:
-    """Checks of a model that came with an adapter."""
     if config is not None or not isinstance(model, peft.PeftModel):
         raise InputError(
             f"got a {type(model).__name__} that has an adapter{' and a peft_config' if config is not None else ''}, "
@@ -348,7 +325,7 @@ def _equals_base(model: Any, peft: Any) -> bool:
 
 def _keep_reference(model: Any) -> None:
     """Add a frozen copy of the adapter."""
-    peft, trained = _peft(), _trained(model)
+    trained = _trained(model)
     if REFERENCE not in model.peft_config:
         model.add_adapter(REFERENCE, model.peft_config[trained])
     if is_prompt_tuned(model):
@@ -356,12 +333,12 @@ def _keep_reference(model: Any) -> None:
         prompts[REFERENCE].load_state_dict(prompts[trained].state_dict())
         prompts[REFERENCE].requires_grad_(False)  # PEFT freezes inactive adapters inside the base only
     else:
-        peft.set_peft_model_state_dict(model, adapter_weights(model), adapter_name=REFERENCE)
+        _peft().set_peft_model_state_dict(model, adapter_weights(model), adapter_name=REFERENCE)
     model.set_adapter(trained)
 
 
-def _named_weights(model: Any, unwrapped: Callable[[Any], nn.Module], dtype: torch.dtype | None) -> WeightStream:
-    """Weights by checkpoint name; `unwrapped` maps a layer that PEFT wrapped to a plain layer."""
+def _named_weights(model: Any, unwrapped: Callable[[Any], Any], dtype: torch.dtype | None) -> WeightStream:
+    """Weights by checkpoint name; `unwrapped` makes a plain layer of one that PEFT has wrapped."""
     base = base_model(model)
     layers: dict[str, Any] = {}
     for name, layer in base.named_modules():
@@ -383,18 +360,16 @@ def _named_weights(model: Any, unwrapped: Callable[[Any], nn.Module], dtype: tor
     return checkpoint_stream(base, parts, dtype=dtype)
 
 
-def _unadapted(layer: Any) -> nn.Module:
+def _unadapted(layer: Any) -> Any:
     """The base model's own layer."""
-    plain: nn.Module = layer.original_module if hasattr(layer, "modules_to_save") else layer.get_base_layer()
-    return plain
+    return layer.original_module if hasattr(layer, "modules_to_save") else layer.get_base_layer()
 
 
-def _merged(layer: Any) -> nn.Module:
+def _merged(layer: Any) -> Any:
     """A copy of a layer, merged by PEFT; or the trained copy of the layer."""
-    active: str = layer.active_adapters[0]
+    active = layer.active_adapters[0]
     if hasattr(layer, "modules_to_save"):
-        trained: nn.Module = layer.modules_to_save[active]
-        return trained
+        return layer.modules_to_save[active]
     if not all(weight.is_floating_point() for weight in layer.get_base_layer().state_dict().values()):
         raise UnsupportedError(
             "got an adapter on a quantized layer, which cannot be merged without rounding; fix: use_vllm=False, where "
@@ -404,5 +379,4 @@ def _merged(layer: Any) -> nn.Module:
     while hasattr(merged, "base_layer"):
         merged.merge(adapter_names=[active])
         merged = merged.base_layer
-    plain: nn.Module = merged
-    return plain
+    return merged

@@ -1,4 +1,4 @@
-"""Load a model, its tokenizer and its teacher, and find out how a model runs: precision, packing, dropout."""
+"""Load a model, its tokenizer and its teacher; precision, identity and longest sequence of a model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ import torch
 from accelerate.utils import DistributedType
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError, UnsupportedError, WrongTypeError
-
-# Scripts import these here: what is done to a model that was loaded.
-from fused_grpo.integrations.model_modes import disable_dropout as disable_dropout
-from fused_grpo.integrations.model_modes import has_dropout as has_dropout
 from fused_grpo.integrations.model_modes import uncompiled as uncompiled
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -32,8 +28,6 @@ if TYPE_CHECKING:
 
 SELF = "self"  # the reference model
 FINGERPRINT_VALUES = 256  # of each parameter
-
-_OF_TOKENIZER = ("trust_remote_code", "revision")  # options of `from_pretrained`
 
 
 @contextmanager
@@ -67,9 +61,7 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
         source = getattr(model.config, "_name_or_path", "") if isinstance(model, nn.Module) else str(model)
         if not source:
             raise InputError("got a model without a path and no tokenizer; fix: pass processing_class=<tokenizer>")
-        options = _loading_options(args)
-        of_both = {"trust_remote_code": options["trust_remote_code"], "revision": options.get("revision") or "main"}
-        processing_class = AutoTokenizer.from_pretrained(source, **of_both)
+        processing_class = AutoTokenizer.from_pretrained(source, **_of_tokenizer(_loading_options(args)))
     if not hasattr(processing_class, "eos_token_id"):
         raise WrongTypeError(
             f"got a {type(processing_class).__name__} as processing_class, want a tokenizer of transformers; fix: "
@@ -100,12 +92,11 @@ def load_model(
     trust_remote_code: bool,
     given: str = "model_init_kwargs",
     **options: Any,
-) -> PreTrainedModel:
+) -> Any:
     """The module itself, or a model from a path or hub id, in fp32 unless `options` of `from_pretrained` differ.
 
-    It is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. What
-    `fsdp_cpu_ram_efficient_loading` does is in transformers and Accelerate. Logs a warning, once, where there are
-    options for a module; `given` is their name in the config.
+    It is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. Logs a
+    warning, once, where there are options for a module; `given` is their name in the config.
 
     Raises:
         UnsupportedError: a device without fp64.
@@ -122,19 +113,22 @@ def load_model(
                 "change nothing; fix: pass its path or hub id"
             )
         return uncompiled(model)
-    in_memory_first = accelerator.distributed_type == DistributedType.FSDP or accelerator.device.type == "cpu"
-    placed = {} if in_memory_first else {"device_map": {"": accelerator.device}}
-    arguments = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, **placed, **options}
+    arguments: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    if accelerator.distributed_type != DistributedType.FSDP and accelerator.device.type != "cpu":
+        arguments["device_map"] = {"": accelerator.device}
     downloads = not Path(model).exists() and not _is_cached(str(model))
     words = f"{'downloading and ' * downloads}loading {model}"
     quietly = nullcontext() if downloads else without_bars()
     with loading(f"model {str(model)!r}"), quietly, progress(words, bars=downloads):
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(model), **arguments)
-    return loaded
+        return AutoModelForCausalLM.from_pretrained(str(model), **arguments | options)
 
 
 def _loading_options(args: GRPOConfig) -> dict[str, Any]:
     return {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
+
+
+def _of_tokenizer(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {"trust_remote_code": options["trust_remote_code"], "revision": options.get("revision") or "main"}
 
 
 def _is_cached(model: str) -> bool:
@@ -146,27 +140,18 @@ def _is_cached(model: str) -> bool:
         return True
 
 
-def model_weights(policy_state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the causal LM from that of `PolicyLoss`."""
-    return {name.removeprefix("model."): tensor for name, tensor in policy_state.items()}
-
-
 def load_teacher(
     teacher: str | Path | PreTrainedModel | None, args: GRPOConfig, accelerator: Accelerator, tokenizer: Any
 ) -> Any:
     """The teacher, not trained, as `model_for` loads the policy; "self" and None as they are.
 
-    Raises:
-        InputError: an id is another token for the tokenizer that lies beside the teacher than for the policy's.
-        WrongTypeError: neither a path, a hub id nor a module.
+    InputError where an id is another token for the tokenizer that lies beside the teacher than for the policy's.
     """
     if teacher is None or teacher == SELF:
         return teacher
-    if not isinstance(teacher, str | Path | nn.Module):
-        raise WrongTypeError(f"got a {type(teacher).__name__} as teacher_model, want a path, a hub id or a model")
     options = {"trust_remote_code": args.runs_remote_code, **(args.teacher_model_init_kwargs or {})}
     if not isinstance(teacher, nn.Module):
-        _check_tokens(teacher, tokenizer, **{name: options[name] for name in _OF_TOKENIZER if name in options})
+        _check_tokens(teacher, tokenizer, **_of_tokenizer(options))
     loaded = load_model(teacher, accelerator, given="teacher_model_init_kwargs", **options)
     return loaded.requires_grad_(False).eval()
 
@@ -177,22 +162,20 @@ def _check_tokens(teacher: str | Path, tokenizer: Any, **options: Any) -> None:
     except (OSError, ValueError):  # no tokenizer beside the weights; where they are missing too, loading them says so
         return
     token_of = {index: token for token, index in vocabulary.items()}
-    other = [token for token, index in tokenizer.get_vocab().items() if token_of.get(index, token) != token]
+    other = [(index, token) for token, index in tokenizer.get_vocab().items() if token_of.get(index, token) != token]
     if other:
-        index = tokenizer.get_vocab()[other[0]]
+        index, token = other[0]
         raise InputError(
             f"got the teacher_model {teacher}, in whose tokenizer {len(other)} tokens of the policy's have other ids "
-            f"({index} is {token_of[index]!r} and not {other[0]!r}), want the same tokens; fix: a teacher of the "
-            "policy's family"
+            f"({index} is {token_of[index]!r} and not {token!r}), want the same tokens; fix: a teacher of the policy's "
+            "family"
         )
 
 
 def check_teacher_model(teacher: Any, policy: Any) -> None:
     """Check that the teacher can see the policy's tokens and has a logit for each.
 
-    Raises:
-        InputError: a smaller vocabulary, or the policy itself.
-        UnsupportedError: virtual tokens, which are in the rows of one of the two.
+    InputError for a smaller vocabulary or the policy itself; UnsupportedError for virtual tokens of one of the two.
     """
     for name, model in (("the policy", policy), ("the teacher", teacher)):
         if model != SELF and is_prompt_tuned(model):
@@ -207,9 +190,8 @@ def check_teacher_model(teacher: Any, policy: Any) -> None:
             "got the model that is trained as its teacher_model, too, want one that stays; fix: teacher_model='self' "
             "for the model as it is now, or load it a second time"
         )
-    policy_tokens, teacher_tokens = (
-        len(base_model(model).get_output_embeddings().weight) for model in (policy, teacher)
-    )
+    heads = [base_model(model).get_output_embeddings().weight for model in (policy, teacher)]
+    policy_tokens, teacher_tokens = map(len, heads)
     if policy_tokens > teacher_tokens:
         raise InputError(
             f"got a teacher_model with a vocabulary of {teacher_tokens} and a policy with one of {policy_tokens}, want "

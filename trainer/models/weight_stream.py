@@ -1,8 +1,7 @@
 """The weights of a model on their way to an engine: one at a time, under the names of a checkpoint.
 
 A weight may have to be made first: gathered from shards, merged with an adapter, cast, cut into experts. It is made on
-the model's device when it is its turn, and nothing here keeps it. What a reader needs beforehand (names, shapes and
-dtypes, and so the number of bytes) is known without making any.
+the model's device when it is its turn, and nothing here keeps it. Names, shapes and dtypes are known without that.
 
 **Gathers.** A weight that is sharded across ranks is gathered by all of them, whether or not they send it. So every
 rank has to read its whole stream, at the same time as the others: `finish` reads what an engine has left, because it
@@ -23,8 +22,7 @@ from torch import Tensor
 
 Named = Iterable[tuple[str, Tensor]]
 
-# How many bytes are sent at a time: of a file, or of an NCCL broadcast. A larger weight is sent alone.
-BUCKET_BYTES = 128 << 20
+BUCKET_BYTES = 128 << 20  # sent at a time, in a file or an NCCL broadcast; a larger weight is sent alone
 
 
 class WeightStream(Iterator[tuple[str, Tensor]]):
@@ -78,15 +76,13 @@ class Part(NamedTuple):
 def checkpoint_stream(
     model: Any, parts: Sequence[Part], *, dtype: torch.dtype | None = None, is_gathered: bool = False
 ) -> WeightStream:
-    """`parts` in the layout of a checkpoint: experts, for example, lie one by one there.
+    """`parts`, all weights of a causal LM, in the layout of its checkpoint: experts, for example, lie one by one there.
 
-    The causal LM of transformers knows that layout, and `parts` are all of its weights. They are cast to `dtype` as by
-    `narrowing`.
+    They are cast to `dtype` as by `narrowing`.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    narrow = narrowing(model, dtype)
-    raw = _shapes(parts)
+    narrow, raw = narrowing(model, dtype), _shapes(parts)
     # It returns its argument where there is nothing to do, and takes half a millisecond for each call to find out.
     is_as_saved = revert_weight_conversion(model, raw) is raw
 
@@ -108,10 +104,9 @@ def checkpoint_stream(
 
 
 def narrowing(model: Any, dtype: torch.dtype | None) -> Callable[[str, Tensor], Tensor]:
-    """A function of a name and a weight that casts the weight for an engine of that dtype.
+    """A function of a name and a weight that casts the weight for an engine of that dtype, if that makes it smaller.
 
-    Matrices are cast if that makes them smaller. Vectors (norms, biases) and what the model keeps in fp32 stay as they
-    are: engines compute some of them in fp32, and they are few.
+    Vectors and what the model keeps in fp32 are few, and stay: engines compute some of them in fp32.
     """
     kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
 
@@ -144,9 +139,7 @@ def _joined(parts: Sequence[Part], converted: Callable[[dict[str, Tensor]], dict
 
 def _layer(part: Part) -> str:
     """The name of a part's first weight up to its first number: "model.layers.3"."""
-    name = next(iter(part.shapes))
-    layer = re.match(r".*?\.\d+", name)
-    return layer[0] if layer else name
+    return re.sub(r"(\.\d+).*", r"\1", next(iter(part.shapes)), count=1)
 
 
 def _union(parts: Sequence[Part]) -> Part:

@@ -17,9 +17,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -32,8 +31,7 @@ BASE_MODEL = Path(__file__).with_name("base_model.safetensors")
 HELD_OUT_PROMPTS = 384
 
 
-@dataclass(frozen=True)
-class ArithmeticSplits:
+class ArithmeticSplits(NamedTuple):
     """Rows of {"prompt": "58+67=", "answer": "521"}; a pair of terms is in one split only, whatever its order."""
 
     train: list[Row]
@@ -42,13 +40,18 @@ class ArithmeticSplits:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character."""
+    return tokenizer_of([PAD, EOS, *"0123456789+="], ".", eos_token=EOS)
+
+
+def tokenizer_of(tokens: Sequence[str], pattern: str, **options: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer with these tokens, each of which the pattern matches."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *"0123456789+="])}
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=EOS)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, **options)
 
 
 def build_splits() -> ArithmeticSplits:
@@ -56,11 +59,15 @@ def build_splits() -> ArithmeticSplits:
     train, heldout = list[Row](), list[Row]()
     for first in range(10, 100):
         for second in range(10, 100):
-            terms = repr((min(first, second), max(first, second))).encode()
-            split = heldout if hashlib.sha256(terms).digest()[0] < 13 else train
+            split = heldout if is_held_out(first, second) else train
             split.append({"prompt": f"{first}+{second}=", "answer": str(first + second)[::-1]})
     random.Random("heldout").shuffle(heldout)
     return ArithmeticSplits(train, heldout[:HELD_OUT_PROMPTS])
+
+
+def is_held_out(first: int, second: int) -> bool:
+    """True for a twentieth of all pairs, whatever their order: by a hash."""
+    return hashlib.sha256(repr((min(first, second), max(first, second))).encode()).digest()[0] < 13
 
 
 def sum_reward(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:

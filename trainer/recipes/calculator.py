@@ -15,7 +15,6 @@ calculator_model.safetensors: scripts/make_base_model.py calculator wrote it wit
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 import string
@@ -25,7 +24,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from fused_grpo.trainer.recipes.arithmetic import PAD, load_model
+from fused_grpo.trainer.recipes.arithmetic import PAD, is_held_out, load_model, tokenizer_of
 
 END, ROLES = "<|end|>", ("<|user|>", "<|assistant|>", "<|tool|>")
 # Besides single characters; `<tool_call>` before JSON is how Hermes and Qwen write calls.
@@ -61,17 +60,10 @@ def product_reward(completions: Sequence[Sequence[Mapping[str, Any]]], answer: S
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character but for WORDS, and a chat template that writes calls as Hermes and Qwen do."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
     characters = [one for one in string.printable if one.isprintable() or one == "\n"]
-    vocabulary = {one: number for number, one in enumerate([PAD, END, *ROLES, *WORDS, *characters])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    pattern = "|".join([*map(re.escape, WORDS), r"[\s\S]"])
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
+    return tokenizer_of(
+        [PAD, END, *ROLES, *WORDS, *characters],
+        pattern="|".join([*map(re.escape, WORDS), r"[\s\S]"]),
         eos_token=END,
         additional_special_tokens=list(ROLES),
         clean_up_tokenization_spaces=False,
@@ -80,14 +72,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_splits() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows to train on and held-out ones, of {"prompt": a message "471*863", "answer": "406473"}.
-
-    A hash of the factors says which may be held out.
-    """
+    """Rows to train on and held-out ones, of {"prompt": a message "471*863", "answer": "406473"}."""
     generator, train, heldout = random.Random("calculator"), list[dict[str, Any]](), list[dict[str, Any]]()
     while len(train) < PROMPTS or len(heldout) < HELD_OUT_PROMPTS:
         a, b = generator.randrange(100, 1000), generator.randrange(100, 1000)
-        split = heldout if hashlib.sha256(repr((min(a, b), max(a, b))).encode()).digest()[0] < 13 else train
+        split = heldout if is_held_out(a, b) else train
         split.append({"prompt": [{"role": "user", "content": f"{a}*{b}"}], "answer": str(a * b)})
     return train[:PROMPTS], heldout[:HELD_OUT_PROMPTS]
 

@@ -29,9 +29,6 @@ from fused_grpo.trainer.rewards.reward_call import RewardFunction, load_reward
 if TYPE_CHECKING:
     from fused_grpo.trainer.rewards.reward_functions import RewardModel, RewardOutput, Rewards
 
-# Imported when used: they import torch, and the process of an isolated reward imports this package.
-_LAZY = ("RewardModel", "RewardOutput", "Rewards")
-
 __all__ = [
     "RewardFunction",
     "RewardModel",
@@ -53,6 +50,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'fused_grpo.trainer.rewards' has no attribute {name!r}")
-    return getattr(importlib.import_module("fused_grpo.trainer.rewards.reward_functions"), name)
+    if name in __all__:  # imported when used: it imports torch, and the process of an isolated reward this package
+        return getattr(importlib.import_module("fused_grpo.trainer.rewards.reward_functions"), name)
+    raise AttributeError(f"module 'fused_grpo.trainer.rewards' has no attribute {name!r}")

@@ -6,22 +6,21 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib.util
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.rewards.isolation import IsolatedReward
 
-MATH_TIMEOUT, MATH_MEMORY = 10.0, 8 << 30  # limits of math-verify for one answer, in seconds and bytes
+# With limits of math-verify for one answer, in seconds and bytes.
+GRADER = IsolatedReward(f"{__package__}.math_answers:grade", timeout=10.0, memory=8 << 30, on_failure=0.0)
 NUMBER = re.compile(r"(?:(?<![\d)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)", re.ASCII)
-BOXED = "\\boxed{"
 
 
 def accuracy(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -56,7 +55,7 @@ def accuracy_reward(
         )
     if log_extra is not None:
         log_extra("solution", list(solution))
-    return _grader()(completions=list(map(text_of, completions)), solution=solution, log_extra=log_extra)
+    return GRADER(completions=list(map(text_of, completions)), solution=solution, log_extra=log_extra)
 
 
 def no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -101,10 +100,10 @@ def soft_overlong_punishment(max_completion_length: int, soft_punish_cache: int)
             f"got soft_punish_cache={soft_punish_cache} and max_completion_length={max_completion_length}, "
             "want 0 <= soft_punish_cache <= max_completion_length"
         )
-    return _OverlongPunishment(max_completion_length, soft_punish_cache)
+    return _with_options(soft_overlong_punishment_reward, max_completion_length, soft_punish_cache)
 
 
-# TRL's rewards that are missing above, under its names. What they make are objects of classes, which can be pickled.
+# TRL's rewards that are missing above, under its names.
 
 
 def think_format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -128,17 +127,23 @@ def reasoning_accuracy_reward(
         UnavailableError: math-verify is not installed.
     """
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    texts = list(map(text_of, completions))
-    ends = [next((end for end in delimiters if end in text), None) for text in texts]
-    ended = [place for place, end in enumerate(ends) if end is not None]
+    answers = dict[int, str]()  # by place, where the reasoning has an end
+    for place, text in enumerate(map(text_of, completions)):
+        if (end := next((end for end in delimiters if end in text), None)) is not None:
+            answers[place] = text.rpartition(end)[2]
+
+    def placed(values: Sequence[Any], otherwise: Any) -> list[Any]:
+        by_place = dict(zip(answers, values, strict=True))
+        return [by_place.get(place, otherwise) for place in range(len(completions))]
+
     logged: dict[str, list[Any]] = {}
-    answers = [texts[place].rpartition(str(ends[place]))[2] for place in ended]
-    scores = accuracy_reward(answers, [solution[place] for place in ended], log_extra=logged.__setitem__)
+    solutions = [solution[place] for place in answers]
+    scores = accuracy_reward(list(answers.values()), solutions, log_extra=logged.__setitem__)
     if log_extra is not None:
         log_extra("solution", list(solution))
         for name in ("gold_parsed", "answer_parsed"):
-            log_extra(name, _placed(logged.get(name, []), ended, ["[incomplete reasoning]"] * len(texts)))
-    return _placed(scores, ended, [0.0] * len(texts))
+            log_extra(name, placed(logged.get(name, []), "[incomplete reasoning]"))
+    return placed(scores, 0.0)
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
@@ -158,7 +163,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         raise InputError(
             f"got ngram_size={ngram_size} and max_penalty={max_penalty}, want at least 1 token and at most 0"
         )
-    return _RepetitionPenalty(ngram_size, max_penalty)
+    return _with_options(repetition_penalty_reward, ngram_size, max_penalty)
 
 
 def get_cosine_scaled_reward(
@@ -178,67 +183,55 @@ def get_cosine_scaled_reward(
     """
     if max_len <= 0:
         raise InputError(f"got max_len={max_len}, want tokens > 0")
-    return _CosineScaled(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
+    bounds = (min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
+    return _with_options(cosine_scaled_reward, max_len, *bounds)
 
 
-@dataclass(frozen=True)
-class _OverlongPunishment:
-    longest: int
-    cache: int
-    __name__ = "soft_overlong_punishment_reward"
-
-    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        over = (len(ids) - (self.longest - self.cache) for ids in completion_ids)
-        # With an empty cache the penalty is a step.
-        return [0.0 if n <= 0 else -min(1.0, n / self.cache) if self.cache else -1.0 for n in over]
+def soft_overlong_punishment_reward(
+    longest: int, cache: int, /, completion_ids: Sequence[Sequence[int]], **columns: Any
+) -> list[float]:
+    over = (len(ids) - (longest - cache) for ids in completion_ids)
+    # With an empty cache the penalty is a step.
+    return [0.0 if n <= 0 else -min(1.0, n / cache) if cache else -1.0 for n in over]
 
 
-@dataclass(frozen=True)
-class _RepetitionPenalty:
-    ngram_size: int
-    max_penalty: float
-    __name__ = "repetition_penalty_reward"
+def repetition_penalty_reward(
+    ngram_size: int, max_penalty: float, /, completion_ids: Sequence[Sequence[int]], **columns: Any
+) -> list[float]:
+    def repeated(ids: Sequence[int]) -> float:
+        count = len(ids) - ngram_size + 1
+        return 0.0 if count < 1 else 1 - len({tuple(ids[i : i + ngram_size]) for i in range(count)}) / count
 
-    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        return [self.max_penalty * share if share else 0.0 for share in map(self._repeated, completion_ids)]
-
-    def _repeated(self, ids: Sequence[int]) -> float:
-        """The share of the n-grams that are there already."""
-        count = len(ids) - self.ngram_size + 1
-        return 0.0 if count < 1 else 1 - len({tuple(ids[i : i + self.ngram_size]) for i in range(count)}) / count
+    return [max_penalty * share if share else 0.0 for share in map(repeated, completion_ids)]
 
 
-@dataclass(frozen=True)
-class _CosineScaled:
-    max_len: int
-    min_wrong: float
-    max_wrong: float
-    min_correct: float
-    max_correct: float
-    __name__ = "cosine_scaled_reward"
-
-    def __call__(
-        self,
-        completions: Sequence[Any],
-        solution: Sequence[str],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
-    ) -> list[float | None]:
-        right = accuracy_reward(completions, solution)
-        return [self._scaled(score, len(ids)) for score, ids in zip(right, completion_ids, strict=True)]
-
-    def _scaled(self, score: float | None, length: int) -> float | None:
+def cosine_scaled_reward(
+    max_len: int,
+    min_wrong: float,
+    max_wrong: float,
+    min_correct: float,
+    max_correct: float,
+    /,
+    completions: Sequence[Any],
+    solution: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    **columns: Any,
+) -> list[float | None]:
+    def scaled(score: float | None, length: int) -> float | None:
         if score is None:
             return None
-        short, long = (self.max_correct, self.min_correct) if score else (self.min_wrong, self.max_wrong)
-        return long + (short - long) * (1 + math.cos(math.pi * min(1.0, length / self.max_len))) / 2
+        short, long = (max_correct, min_correct) if score else (min_wrong, max_wrong)
+        return long + (short - long) * (1 + math.cos(math.pi * min(1.0, length / max_len))) / 2
+
+    right = accuracy_reward(completions, solution)
+    return [scaled(score, len(ids)) for score, ids in zip(right, completion_ids, strict=True)]
 
 
-def _placed(values: Sequence[Any], places: Sequence[int], others: list[Any]) -> list[Any]:
-    """`others` with the values at their places."""
-    for place, value in zip(places, values, strict=True):
-        others[place] = value
-    return others
+def _with_options(function: Callable[..., Any], *options: float) -> Callable[..., Any]:
+    """The function with its first arguments, under its name, as TRL's have one; it can be pickled."""
+    reward = partial(function, *options)
+    vars(reward)["__name__"] = function.__name__
+    return reward
 
 
 class Named(NamedTuple):
@@ -271,11 +264,7 @@ def usage_of(name: str) -> str:
 
 
 def builtin_reward(given: str) -> Callable[..., Any] | None:
-    """The function of a short name; None for what is a path, a hub id or the name of a function.
-
-    Raises:
-        InputError: a short name that is none of `NAMED`, or other numbers than it takes.
-    """
+    """The function of a short name, or an InputError; None for a path, a hub id or the name of a function."""
     name, equals, text = given.partition("=")
     if Path(given).exists() or not re.fullmatch(r"[\w-]+", name):
         return None
@@ -298,12 +287,6 @@ def text_of(completion: Any) -> str:
     return str(completion if isinstance(completion, str) else completion[-1]["content"])
 
 
-@functools.cache
-def _grader() -> IsolatedReward:
-    grade = f"{__package__}.math_answers:grade"
-    return IsolatedReward(grade, timeout=MATH_TIMEOUT, memory=MATH_MEMORY, on_failure=0.0)
-
-
 def is_right(text: str, correct: Any) -> float | None:
     """1.0 or 0.0; None where there is no correct answer (None, or a text without one)."""
     wanted = "" if correct is None else final_answer(str(correct))
@@ -318,7 +301,7 @@ def is_right(text: str, correct: Any) -> float | None:
 
 def final_answer(text: str) -> str:
     """The content of the last `\\boxed{}`, what follows the last `####`, or the whole text."""
-    _, is_boxed, after = text.rpartition(BOXED)
+    _, is_boxed, after = text.rpartition("\\boxed{")
     depth = 1
     for place, character in enumerate(after if is_boxed else ""):
         depth += (character == "{") - (character == "}")

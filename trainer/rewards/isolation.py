@@ -1,15 +1,14 @@
 """A function in a process of its own, with a time limit and a memory limit: reward functions here, tools in episodes/.
 
-For code that must not run in the trainer's process: code that runs or parses model output. A completion that makes the
-function loop forever or take all memory costs one worker process, and `on_failure` says what its reward is; a model
-reads what became of its call.
+For code that runs or parses model output. A completion that makes the function loop forever or take all memory costs
+one worker process, and `on_failure` says what its reward is; a model reads what became of its call.
 
-One worker process serves all calls, one completion at a time, so that a failure concerns one completion. If a
-completion exceeds the time limit or the worker dies, its process group is killed and the next completion gets a new
-worker. The worker is a new interpreter, not a fork: it imports the function by name, and runs the user's script again
-only where the function is defined there. Requests and replies are lines of JSON over a socket pair; a reply from a
-process that runs model output must not be unpickled. That rules out process pools (concurrent.futures, pebble): they
-unpickle replies, and "spawn" runs the script again. pebble also leaves alive what a killed worker has started.
+One worker process serves all calls, one completion at a time, so that a failure concerns one completion: the worker's
+process group is killed, and the next completion gets a new worker. That is a new interpreter, not a fork: it imports
+the function by name, and runs the user's script again only where the function is defined there. Requests and replies
+are lines of JSON over a socket pair; a reply from a process that runs model output must not be unpickled. That rules
+out process pools (concurrent.futures, pebble): they unpickle replies, and "spawn" runs the script again. pebble also
+leaves alive what a killed worker has started.
 
 Before it replies, a worker echoes the random number of the request. If it does not, an earlier completion has left
 something behind (a busy thread, unread output), and a new worker gets the request.
@@ -31,7 +30,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, ClassVar, Literal, TypeVar
 
@@ -114,11 +113,9 @@ class IsolatedFunction:
     is_isolated: ClassVar[bool] = True
 
     def reply(self, request: str, checked: Callable[[bytes], T]) -> T:
-        """What `checked` makes of the worker's reply; it raises ValueError where that is none.
+        """What `checked`, which raises ValueError where that is none, makes of the worker's reply; errors as `Worker`.
 
-        Raises:
-            WorkerError: there is no reply; the next request gets a new worker.
-            InputError, RewardError: as `Worker`.
+        WorkerError: there is no reply; the next request gets a new worker.
         """
         try:
             return checked(self._worker_with(request).line(self.timeout))
@@ -126,26 +123,19 @@ class IsolatedFunction:
             raise
         except (OSError, EOFError, ValueError, RecursionError) as error:
             self._end_worker()
+            fate = "died" if isinstance(error, OSError | EOFError) else f"answered with {error} and was killed"
             if isinstance(error, TimeoutError):
                 fate = f"took longer than {self.timeout} s and was killed"
-            else:
-                fate = "died" if isinstance(error, OSError | EOFError) else f"answered with {error} and was killed"
             raise WorkerError(fate) from error
 
     def _worker_with(self, request: str) -> Worker:
-        """The worker, which has accepted the request, or else a new one.
-
-        Raises:
-            InputError: a new worker cannot load the function.
-            TimeoutError: a new worker does not accept the request.
-        """
+        """The worker, which has accepted the request, or else a new one; TimeoutError where that does not either."""
         if self._worker is not None:
             if self._worker.accepts(request, self.timeout):
                 return self._worker
             _log.warning("the process of the isolated %s accepts no more requests; starting a new one", self.reference)
             self._end_worker()
-        public = without_secrets(os.environ, keep=self.secrets)
-        self._worker = Worker(self.reference, self.what, timeout=self.timeout, memory=self.memory, environment=public)
+        self._worker = Worker(self)
         if not self._worker.accepts(request, self.timeout):
             raise TimeoutError
         return self._worker
@@ -185,7 +175,7 @@ class IsolatedReward(IsolatedFunction):
         return [reply["value"] for reply in replies]
 
     def _score(self, sample: dict[str, list[Any]]) -> dict[str, Any]:
-        """The worker's reply for one completion; after a failure, a reply with `on_failure` as its value."""
+        """The worker's reply for one completion; after a failure, one with `on_failure` as its value."""
         try:
             request = json.dumps(sample)
         except (TypeError, ValueError) as error:
@@ -208,25 +198,19 @@ class IsolatedReward(IsolatedFunction):
 
 
 class Worker:
-    """The worker process, and the socket to it.
+    """The worker process, and the socket to it; InputError: it cannot load the function, RewardError: none starts."""
 
-    Raises:
-        InputError: the process cannot load the function.
-        RewardError: the operating system starts no process.
-    """
-
-    def __init__(
-        self, reference: str, what: What, *, timeout: float, memory: int | None, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, function: IsolatedFunction) -> None:
+        reference, limits = function.reference, (str(function.timeout), str(function.memory or 0))
         self.socket, worker_socket = socket.socketpair()
         self.replies = self.socket.makefile("rb")
         try:
             with worker_socket:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", WORKER, what, reference, str(timeout), str(memory or 0)],
+                    [sys.executable, "-m", WORKER, function.what, reference, *limits],
                     stdin=worker_socket.fileno(),
                     stdout=worker_socket.fileno(),
-                    env={**environment, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                    env=process_environment(keep=function.secrets),
                     # A process group, which is killed with what it started, and which Ctrl-C does not reach.
                     start_new_session=True,
                 )
@@ -251,13 +235,7 @@ class Worker:
             return False
 
     def line(self, seconds: float, *, request: str = "") -> bytes:
-        """Send a request and read the next line.
-
-        Raises:
-            TimeoutError: there is none in time.
-            EOFError: the process ended.
-            ValueError: it is too long.
-        """
+        """Send a request and read the next line; TimeoutError, EOFError, or ValueError for one that is too long."""
         connection, replies = self.socket, self.replies  # not `self`, whose last reference ends the process
 
         def exchange() -> bytes:
@@ -276,12 +254,14 @@ class Worker:
         return line
 
 
-def checked_reply(line: bytes) -> dict[str, Any]:
-    """The reply in a line, which code that the function ran may have written.
+def process_environment(*, keep: Collection[str] = ()) -> dict[str, str]:
+    """For a new interpreter that imports what this one does: without secrets."""
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    return {**without_secrets(os.environ, keep=keep), "PYTHONPATH": path}
 
-    Raises:
-        ValueError: it is not a reply: {"error": text}, or the value of one completion and what was logged for it.
-    """
+
+def checked_reply(line: bytes) -> dict[str, Any]:
+    """The reply in a line, which code that the function ran may have written; ValueError where it is none."""
     reply = json.loads(line)
     json.dumps(reply, ensure_ascii=False).encode()  # a lone surrogate cannot be written to rollouts.jsonl
     match reply:

@@ -22,6 +22,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,13 +73,11 @@ class Scores:
     failures: dict[int, RewardError] = field(default_factory=dict)  # by group, where failed groups are dropped
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """What a function calls as `log_extra`."""
         if (listed := _listed(values)) is None:
             raise TypeError(f"log_extra got {quoted(values)} as {column!r}, want a list of values")
         self.extra.setdefault(column, []).extend(map(to_json, listed))
 
     def log_metric(self, name: str, value: float) -> None:
-        """What a function calls as `log_metric`."""
         number = float(value)
         self.metrics.setdefault(name, []).append(number if abs(number) <= FLOAT32_MAX else math.nan)
 
@@ -95,9 +94,7 @@ class RewardCaller:
         """Scores of the completions.
 
         Args:
-            inputs: B completions.
-            pinpoint: after an exception, call the function again for one completion after the other, to name the
-                prompt in the error.
+            pinpoint: after an exception, call the function for one completion after the other, to name the prompt.
 
         Raises:
             RewardError: the function raised, exceeded its timeout, or returned the wrong number of values, a NaN or
@@ -163,8 +160,7 @@ class RewardCaller:
         return returned
 
     def _wait(self, outcome: futures.Future[T], inputs: RewardInputs) -> T:
-        futures.wait([outcome], self.timeout)
-        if not outcome.done():
+        if not futures.wait([outcome], self.timeout).done:
             outcome.cancel()
             raise RewardError(
                 f"reward function {self.name!r} took longer than {self.timeout} s for {len(inputs)} completions (first "
@@ -176,14 +172,13 @@ class RewardCaller:
     def _number(self, value: Any, prompt: Any) -> float:
         if value is None:
             return math.nan
-        try:
+        number = math.nan
+        with suppress(Exception):  # of somebody's __float__, too
             kind = _array_kind(value)
             plain = value if kind is None else value.item()
             # float() alone reads text and bytes, and drops imaginary parts.
-            is_number = (kind or "f") in NUMERIC and hasattr(type(plain), "__float__")
-            number = float(plain) if is_number else math.nan
-        except Exception:  # of somebody's __float__, too
-            number = math.nan
+            if (kind or "f") in NUMERIC and hasattr(type(plain), "__float__"):
+                number = float(plain)
         if not abs(number) <= FLOAT32_MAX:
             raise RewardValueError(
                 f"reward function {self.name!r} returned {quoted(value)} at prompt {quoted(prompt)}; "
@@ -259,7 +254,10 @@ def load_reward(name: str, *, what: str = "reward function") -> RewardFunction:
         raise InputError(f"got {what} {name!r}, want module:name, module.name or path.py:name")
     _search_working_directory()
     try:
-        module = _run_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        if source.endswith(".py"):
+            module = _run_file(Path(source), os.stat(source).st_mtime_ns)
+        else:
+            module = importlib.import_module(source)
         function: Any = getattr(module, attribute)
     except Exception as error:  # anything that the module raises when it is imported
         raise InputError(f"got {what} {name!r}, which cannot be loaded: {error}") from error
@@ -277,19 +275,14 @@ def names_a_function(name: str) -> bool:
     if not (module and name.replace(".", "").isidentifier() and attribute):
         return False
     _search_working_directory()
-    try:
+    with suppress(ModuleNotFoundError):
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def _run_file(path: Path) -> ModuleType:
-    """The module of a file, which is run once as long as it stays as it is: its functions share their state."""
-    return _module_of(path, path.stat().st_mtime_ns)
+    return False
 
 
 @functools.cache
-def _module_of(path: Path, changed: int) -> ModuleType:
+def _run_file(path: Path, changed: int) -> ModuleType:
+    """The module of a file, which is run once as long as it stays as it is: its functions share their state."""
     # A prefix keeps a user's json.py from replacing the module json.
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     assert spec is not None

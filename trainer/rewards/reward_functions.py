@@ -51,10 +51,10 @@ from fused_grpo.trainer.rewards.reward_call import (
 
 FailurePolicy = Literal["fail", "retry", "drop"]
 FIRST_PAUSE = 0.5  # seconds before the first retry; each further pause is twice as long
-
-_log = logging.getLogger(__name__)
 BATCH_SIZE = 16  # sequences in one forward pass
 _ONLY_RANK_0 = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # which Accelerate sets, for transformers
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +119,7 @@ class Rewards:
         ]
         self.names = _unique(map(reward_name, self.functions))
         self.failure, self.retries = failure, retries
-        self._callers = [
-            RewardCaller(function, name, timeout=timeout)
-            for function, name in zip(self.functions, self.names, strict=True)
-        ]
+        self._callers = [RewardCaller(*each, timeout=timeout) for each in zip(self.functions, self.names, strict=True)]
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """InputError unless a dataset with these columns has what the functions need."""
@@ -180,7 +177,7 @@ class Rewards:
             case "fail":
                 scores = caller(inputs)
             case "retry":
-                scores = _call_with_retries(caller, inputs, retries=self.retries)
+                scores = _call_with_retries(caller, inputs, self.retries)
             case "drop":
                 scores = _call_dropping_groups(caller, inputs, num_generations)
         return scores, time.perf_counter() - start
@@ -188,9 +185,7 @@ class Rewards:
     def _output(self, scores: Sequence[Scores], seconds: dict[str, float], num_generations: int) -> RewardOutput:
         per_function = torch.tensor([one.values for one in scores], dtype=torch.float32).T.contiguous()
         failures = {number: error for one in scores for number, error in one.failures.items()}
-        dropped = torch.zeros(len(per_function) // num_generations, dtype=torch.bool)
-        dropped[list(failures)] = True
-        dropped = dropped.repeat_interleave(num_generations)
+        dropped = torch.tensor([place // num_generations in failures for place in range(len(per_function))])
         per_function[dropped] = math.nan
         extra: dict[str, list[Any]] = {}
         metrics: dict[str, list[float]] = {}
@@ -212,17 +207,18 @@ class Rewards:
         )
 
 
-def _call_with_retries(call: RewardCaller, inputs: RewardInputs, *, retries: int) -> Scores:
-    """The scores of the first of `1 + retries` calls that succeeds, or the error of the last one."""
-    for attempt in itertools.count(1):
+def _call_with_retries(call: RewardCaller, inputs: RewardInputs, retries: int) -> Scores:
+    calls = 1 + retries
+    for attempt in range(retries):
         try:
-            return call(inputs, pinpoint=attempt > retries)
+            return call(inputs, pinpoint=False)
         except RewardError as error:
-            if attempt > retries:
-                raise RewardError(f"{error} (call {attempt} of {attempt})") from error
-            _log.warning("%s (call %d of %d, trying again)", error, attempt, retries + 1)
-            time.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
-    raise AssertionError("a call is made")
+            _log.warning("%s (call %d of %d, trying again)", error, attempt + 1, calls)
+            time.sleep(FIRST_PAUSE * 2**attempt)
+    try:
+        return call(inputs)
+    except RewardError as error:
+        raise RewardError(f"{error} (call {calls} of {calls})") from error
 
 
 def _call_dropping_groups(call: RewardCaller, inputs: RewardInputs, num_generations: int) -> Scores:
@@ -248,7 +244,7 @@ def _call_dropping_groups(call: RewardCaller, inputs: RewardInputs, num_generati
 
 
 def _joined(groups: list[Scores], num_generations: int) -> Scores:
-    """The scores of a batch from those of its groups. A failed group has values NaN and logged columns None."""
+    """The scores of a batch from those of its groups; of a failed group, NaN and None in logged columns."""
     joined = Scores(extra={name: [] for group in groups for name in group.extra})
     for group in groups:
         joined.values.extend(group.values or [math.nan] * num_generations)
@@ -355,29 +351,22 @@ class RewardModel:
         self.model = model.eval() if stays else model.eval().to(device)
         self.tokenizer, self.template_options = processing_class, dict(chat_template_kwargs or {})
 
+    @torch.inference_mode()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
         """The model's score of each completion."""
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        return [
-            score
-            for start in range(0, len(texts), BATCH_SIZE)
-            for score in self._scores(texts[start : start + BATCH_SIZE])
-        ]
+        options: Any = {"return_tensors": "pt", "padding": True, "padding_side": "right", "add_special_tokens": False}
+        device, scores = next(self.model.parameters()).device, list[float]()
+        for start in range(0, len(texts), BATCH_SIZE):
+            encoded = self.tokenizer(text=texts[start : start + BATCH_SIZE], **options).to(device)
+            scores += self.model(**encoded).logits[:, 0].float().tolist()
+        return scores
 
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
             return prompt + str(completion)
         messages = [*prompt, *completion]
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_options))
-
-    @torch.inference_mode()
-    def _scores(self, texts: list[str]) -> list[float]:
-        device = next(self.model.parameters()).device
-        encoded = self.tokenizer(
-            text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
-        ).to(device)
-        scores: list[float] = self.model(**encoded).logits[:, 0].float().tolist()
-        return scores
 
 
 def load_reward_model(
@@ -388,12 +377,9 @@ def load_reward_model(
     model_init_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> RewardModel:
-    """A reward model from a path or hub id, with the `options` of `RewardModel`.
+    """A reward model from a path or hub id, with the `options` of `RewardModel`, or an InputError.
 
     `model_init_kwargs` are for `from_pretrained`, as in TRL those of the policy; the tokenizer has the same revision.
-
-    Raises:
-        InputError: there is no such model, or its score layer has no trained weights.
     """
     from transformers import AutoModelForSequenceClassification
 

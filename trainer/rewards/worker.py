@@ -45,10 +45,8 @@ def main(what: str, reference: str, seconds: float, memory: int) -> None:
         return
     # Where a module names the isolated function as the plain one was named, each process would start another one.
     function = inspect.unwrap(function, stop=lambda one: not getattr(one, "is_isolated", False))
-    answer: Callable[[Any], str]
-    if what == "tool":
-        answer = functools.partial(tool_reply, function)
-    else:
+    answer: Callable[[Any], str] = functools.partial(tool_reply, function)
+    if what != "tool":
         answer = functools.partial(reward_reply, RewardCaller(function, reward_name(function)))
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -71,9 +69,8 @@ def _disconnect(*descriptors: int) -> None:
 
 
 def reward_reply(call: RewardCaller, columns: dict[str, list[Any]]) -> str:
-    """The reply to a request for the reward of one completion."""
     # `RewardInputs` counts the prompts, and the function may not take any.
-    columns = columns if "prompts" in columns else {**columns, "prompts": next(iter(columns.values()))}
+    columns = {"prompts": next(iter(columns.values())), **columns}
     try:
         scores = call(RewardInputs(columns=columns), pinpoint=False)
         value = None if math.isnan(scores.values[0]) else scores.values[0]
@@ -83,7 +80,6 @@ def reward_reply(call: RewardCaller, columns: dict[str, list[Any]]) -> str:
 
 
 def tool_reply(tool: Callable[..., Any], arguments: tuple[list[Any], dict[str, Any]]) -> str:
-    """The reply to a call of a tool."""
     positional, named = arguments
     try:
         text = as_text(tool(*positional, **named))
@@ -97,12 +93,11 @@ def tool_reply(tool: Callable[..., Any], arguments: tuple[list[Any], dict[str, A
 
 def as_text(result: Any) -> str:
     """What the model reads: text as it is, parts of text joined, and anything else as `str` writes it."""
-    if isinstance(result, list) and any(
-        isinstance(part, dict) and "image" in str(part.get("type", "")) for part in result
-    ):
+    parts = [part for part in result if isinstance(part, dict)] if isinstance(result, list) else []
+    if any("image" in str(part.get("type", "")) for part in parts):
         raise ValueError("the tool returned an image, and the model reads text alone")
-    if isinstance(result, list) and result and all(isinstance(part, dict) and "text" in part for part in result):
-        return "".join(str(part["text"]) for part in result)
+    if parts and all("text" in part for part in parts) and len(parts) == len(result):
+        return "".join(str(part["text"]) for part in parts)
     return str(result)
 
 

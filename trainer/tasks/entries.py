@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -76,16 +76,13 @@ def difficulties(entries: Sequence[Mapping[str, Any]]) -> list[float] | None:
     >>> difficulties([entry, other, other])
     [0.0, 1.0, 1.0]
     """
-    columns = dict[str, list[float]]()
-    names = dict.fromkeys(name for entry in entries for name in _listed(entry))
-    for name in names:
+    columns = list[list[float]]()
+    for name in dict.fromkeys(name for entry in entries for name in _listed(entry)):
         values = [_own_value(entry, name) for entry in entries]
-        if all(map(math.isfinite, values)) and min(values) < max(values):
-            low, high = min(values), max(values)
-            columns[name] = [(value - low) / (high - low) for value in values]
-    if not columns:
-        return None
-    return [sum(row) / len(row) for row in zip(*columns.values(), strict=True)]
+        low, high = min(values), max(values)
+        if all(map(math.isfinite, values)) and low < high:
+            columns.append([(value - low) / (high - low) for value in values])
+    return [sum(row) / len(row) for row in zip(*columns, strict=True)] or None
 
 
 def _listed(entry: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -95,9 +92,8 @@ def _listed(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _own_value(entry: Mapping[str, Any], name: str) -> float:
     """The entry's value of that name, or its number of that name; NaN where it is no number."""
-    metadata = entry["metadata"]
-    candidates: Iterable[Any] = (metadata.get(name), metadata.get(f"num_{name}"), metadata.get(f"n_{name}"))
-    for value in (*candidates, _listed(entry).get(name)):
+    names = (name, f"num_{name}", f"n_{name}")
+    for value in (*map(entry["metadata"].get, names), _listed(entry).get(name)):
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
     return math.nan

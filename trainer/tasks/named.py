@@ -31,8 +31,7 @@ def named_task(name: str, options: Sequence[str] = (), *, limit: int | None, eva
     if name in BUILT_IN:
         if options:
             raise InputError(f"got --task-options {' '.join(options)} for {name}, which has none; fix: leave it out")
-        task = _arithmetic() if name == ARITHMETIC else _calculator()
-        return dataclasses.replace(task, train=task.train[:limit], heldout=task.heldout[:eval_limit])
+        return _built_in(name, limit, eval_limit)
     if not name.startswith(REASONING_GYM):
         raise InputError(f"got --task {name}, want {FORMS}; fix: `fused-grpo tasks` lists them")
     sizes: dict[str, Any] = {key: n for key, n in (("size", limit), ("heldout_size", eval_limit)) if n is not None}
@@ -57,37 +56,27 @@ def task_lines(name: str | None = None) -> Iterator[str]:
         yield f"{REASONING_GYM}...  generators of reasoning-gym: pip install 'fused-grpo[tasks]'"
 
 
-def _arithmetic() -> Task:
-    from fused_grpo.trainer.recipes import arithmetic  # imports torch
+def _built_in(name: str, limit: int | None, eval_limit: int | None) -> Task:
+    from fused_grpo.trainer.recipes import arithmetic, calculator  # which import torch
 
-    splits = arithmetic.build_splits()
+    parts: dict[str, list[Any]] = {
+        ARITHMETIC: [arithmetic, arithmetic.sum_reward],
+        CALCULATOR: [calculator, calculator.product_reward, calculator.multiply],
+    }
+    recipe, reward, *tools = parts[name]
+    train, heldout = recipe.build_splits()
     return Task(
-        name=ARITHMETIC,
-        train=splits.train,
-        heldout=splits.heldout,
-        reward=arithmetic.sum_reward,
+        name=name,
+        train=train[:limit],
+        heldout=heldout[:eval_limit],
+        reward=reward,
+        tools=tuple(tools),
         measures="accuracy",
-        load_model=arithmetic.load_base_model,
-    )
-
-
-def _calculator() -> Task:
-    from fused_grpo.trainer.recipes import calculator  # imports torch
-
-    train, heldout = calculator.build_splits()
-    return Task(
-        name=CALCULATOR,
-        train=train,
-        heldout=heldout,
-        reward=calculator.product_reward,
-        tools=(calculator.multiply,),
-        measures="accuracy",
-        load_model=calculator.load_base_model,
+        load_model=recipe.load_base_model,
     )
 
 
 def _named_value(option: str) -> tuple[str, Any]:
-    """Name and value of name=value, whose value is read as YAML reads it."""
     name, equals, value = option.partition("=")
     if not name or not equals:
         raise InputError(f"got --task-options {option}, want name=value, such as min_terms=2")

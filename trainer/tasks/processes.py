@@ -47,13 +47,7 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def score(answers: Sequence[str | None], entries: Sequence[str], generators: Sequence[str]) -> list[float]:
-    """Rewards of answers, by the generators that made the entries.
-
-    Args:
-        answers: as they were read from completions; None: there was none.
-        entries: as `entries.as_text` writes them.
-        generators: each a JSON list of name and options.
-    """
+    """Rewards of answers (None: there was none), by the generators of the entries: JSON lists of name and options."""
     return [_score(*row) for row in zip(answers, entries, generators, strict=True)]
 
 

@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 from fused_grpo.errors import DataError, InputError, UnavailableError, shown
-from fused_grpo.trainer.common.redaction import without_secrets
 from fused_grpo.trainer.rewards.builtin_rewards import text_of
-from fused_grpo.trainer.rewards.isolation import IsolatedReward
+from fused_grpo.trainer.rewards.isolation import IsolatedReward, process_environment
 from fused_grpo.trainer.tasks.entries import difficulties, from_text, last_answer
 from fused_grpo.trainer.tasks.task import Row, Task
 
 HELD_OUT_SEEDS = 2**31
-SCORE_SECONDS, SCORE_MEMORY = 10.0, 8 << 30  # limits for one answer, in seconds and bytes
+# With limits for one answer, in seconds and bytes.
+SCORER = IsolatedReward(f"{__package__}.processes:score", timeout=10.0, memory=8 << 30, on_failure=0.0)
 OWN = ("seed", "size")  # options of every generator that are arguments of `reasoning_gym_task`
 ReadAnswer = Callable[[str, str], str | None]
 
@@ -63,7 +60,7 @@ def reasoning_gym_task(
         InputError: an unknown generator, or an option that it does not take.
         DataError: an entry that cannot be made, or no question that is not held out.
     """
-    options = checked_options(generator, options)
+    check_options(generator, options)
     for name, value, least in (("size", size, 1), ("heldout_size", heldout_size, 0), ("seed", seed, 0)):
         if not isinstance(value, int) or not least <= value < HELD_OUT_SEEDS // 2:
             raise InputError(f"got {name}={value!r}, want a whole number of at least {least}, below 2^30")
@@ -104,8 +101,8 @@ def option_fields(generator: str) -> list[dataclasses.Field[Any]]:
     return [entry for entry in dataclasses.fields(known[generator]) if entry.name not in OWN]
 
 
-def checked_options(generator: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with which the generator can be made; InputError where it cannot."""
+def check_options(generator: str, options: Mapping[str, Any]) -> None:
+    """InputError for options with which the generator cannot be made."""
     names = [entry.name for entry in option_fields(generator)]
     for name in options.keys() - set(names):
         close = difflib.get_close_matches(name, names, n=1)
@@ -120,28 +117,25 @@ def checked_options(generator: str, options: Mapping[str, Any]) -> dict[str, Any
             f"got {given} for {generator}, which it refuses ({type(error).__name__}: {shown(error)}); fix: "
             f"`fused-grpo tasks reasoning_gym:{generator}` has its defaults"
         ) from error
-    return dict(options)
 
 
-def _module() -> ModuleType:
+def _module() -> Any:
     try:
         import reasoning_gym
     except ModuleNotFoundError as error:
         raise UnavailableError(
             f"got a task of reasoning-gym without {error.name}, want it installed; fix: pip install 'fused-grpo[tasks]'"
         ) from error
-    module: ModuleType = reasoning_gym
-    return module
+    return reasoning_gym
 
 
 def _made_entries(name: str, options: Mapping[str, Any], parts: Sequence[tuple[int, int]]) -> list[list[str]]:
-    """The entries of a generator for each (seed, size), as text, the same in every process; or a DataError."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    """The entries of a generator for each (seed, size), as text; or a DataError."""
     made = subprocess.run(
         [sys.executable, "-m", f"{__package__}.processes"],
         input=json.dumps({"name": name, "options": options, "parts": parts}).encode(),
         stdout=subprocess.PIPE,
-        env={**without_secrets(os.environ), "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
+        env={**process_environment(), "PYTHONHASHSEED": "0"},
     )
     try:
         reply = json.loads(made.stdout)
@@ -154,7 +148,7 @@ def _made_entries(name: str, options: Mapping[str, Any], parts: Sequence[tuple[i
 
 
 def _new_rows(entries: Iterable[str], seen: set[str]) -> Iterator[Row]:
-    """Rows of the entries whose question has not been seen, which it then has been."""
+    """Rows of the entries whose question has not been seen; adds them to `seen`."""
     for text in entries:
         entry = from_text(text)
         if entry["question"] not in seen:
@@ -164,18 +158,10 @@ def _new_rows(entries: Iterable[str], seen: set[str]) -> Iterator[Row]:
 
 
 def _reward(name: str, generator: str, read_answer: ReadAnswer) -> Callable[..., list[float]]:
-    """The verifier as a reward function of that name."""
-
     def reward(completions: Sequence[Any], answer: Sequence[str], entry: Sequence[str], **columns: Any) -> list[float]:
         answers = [read_answer(text_of(text), right) for text, right in zip(completions, answer, strict=True)]
-        scores = _scorer()(answers=answers, entries=entry, generators=[generator] * len(answers))
+        scores = SCORER(answers=answers, entries=entry, generators=[generator] * len(answers))
         return [0.0 if score is None else score for score in scores]
 
     reward.__name__ = name
     return reward
-
-
-@functools.cache
-def _scorer() -> IsolatedReward:
-    score = f"{__package__}.processes:score"
-    return IsolatedReward(score, timeout=SCORE_SECONDS, memory=SCORE_MEMORY, on_failure=0.0)

@@ -11,6 +11,7 @@ A tile is column-major: a GEMM then packs the hidden states, which fit a cache, 
 
 from torch import Tensor
 
+from fused_grpo._maths.formulas import token_statistics
 from fused_grpo._maths.statistics import finish_rows
 from fused_grpo.passes.protocol import LogprobForward
 from fused_grpo.passes.torch_passes.divergence import Divergence, divergence_gradient_
@@ -23,7 +24,6 @@ from fused_grpo.passes.torch_passes.row_passes import (
     scale_,
     scale_hidden,
     softmax_weights_,
-    token_statistics,
 )
 
 __all__ = [

@@ -29,14 +29,7 @@ from torch import Tensor
 from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.statistics import RowState, Statistics, finish_rows
 from fused_grpo.passes import buffers
-from fused_grpo.passes.torch_passes.row_passes import (
-    Scratch,
-    block_sums,
-    empty_tile,
-    exp,
-    in_place,
-    is_plain,
-)
+from fused_grpo.passes.torch_passes.row_passes import block_sums, empty_tile, exp, in_place, is_plain, scratch
 
 # For jsd, e^c is not smaller: it is not 0, and no quotient is out of range. Twice as far down it is 0.
 _LEAST = {torch.float32: -60.0, torch.float64: -600.0}
@@ -92,7 +85,7 @@ class _Logits:
         self.is_plain = is_plain(bias, temperature, logit_scale, softcap)
         # Those of the soft cap [R, V]: after the sweeps, nothing has the logits any more.
         self.slopes = empty_tile(*raw.shape, dtype=raw.dtype, device=raw.device) if slopes and softcap else None
-        width = Scratch(raw).width
+        width, _ = scratch(raw, 0)
         self.columns = list(buffers.chunks(raw.shape[1], width))
         # Elementwise over the blocks first: a maximum of each row in each block takes twice as long.
         tops = self._transformed_(self.columns[0]).clone()
@@ -166,7 +159,7 @@ class Divergence:
         self.least = _LEAST[student.dtype]
         self.at = torch.stack([self.student.at, self.teacher.at], 1)
         self.same = self.student.at == self.teacher.at
-        self.scratch = Scratch(student)
+        _, self.scratch = scratch(student, 2 if entropy or kind == "jsd" else 1)
         self._target_logit = None if targets is None else student.gather(1, targets[:, None])[:, 0]
         self._weighted = torch.zeros_like(self.student.largest)  # the sum of e_s c_s
         self.rows = self.sweep()
@@ -231,8 +224,8 @@ class Divergence:
     def _add_entropy(self, c: Tensor) -> None:
         """Add e c of some columns [R, c] of the student. Below -128 e is 0 or almost 0: this only avoids 0 * -inf."""
         if self.entropy:
-            e = exp(c, out=self.scratch(1, c.shape[1]))
-            self._weighted += block_sums(e.mul_(torch.clamp_min(c, -128.0, out=self.scratch(0, c.shape[1]))))
+            clamped, e = (memory[:, : c.shape[1]] for memory in self.scratch)
+            self._weighted += block_sums(exp(c, out=e).mul_(torch.clamp_min(c, -128.0, out=clamped)))
 
     def _exponentials_(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """c_s and c_t [R, c] become e_s and X (e_t for jsd); (their sums, that of X or of -e_t d, each [R])."""
@@ -241,7 +234,7 @@ class Divergence:
             return s_sums, t_sums, torch.zeros_like(s_sums)
         reverse = self.kind == "reverse_kl"
         weights, other = (s, t) if reverse else (t, s)
-        d = torch.sub(weights, other, out=self.scratch(0, s.shape[1]))
+        d = torch.sub(weights, other, out=self.scratch[0][:, : s.shape[1]])
         s_sums, t_sums = block_sums(exp(s, out=s)), block_sums(exp(t, out=t))
         x = torch.mul(d, weights, out=t if reverse else d)
         total = block_sums(x)
@@ -260,7 +253,7 @@ class Divergence:
         x_others = peak_t[:, 1].clone()
         for _, e_s, f in self.blocks():
             f.mul_(rho)
-            parts = self._logarithms_(e_s, f, torch.sub(f, e_s, out=self.scratch(0, f.shape[1])))
+            parts = self._logarithms_(e_s, f, torch.sub(f, e_s, out=self.scratch[0][:, : f.shape[1]]))
             for sums, part in zip((x_others, y), parts, strict=True):
                 sums += part
         x = x_others + peak_t[:, 0]
@@ -269,7 +262,8 @@ class Divergence:
     def _logarithms_(self, e_s: Tensor, f: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
         """f [R, c] becomes X; (the sums of X and of Y, both [R])."""
         zero = f.new_zeros(())  # the quotient and its factor in one operation
-        log_student = torch.addcdiv(zero, difference, e_s, value=self.beta, out=self.scratch(1, f.shape[1])).log1p_()
+        memory = self.scratch[1][:, : f.shape[1]]
+        log_student = torch.addcdiv(zero, difference, e_s, value=self.beta, out=memory).log1p_()
         y = block_sums(torch.addcdiv(zero, difference, f, value=self.beta - 1, out=difference).log1p_().mul_(f))
         return block_sums(torch.mul(log_student, e_s, out=f)), y
 
@@ -285,7 +279,7 @@ class Divergence:
         others_sum = x * rows.x_others - y * rows.s
         at_peaks[:, 0] = torch.where(confident, -others_sum - torch.where(hit, 0.0, g), at_peaks[:, 0])
         for columns, e_s, x_block in self.blocks():
-            place = e_s if out.dtype == e_s.dtype else self.scratch(0, e_s.shape[1])
+            place = e_s if out.dtype == e_s.dtype else self.scratch[0][:, : e_s.shape[1]]
             values = torch.mul(e_s, -y[:, None], out=place).addcmul_(x_block, x[:, None])
             if self.student.slopes is not None:
                 values.mul_(self.student.slopes[:, columns])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Unpack
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def row_statistics(
 
     `head` is bias [C] or None, temperature [R], logit_scale and softcap.
     """
-    return _fold(RawTile(logits, targets, **head), entropy=entropy)[0]
+    return merge_rows(_fold(RawTile(logits, targets, **head), entropy=entropy)[0])
 
 
 def softmax_weights_(
@@ -57,42 +57,39 @@ def softmax_weights_(
     """
     tile, out = RawTile(logits, targets, **head), in_place(logits, dtype or logits.dtype)
     if statistics is None:
-        state, shift = _fold(tile, entropy=entropy, out=out)
-        statistics = finish_rows([state], entropy=entropy)
+        parts, shift = _fold(tile, entropy=entropy, out=out)
+        statistics = finish_rows(parts, entropy=entropy)
         total = statistics.total * torch.exp(statistics.shift - finite(shift))
     else:
         shift, total = finite(statistics.shift)[:, None], statistics.total
         for block in tile.blocks(out):
-            centred = torch.sub(block.z, shift, out=block.place())
-            block.write(exp(centred, out=centred))
-    tile.put_at_target_(out, -total if tile.slope_at_target is None else -total * tile.slope_at_target)
+            exp(torch.sub(block.z, shift, out=block.centred), out=block.e)
+    at_target = -total if tile.slope_at_target is None else -total * tile.slope_at_target
+    put_at_targets_(out, targets, at_target[:, None].to(out.dtype))
     lost = ~torch.isfinite(total)
     if not tile.on_cpu or lost.any():
         out.masked_fill_(lost[:, None], 0.0)
     return out, -share_of_others(statistics.logprobs, total) * tile.logit_scale / tile.temperature, statistics
 
 
-def _fold(tile: RawTile, *, entropy: bool, out: Tensor | None = None) -> tuple[RowState, Tensor]:
-    """(the state of a tile's rows, m [R]); with `out`, e^(z - m) times the soft cap's slope is left there."""
+def _fold(tile: RawTile, *, entropy: bool, out: Tensor | None = None) -> tuple[list[RowState], Tensor]:
+    """(the states of a tile's rows, m [R]); with `out`, e^(z - m) times the soft cap's slope is left there."""
     parts = list[RowState]()
     # On a GPU, a test whether a shift is raised would synchronize: the largest logits are computed first.
     shift = tile.raw.new_full((len(tile.raw),), -torch.inf) if tile.on_cpu else tile.largest()
-    for block in tile.blocks(out):
+    for block in tile.blocks(out, apart=entropy):
         # With the entropy, sums are relative to the largest logit of the block: other errors would not cancel.
         top = block.z.amax(1) if entropy else None
         if tile.on_cpu:
             shift = _raised(shift, block.z, top, None if out is None else out[:, : block.columns.start])
         centre = shift if top is None else top
-        centred = torch.sub(
-            block.z, finite(centre)[:, None], out=tile.scratch(0, block.z.shape[1]) if entropy else block.place()
-        )
-        e = exp(centred, out=block.place(1) if entropy else centred)
+        e = exp(torch.sub(block.z, finite(centre)[:, None], out=block.centred), out=block.e)
         # Below -128 exp is 0 or almost 0: the clamp only avoids 0 * -inf.
-        weighted = block_sums(centred.clamp_min_(-128.0).mul_(e)) if entropy else shift
+        weighted = block_sums(block.centred.clamp_min_(-128.0).mul_(e)) if entropy else shift
         parts = with_part(parts, RowState(centre, block_sums(e), weighted, tile.target_logit))
-        if out is not None:
-            block.write(e.mul_(torch.exp(centre - finite(shift))[:, None]) if entropy else e)
-    return merge_rows(parts), shift
+        if entropy and out is not None:
+            e.mul_(torch.exp(centre - finite(shift))[:, None])
+    return parts, shift
 
 
 def _raised(shift: Tensor, z: Tensor, top: Tensor | None, before: Tensor | None) -> Tensor:
@@ -140,15 +137,12 @@ def logits_gradient_(
         entropy_terms = -upstream_entropy, share.clamp_min(torch.finfo(share.dtype).tiny).log() + mean
         factor, none = slope * share, none & (upstream_entropy == 0)
     at_target = at_target * slope if tile.slope_at_target is None else at_target * slope * tile.slope_at_target[:, None]
-    for block in tile.blocks(out):
-        centred = torch.sub(
-            block.z, shift, out=block.place() if entropy_terms is None else tile.scratch(0, block.z.shape[1])
-        )
-        e = exp(centred, out=centred if entropy_terms is None else block.place(1))
+    for block in tile.blocks(out, apart=entropy_terms is not None):
+        e = exp(torch.sub(block.z, shift, out=block.centred), out=block.e)
         if entropy_terms is not None:
-            e.mul_(centred.clamp_min_(-128.0).add_(entropy_terms[1]).mul_(entropy_terms[0]).sub_(upstream))
-        block.write(e.mul_(factor))
-    tile.put_at_target_(out, at_target[:, 0])
+            e.mul_(block.centred.clamp_min_(-128.0).add_(entropy_terms[1]).mul_(entropy_terms[0]).sub_(upstream))
+        e.mul_(factor)
+    put_at_targets_(out, targets, at_target.to(out.dtype))
     if not tile.on_cpu or none.any():
         out.masked_fill_(none, 0.0)
     return out
@@ -185,30 +179,19 @@ def grpo_token_loss(
     everything = {"logprobs": logprobs, "log_ratio": log_ratio, **inputs}
     with torch.inference_mode(False), torch.enable_grad():
         # Autograd does not accept tensors of inference mode, but it accepts copies of them.
-        ours = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}
-        names = [name for name in ("logprobs", "log_ratio") if ours[name] is not None]
-        leaves = [ours[name].detach() for name in names]  # type: ignore[union-attr]
-
-        def loss_of(*leaves: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return formulas.token_loss(**{**ours, **dict(zip(names, leaves, strict=True))}, terms=terms)  # type: ignore[arg-type]
-
+        ours: Any = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}
+        leaves = {name: ours[name].detach() for name in ("logprobs", "log_ratio") if ours[name] is not None}
         if transformed():  # by torch.func, inside of which requires_grad_() is not allowed
-            gradients, statistics = torch.func.grad(loss_of, argnums=tuple(range(len(leaves))), has_aux=True)(*leaves)
+            take_gradient = torch.func.grad(lambda x: formulas.token_loss(**ours | x, terms=terms), has_aux=True)
+            gradients, statistics = take_gradient(leaves)
         else:
-            loss, statistics = loss_of(*(x.requires_grad_() for x in leaves))
-            gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            own = [x.requires_grad_() for x in leaves.values()]
+            loss, statistics = formulas.token_loss(**ours | leaves, terms=terms)
+            values = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
+            gradients = dict(zip(leaves, values, strict=True))
     # In the mask and without a gradient: one operation on two bools.
-    statistics["zero_gradient"] = (inputs["mask"] > (gradients[0] != 0)).sum().to(logprobs.dtype)
-    return gradients[0], None if log_ratio is None else gradients[1], statistics
-
-
-def token_statistics(partials: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The loss and the metrics of the tokens of several chunks: sums of sums, extremes of extremes, and means."""
-    if len(partials) == 1:
-        return formulas.token_metrics(partials[0])
-    merged = {name: torch.stack([part[name] for part in partials]) for name in partials[0]}
-    reduce = {"_max": torch.amax, "_min": torch.amin}
-    return formulas.token_metrics({name: reduce.get(name[-4:], torch.sum)(x, 0) for name, x in merged.items()})
+    statistics["zero_gradient"] = (inputs["mask"] > (gradients["logprobs"] != 0)).sum().to(logprobs.dtype)
+    return gradients["logprobs"], gradients.get("log_ratio"), statistics
 
 
 _PARTS = 4
@@ -221,46 +204,24 @@ def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.dev
     return buffers.empty((columns, stride), dtype=dtype, device=device)[:, :rows].t()
 
 
-class Scratch:
-    """Memory [R, c] for a block of a tile, column-major as the tile, by number; allocated when it is first needed.
+def scratch(tile: Tensor, count: int) -> tuple[int, list[Tensor]]:
+    """(the columns of a block of a tile, memory [R, c] for `count` blocks, column-major as the tile).
 
-    `width` is the columns of a block. With powers of two, all blocks of a batch-invariant tile have the same width, and
-    `block_sums` has equal parts.
+    With powers of two, all blocks of a batch-invariant tile have the same width, and `block_sums` has equal parts.
     """
-
-    def __init__(self, tile: Tensor) -> None:
-        most = max(1, buffers.BLOCK_BYTES // max(1, len(tile) * tile.element_size()))
-        self.width = 1 << (most.bit_length() - 1)
-        self._tile, self._most = tile, max(2, min(self.width, tile.shape[1]))
-        self._memory = dict[int, Tensor]()
-
-    def __call__(self, number: int, columns: int) -> Tensor:
-        rows = len(self._tile)
-        if number not in self._memory:
-            self._memory[number] = self._tile.new_empty(rows * self._most)
-        return self._memory[number][: rows * columns].view(columns, rows).t()
+    most = max(1, buffers.BLOCK_BYTES // max(1, len(tile) * tile.element_size()))
+    width = 1 << (most.bit_length() - 1)
+    columns = max(2, min(width, tile.shape[1]))
+    return width, [tile.new_empty(columns, len(tile)).t() for _ in range(count)]
 
 
 class Block(NamedTuple):
-    """A block of columns of a tile, with their transformed logits."""
+    """A block of columns of a tile, with their transformed logits, and where a pass computes; all are [R, c]."""
 
-    tile: RawTile
     columns: slice
-    z: Tensor  # [R, c], -inf at the targets; in the tile itself without a transform, else in scratch 0
-    slope: Tensor | None  # [R, c] dz/dx of the soft cap, where there is one and results are written
-    out: Tensor | None  # [R, c], where they are written
-
-    def place(self, number: int = 0) -> Tensor:
-        """Where to compute [R, c]: in the output, or in scratch memory if the output has another dtype."""
-        is_out = self.out is not None and self.out.dtype == self.z.dtype
-        return self.out if is_out else self.tile.scratch(number, self.z.shape[1])  # type: ignore[return-value]
-
-    def write(self, values: Tensor) -> None:
-        """Write `values`, which are in `place`, times the slope to the output."""
-        assert self.out is not None
-        values = values if self.slope is None else values.mul_(self.slope)
-        if self.out.dtype != values.dtype:
-            self.out.copy_(values)
+    z: Tensor  # -inf at the targets; in the tile itself without a transform, else in scratch memory
+    centred: Tensor  # for z - m
+    e: Tensor  # for e^(z - m) and what becomes of it, which is then written to the output
 
 
 class RawTile:
@@ -278,40 +239,46 @@ class RawTile:
     ) -> None:
         self.raw, self.targets, self.bias, self.temperature = raw, targets, bias, temperature
         self.logit_scale, self.softcap, self.on_cpu = logit_scale, softcap, raw.device.type == "cpu"
-        self.has_target = (targets >= 0) & (targets < raw.shape[1])
-        self._column = torch.where(self.has_target, targets, 0)[:, None]
         # At one temperature that equals the scale, the raw logits are the logits, which saves a pass.
         self.is_plain = is_plain(bias, temperature, logit_scale, softcap)
-        self.scratch = Scratch(raw)
-        at_target = raw.gather(1, self._column) if bias is None else raw.gather(1, self._column) + bias[self._column]
+        has_target = (targets >= 0) & (targets < raw.shape[1])
+        column = torch.where(has_target, targets, 0)[:, None]
+        at_target = raw.gather(1, column) if bias is None else raw.gather(1, column) + bias[column]
         z = at_target
         if not self.is_plain:
             z, _ = self._transformed(at_target, None, torch.empty_like(at_target), slope=False)
-        self.target_logit = torch.where(self.has_target, z[:, 0], -torch.inf)
+        self.target_logit = torch.where(has_target, z[:, 0], -torch.inf)
         self.slope_at_target = None if softcap is None else cap_slope(at_target[:, 0] * (logit_scale / softcap))
 
-    def blocks(self, out: Tensor | None) -> Iterator[Block]:
-        """One cache-sized block at a time. Only writes to `out`, in the memory of the tile, change the tile."""
-        shown = self._hide_(self.raw, self.targets) if self.is_plain else ()
-        for columns in buffers.chunks(self.raw.shape[1], self.scratch.width):
-            raw, slope = self.raw[:, columns], None
-            z = raw
+    def blocks(self, out: Tensor | None, *, apart: bool = False) -> Iterator[Block]:
+        """One cache-sized block at a time. What a pass leaves in a block's `e` is written to `out`, times the slope.
+
+        `out` is in the memory of the tile; without it, the tile does not change. With `apart`, `e` is not in the memory
+        of `centred`.
+        """
+        in_out = out is not None and out.dtype == self.raw.dtype  # that of `e`; without a transform, that is all
+        needed = (apart or not (in_out and self.is_plain)) + (apart and not in_out)
+        width, memory = scratch(self.raw, needed)
+        shown = put_at_targets_(self.raw, self.targets, -torch.inf) if self.is_plain else ()
+        for columns in buffers.chunks(self.raw.shape[1], width):
+            z, slope = self.raw[:, columns], None
+            spare = [values[:, : z.shape[1]] for values in memory]
             if not self.is_plain:
                 bias = None if self.bias is None else self.bias[columns]
-                z, slope = self._transformed(raw, bias, self.scratch(0, raw.shape[1]), slope=out is not None)
-                self._hide_(z, self.targets - columns.start)
-            yield Block(self, columns, z, slope, None if out is None else out[:, columns])
+                z, slope = self._transformed(z, bias, spare[0], slope=out is not None)
+                put_at_targets_(z, self.targets - columns.start, -torch.inf)
+            e = out[:, columns] if out is not None and in_out else spare[-1]
+            yield Block(columns, z, spare[0] if apart else e, e)
+            if slope is not None:
+                e.mul_(slope)
+            if out is not None and not in_out:
+                out[:, columns].copy_(e)
         if out is None and self.is_plain:
             self.raw.scatter_(1, *shown)
 
     def largest(self) -> Tensor:
         """The largest logit of each row except the target's, [R]."""
         return torch.stack([block.z.amax(1) for block in self.blocks(None)]).amax(0)
-
-    def put_at_target_(self, out: Tensor, values: Tensor) -> None:
-        """Write `values` [R] at the targets that are columns of `out`."""
-        written = torch.where(self.has_target[:, None], values[:, None].to(out.dtype), out.gather(1, self._column))
-        out.scatter_(1, self._column, written)
 
     def _transformed(
         self, raw: Tensor, bias: Tensor | None, out: Tensor, *, slope: bool
@@ -326,13 +293,16 @@ class RawTile:
         slopes = 1 - out.square() if slope else None
         return out.mul_(self.softcap / temperature), slopes
 
-    @staticmethod
-    def _hide_(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Write -inf at the targets in z [R, c]. Returns the arguments of `z.scatter_(1, ...)` that restores them."""
-        column = targets[:, None].clamp(0, z.shape[1] - 1)
-        kept = z.gather(1, column)
-        z.scatter_(1, column, torch.where(targets[:, None] == column, -torch.inf, kept))
-        return column, kept
+
+def put_at_targets_(z: Tensor, targets: Tensor, values: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Write values, one or [R, 1], at the targets [R] that are columns of z [R, c].
+
+    Returns the arguments of `z.scatter_(1, ...)` that restores what was there.
+    """
+    column = targets[:, None].clamp(0, z.shape[1] - 1)
+    kept = z.gather(1, column)
+    z.scatter_(1, column, torch.where(targets[:, None] == column, values, kept))
+    return column, kept
 
 
 def exp(x: Tensor, *, out: Tensor) -> Tensor:

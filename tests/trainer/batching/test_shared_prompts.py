@@ -17,7 +17,7 @@ from fused_grpo import GRPOLossConfig
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.batching.micro_batches import by_prompt, by_sequence, micro_batches, pack, prompt_trees, slowest
+from fused_grpo.trainer.batching.micro_batches import alone, by_trees, micro_batches, pack, prompt_trees, slowest
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.models.attention import tree_cost, tree_sizes
 from fused_grpo.trainer.policy import PolicyLoss, tree_mask
@@ -210,7 +210,7 @@ def groups() -> list[Sample]:
 def shares(batch, **limits) -> tuple[list[list[list[int]]], list[float]]:
     """By prompt and by sequence, for two ranks, and what each of them costs."""
     trees = partial(prompt_trees, batch, attention=1e-3, **limits)
-    both = [by_prompt(batch, 2, 1e-3, trees), by_sequence(batch, 2, 1e-3)]
+    both = [by_trees(batch, 2, 1e-3, way) for way in (trees, alone)]
     return both, [slowest(batch, ranks, attention=1e-3, trees=trees) for ranks in both]
 
 
@@ -236,7 +236,7 @@ def test_ranks_are_balanced_for_the_micro_batches_that_they_run(groups):
 @pytest.mark.parametrize("options", [{}, {"beta": 0.1}, {"top_entropy_quantile": 0.5}, {"kl_cov_ratio": 0.2}])
 def test_a_rank_without_sequences_makes_the_step_too(groups, make_model, tmp_path, options):
     trees = partial(prompt_trees, groups[:8], attention=1e-3)
-    assert [] in by_prompt(groups[:8], 3, 1e-3, trees)
+    assert [] in by_trees(groups[:8], 3, 1e-3, trees)
     args = GRPOConfig(str(tmp_path), bf16=False, **options)
     learner = Learner(make_model(), args, Accelerator(cpu=True), max_steps=1)
     batch, metrics = learner.learn(learner.with_old_logprobs([]))

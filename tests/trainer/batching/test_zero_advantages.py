@@ -146,7 +146,7 @@ def test_gradients_are_the_same_for_every_loss(make_trainer, loss_type):
 
 def test_completions_without_an_advantage_do_not_go_through_the_model(make_trainer):
     lengths = [len(p) + len(c) for p, c in zip(column(HALF, "prompt_ids"), column(HALF, "completion_ids"), strict=True)]
-    left = sum(sample.length for sample in HALF if sample.advantage)
+    left = sum(len(sample.prompt_ids + sample.completion_ids) for sample in HALF if sample.advantage)
     assert left < 0.6 * sum(lengths)
     for batch, tokens in ((HALF, sum(lengths)), (without_zeros(HALF), left)):
         assert updates(make_trainer, batch, one_row=True)[2] == [tokens] * 2

@@ -12,7 +12,7 @@ from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.cli.options import TrainOptions, parse_train_options
 from fused_grpo.trainer.cli.train import Inputs, dry_run, resolved
 from fused_grpo.trainer.collect.plan import batch_table
-from fused_grpo.trainer.models.memory_estimate import memory_terms, micro_batch_tokens, model_shape
+from fused_grpo.trainer.models.memory_estimate import memory_terms, micro_batch_tokens, shape_of
 
 
 def sizes(shape, args, **options):
@@ -58,7 +58,7 @@ def test_planned_steps_are_those_of_the_trainer(make_trainer):
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_gradients_and_optimizer_state_are_exact(make_model, tied):
     model = make_model(tie_word_embeddings=tied)
-    estimate = sizes(model_shape(model.config), TrainOptions(beta=0.1))
+    estimate = sizes(shape_of(model.config), TrainOptions(beta=0.1))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.tensor([[1, 2]])).logits.sum().backward()
     optimizer.step()
@@ -84,7 +84,7 @@ def test_activations_are_what_the_layers_keep(make_model, bf16, checkpointing):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", enabled=bf16):
         model.get_decoder()(torch.ones(4, 64, dtype=torch.int64), use_cache=False)
-    shape, args = model_shape(model.config), TrainOptions(gradient_checkpointing=checkpointing, num_generations=4)
+    shape, args = shape_of(model.config), TrainOptions(gradient_checkpointing=checkpointing, num_generations=4)
     args.per_device_train_batch_size, args.max_completion_length, args.bf16 = 4, 54, bf16
     estimate = sizes(shape, args)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
@@ -101,18 +101,18 @@ def test_an_adapter_has_its_own_count_and_no_reference(make_model):
 
     options = TrainOptions(use_peft=True, lora_r=4, beta=0.1)
     model = make_model()
-    shape = model_shape(model.config, lora_r=4)
+    shape = shape_of(model.config, lora_r=4)
     wrapped = get_peft_model(copy.deepcopy(model), options.peft_config())
     assert shape.trained == wrapped.get_nb_trainable_parameters()[0]
     estimate = sizes(shape, options)
     assert "reference model, fp32" not in estimate
     assert "the head's new gradient" not in estimate
-    only_queries = model_shape(model.config, lora_r=4, lora_targets=["q_proj"])
+    only_queries = shape_of(model.config, lora_r=4, lora_targets=["q_proj"])
     assert only_queries.trained == 2 * 4 * (32 + 32)
 
 
 def test_a_teacher_is_counted_with_its_chunk_and_the_reference_once(make_model):
-    shape, wider = (model_shape(make_model(hidden_size=size).config) for size in (32, 64))
+    shape, wider = (shape_of(make_model(hidden_size=size).config) for size in (32, 64))
     options = TrainOptions(
         teacher_model="self", distillation_coef=1.0, per_device_train_batch_size=1, num_generations=1
     )
@@ -132,7 +132,7 @@ def test_a_teacher_is_counted_with_its_chunk_and_the_reference_once(make_model):
 
 
 def test_the_chunk_is_never_larger_than_the_logits():
-    shape = model_shape(parse_config(vocab_size=1000))
+    shape = shape_of(parse_config(vocab_size=1000))
     few = TrainOptions(per_device_train_batch_size=1, gradient_accumulation_steps=8, max_completion_length=10)
     assert sizes(shape, few)["one chunk of logits"] == 4 * 10 * 1000
     assert sizes(shape, TrainOptions(chunk_bytes=12345))["one chunk of logits"] == 12345
@@ -144,13 +144,13 @@ def test_a_prompt_counts_as_often_as_it_is_computed():
     def tokens(shape=None, **options):
         return micro_batch_tokens(TrainOptions(per_device_train_batch_size=8, **options), 512, shape)[0]
 
-    shape = model_shape(parse_config())
+    shape = shape_of(parse_config())
     short = {"num_generations": 4, "max_completion_length": 8}
     assert tokens(shape, **short) == 2 * 512 + 8 * 8
     whole = 8 * (512 + 8)
     assert tokens(**short) == tokens(shape, **short, share_prompts=False) == whole
     assert tokens(shape, **short, model_init_kwargs={"attn_implementation": "flash_attention_2"}) == whole
-    assert tokens(model_shape(tiny_config("qwen3_moe")), **short) == whole
+    assert tokens(shape_of(tiny_config("qwen3_moe")), **short) == whole
 
 
 def parse_config(**options):

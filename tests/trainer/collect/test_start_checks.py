@@ -163,6 +163,14 @@ def test_a_dry_run_says_it_of_eval_sets_and_rewards_too(folder, tmp_path):
         main([*command, "--reward-funcs", "format", "./typo"])
 
 
+def test_a_function_that_returns_a_generator_loses_no_row(folder, tmp_path):
+    write(tmp_path / "mine.py", f"def rows(split): yield from [dict(row, question='1=') for row in {ROWS}]\n")
+    command = ["train", "--dry-run", "--model", str(folder), "--output-dir", str(tmp_path / "run"), "--max-steps", "1"]
+    command += ["--dataset", f"{tmp_path / 'mine.py'}:rows", "--prompt-column", "question", "--reward-funcs", "format"]
+    with pytest.raises(SystemExit, match=r"got a generator as train_dataset: .*which can start again"):
+        main(command)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

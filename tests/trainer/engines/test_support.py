@@ -1,6 +1,7 @@
 """Supports from what engines return; and those that cannot be right are refused before anything is learnt from them."""
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from fused_grpo.trainer.engines.sampling import (
     listed_support,
     num_listed,
     support_fields,
-    vllm_options,
+    vllm_requests,
 )
 from fused_grpo.trainer.engines.vllm import start_vllm
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, _completion
@@ -135,7 +136,9 @@ def test_an_engine_with_a_mask_asks_for_what_vllm_takes() -> None:
     engine._has_mask, engine._vocab_size = True, V
     seeded = replace(SAMPLING, seed=0)
     requests = [seeded, replace(seeded, top_k=7), replace(seeded, temperature=0.0)]
-    asked = [engine._requests(vllm_options(one, seed=0, count=1), one)[0] for one in requests]
+    limits = {"engine": "vllm", "max_model_len": 9, "max_listed": 0, "vocab_size": V}
+    options = [vllm_requests([[6]], one, random.Random(0), **limits)[1] for one in requests]
+    asked = [engine._requests(each, one)[0] for each, one in zip(options, requests, strict=True)]
     assert [(one.temperature, one.top_k, one.top_p) for one in asked] == [(1.0, V, 0.9), (1.0, 7, 0.9), (1.0, 1, 0.9)]
 
 

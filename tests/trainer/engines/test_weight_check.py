@@ -1,4 +1,4 @@
-"""check_same_weights: accepts rounding, and nothing else."""
+"""The check of log-probs accepts rounding, and nothing else."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 
 from fused_grpo.errors import WeightSyncError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.engines.checked_engine import WeightCheck, check_same_weights
+from fused_grpo.trainer.engines.checked_engine import WeightCheck
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 
 
@@ -17,12 +17,17 @@ def engine_in(dtype: torch.dtype | None) -> Any:
     return SimpleNamespace(name="vllm", weight_version=3, weight_dtype=dtype)
 
 
+def compare(mean: float, largest: float, dtype: torch.dtype, device: str = "cpu", bound: float | None = None) -> None:
+    args = GRPOConfig(bf16=False, max_logprob_difference=bound)
+    WeightCheck(args, nn.Linear(1, 1), torch.device(device))(mean, largest, engine=engine_in(dtype))
+
+
 @pytest.mark.parametrize(
     ("dtype", "mean", "largest"),
     [(torch.float32, 5e-7, 9e-6), (torch.float16, 0.004, 0.3), (torch.bfloat16, 0.03, 1.5)],
 )
 def test_rounding_of_the_dtype_passes(dtype: torch.dtype, mean: float, largest: float) -> None:
-    check_same_weights(mean, largest, dtype=dtype, engine="vllm", version=3)
+    compare(mean, largest, dtype)
 
 
 @pytest.mark.parametrize(
@@ -37,23 +42,21 @@ def test_rounding_of_the_dtype_passes(dtype: torch.dtype, mean: float, largest: 
 )
 def test_more_than_rounding_is_an_error(dtype: torch.dtype, mean: float, largest: float, message: str) -> None:
     with pytest.raises(WeightSyncError, match=message):
-        check_same_weights(mean, largest, dtype=dtype, engine="vllm", version=3)
+        compare(mean, largest, dtype)
 
 
 def test_in_fp32_a_gpu_may_round_to_tf32_and_a_cpu_may_not() -> None:
-    of_tf32 = {"dtype": torch.float32, "engine": "vllm", "version": 3}
-    check_same_weights(0.004, 0.3, device="cuda", **of_tf32)
+    compare(0.004, 0.3, torch.float32, device="cuda")
     with pytest.raises(WeightSyncError, match=r"got a mean difference of 0\.03 .* want at most 0\.02 in float32"):
-        check_same_weights(0.03, 0.3, device="cuda", **of_tf32)
+        compare(0.03, 0.3, torch.float32, device="cuda")
     with pytest.raises(WeightSyncError, match="got a max difference"):
-        check_same_weights(0.004, 0.3, device="cpu", **of_tf32)
+        compare(0.004, 0.3, torch.float32)
 
 
 def test_an_option_replaces_the_bound_in_both_directions() -> None:
-    options = {"dtype": torch.float32, "engine": "vllm", "version": 3}
-    check_same_weights(0.01, 0.05, bound=0.1, **options)
+    compare(0.01, 0.05, torch.float32, bound=0.1)
     with pytest.raises(WeightSyncError, match="want at most 1e-05"):
-        check_same_weights(5e-7, 9e-5, bound=1e-5, **options)
+        compare(5e-7, 9e-5, torch.float32, bound=1e-5)
 
 
 def test_warn_says_it_once_with_the_fix_and_a_healthy_run_says_nothing(caplog) -> None:

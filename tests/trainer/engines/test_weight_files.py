@@ -48,7 +48,7 @@ def test_views_ties_and_strides_arrive_unchanged_and_the_files_are_removed(tmp_p
 
 
 def test_many_weights_go_into_several_files_and_none_is_lost(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(weight_files, "_SHARD_BYTES", 90)
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 90)
     given = {f"layer.{index}": torch.full((10 + 5 * index,), float(index)) for index in range(6)}
     with temporary_weight_files(given.items(), directory=str(tmp_path)) as folder:
         files = [load_file(file) for file in folder.iterdir()]

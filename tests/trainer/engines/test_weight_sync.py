@@ -8,8 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
+from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
-from fused_grpo.trainer.engines.checked_engine import check_same_weights
+from fused_grpo.trainer.engines.checked_engine import WeightCheck
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.types import SamplingParams
 
@@ -71,7 +72,7 @@ def test_a_forgotten_sync_is_noticed(served, prompts, plain_logprobs, sampled_lo
     difference = (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs()
     mean, largest = difference.mean().item(), difference.max().item()
     with pytest.raises(WeightSyncError, match="weight version 6"):
-        check_same_weights(mean, largest, dtype=torch.float32, engine="vllm", version=rollouts.weight_version)
+        WeightCheck(GRPOConfig(bf16=False), model, torch.device("cpu"))(mean, largest, engine=engine)
 
 
 def test_weights_that_do_not_fit_are_refused_and_close_the_engine(served, prompts) -> None:

@@ -21,7 +21,7 @@ from fused_grpo.trainer.engines import weight_files
 from fused_grpo.trainer.engines.server import weight_transfer
 from fused_grpo.trainer.engines.server.replicas import Replicas
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
-from fused_grpo.trainer.engines.server.weight_transfer import NCCLTransfer
+from fused_grpo.trainer.engines.server.weight_transfer import FileTransfer, NCCLTransfer
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +57,14 @@ def test_only_its_name_chooses_nccl(connect, servers, model, monkeypatch, caplog
     engine = connect(weight_transfer="auto")
     engine.load_weights(checkpoint_weights(model), version=0)
     assert servers[0].weights.keys() == dict(checkpoint_weights(model)).keys()
-    assert engine._transfer.name == "files"
+    assert isinstance(engine._transfer, FileTransfer)
     assert "experimental" not in caplog.text
-    assert connect(weight_transfer="nccl")._transfer.name == "nccl"
+    assert isinstance(connect(weight_transfer="nccl")._transfer, NCCLTransfer)
     assert "NCCL, which is experimental" in caplog.text
 
 
 def test_a_server_that_only_ipv6_reaches_is_no_member_of_a_group(servers) -> None:
-    started_for_it = [SimpleNamespace(weight_transfer="nccl")]
+    started_for_it = [SimpleNamespace(weight_transfer_config={"backend": "nccl"})]
     assert weight_transfer.why_not_nccl(Replicas([servers[0].url]), started_for_it) == "a trainer without a CUDA device"
     port = servers[0].server_port
     assert "no IPv4 connection" in weight_transfer.why_not_nccl(Replicas([f"http://[::1]:{port}"]), started_for_it)
@@ -249,7 +249,7 @@ def in_this_thread(work: Callable[[], Any], name: str) -> Future[Any]:
 @pytest.fixture(params=["files", pytest.param("nccl", marks=pytest.mark.engine)])
 def connected(request, connect, servers, monkeypatch) -> VLLMServerEngine:
     """An engine that sends 16 KiB at a time, from the test's own thread; its servers compute in bf16."""
-    monkeypatch.setattr(weight_files, "_SHARD_BYTES", 16 << 10)
+    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 16 << 10)
     monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 16 << 10)
     monkeypatch.setattr(weight_transfer, "in_thread", in_this_thread)
     for server in servers:
@@ -266,7 +266,7 @@ def test_a_sync_holds_one_weight_and_one_bucket_besides_the_model(connected, ser
     with LiveBytes(model.parameters()) as live:
         connected.load_weights(checkpoint_weights(model, sent_as), version=0)
     assert live.most <= largest + (16 << 10)
-    assert live.most > 0 or (connected._transfer.name, kind, sent_as) == ("files", "whole", None)
+    assert live.most > 0 or (type(connected._transfer), kind, sent_as) == (FileTransfer, "whole", None)
     assert live.now < 1 << 10
     for server in servers:
         assert server.weights.keys() == expected.keys()

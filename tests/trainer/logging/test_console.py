@@ -6,8 +6,8 @@ import math
 import pytest
 
 from fused_grpo.errors import elide_middle, visible
-from fused_grpo.trainer.common.formatting import duration, short_number, sparkline
-from fused_grpo.trainer.logging.console import Console, best_and_worst
+from fused_grpo.trainer.common.formatting import duration, short_number
+from fused_grpo.trainer.logging.console import Console, best_and_worst, sparkline
 
 PHASES = {"generate": 6.0, "reward": 1.0, "train": 2.5, "sync": 0.5}
 FULL = {
@@ -60,6 +60,11 @@ def test_what_a_run_does_not_measure_takes_no_room() -> None:
     header, line = lines_of({"reward": 0.5, "step_time": 2.0}, phases={})
     assert header.split() == ["step", "reward", "trend", "time", "ETA"]
     assert line.split()[:2] == ["1/200", "0.500"]
+
+
+def test_the_share_of_clipped_tokens_is_that_of_the_loss() -> None:
+    for name in ("clip_ratio/region_mean", "cispo_clip_ratio"):
+        assert "25.0%" in lines_of({"reward": 0.5, "step_time": 2.0, name: 0.25}, phases={})[1]
 
 
 def test_a_metric_that_goes_missing_or_mad_leaves_its_column_in_place() -> None:
@@ -204,9 +209,11 @@ def test_durations_never_show_sixty_seconds_or_twenty_four_hours(seconds: float 
     assert duration(seconds) == text
 
 
-def test_a_sparkline_is_scaled_to_its_bounds_and_leaves_gaps() -> None:
-    assert sparkline([0.0, None, 1.0, 9.0], bounds=(0.0, 1.0)) == "▁ ██"
-    assert sparkline([0.3, 0.3], bounds=(0.3, 0.3)) == "▁▁"
+def test_a_sparkline_is_scaled_to_all_values_and_leaves_gaps() -> None:
+    assert sparkline([0.0, None, 1.0, 1.0], 4) == "▁ ██"
+    assert sparkline([1.0, -1.0, 0.0, None, 1.0], 3) == "▅ █"
+    assert sparkline([0.3, 0.3], 9) == "▁▁"
+    assert sparkline([None], 9) == " "
 
 
 def test_text_that_is_harmless_is_shown_as_it_is() -> None:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis.strategies import characters, dictionaries, floats, from_regex, none, one_of, sampled_from, text
 
 from fused_grpo.trainer.collect.scoring import score_rollouts
+from fused_grpo.trainer.logging.console import COLUMNS
 from fused_grpo.trainer.logging.report import PANELS, write_report
-from fused_grpo.trainer.logging.run_log import SPELLINGS, TAKEN, RunLog, free_name, read_metrics
+from fused_grpo.trainer.logging.run_log import TAKEN, RunLog, free_name, read_metrics
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import Rollouts
 
@@ -46,8 +47,7 @@ def test_the_names_of_trl_and_of_the_report_are_taken():
     found = set(re.findall(r'_metrics\[mode\]\[f?"([^"]+)"\]', source))
     assert len(found) > 25
     found |= {name for panel in PANELS.values() for name in panel.values()} | {"eval/reward", "eval/hard_reward"}
-    found |= SPELLINGS.keys()
-    found |= {name for spellings in SPELLINGS.values() for name in spellings} | set(FIELDS.split())
+    found |= {column.metric for column in COLUMNS if column.metric} | set(FIELDS.split())
     assert {name for name in found if not TAKEN.fullmatch(name)} == set()
 
 

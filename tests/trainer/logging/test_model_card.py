@@ -3,6 +3,7 @@
 import re
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -112,13 +113,15 @@ class Hub:
         return "https://huggingface.co/me/sums"
 
 
-def test_the_directory_is_uploaded_under_the_name_of_the_run(tmp_path):
+def test_the_directory_is_uploaded_under_the_name_of_the_run(tmp_path, monkeypatch):
     hub, final = Hub(), tmp_path / "sums" / "final"
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: hub)
     final.mkdir(parents=True)
-    assert push_to_hub(final, private=True, api=hub) == ("me/sums", "https://huggingface.co/me/sums")
+    assert push_to_hub(final, private=True) == ("me/sums", "https://huggingface.co/me/sums")
     assert hub.calls == [("create", "sums", {"private": True, "exist_ok": True}), ("upload", "me/sums", final)]
 
 
-def test_an_upload_that_fails_says_how_to_repeat_it(tmp_path):
+def test_an_upload_that_fails_says_how_to_repeat_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: Hub(OSError("no route")))
     with pytest.raises(UnavailableError, match=r"got OSError .*no route; fix: hf auth login, then hf upload mine"):
-        push_to_hub(tmp_path, "mine", api=Hub(OSError("no route")))
+        push_to_hub(tmp_path, "mine")

@@ -24,7 +24,9 @@ def test_the_console_shows_the_means_that_the_history_has(make_trainer, shown, o
     trainer.train()
     entries = {entry["step"]: entry for entry in trainer.state.log_history if "reward" in entry}
     assert [step for step, *_ in shown] == [1, 2, 4, 5]
+    assert "time/reward/digit_reward" in shown[-1][1]
     for step, metrics, phases in shown:
+        assert phases.keys() <= {"generate", "reward", "train", "sync"}
         if step == 1 and step not in entries:
             continue
         same = entries[step].keys() & metrics.keys() - {"step_time", "epoch"}

@@ -8,7 +8,7 @@ from accelerate.tracking import GeneralTracker
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.run_output import RunOutput, Trackers, tracker_arguments
+from fused_grpo.trainer.logging.run_output import RunOutput, tracker_arguments
 
 
 class Memory(GeneralTracker):
@@ -41,14 +41,14 @@ def accelerator_for(args):
 def test_a_tracker_gets_options_without_secrets_and_each_number_of_a_step(tmp_path):
     memory = Memory()
     args = GRPOConfig(output_dir=str(tmp_path), report_to=[memory], generation_kwargs={"api_key": "secret-value"})
-    trackers = Trackers(accelerator_for(args), args, {"task": "sums"})
+    output = RunOutput(args, 9, is_main=True, facts={"task": "sums"}, accelerator=accelerator_for(args))
     assert memory.config["task"] == "sums"
     assert memory.config["learning_rate"] == 1e-6
     assert "secret-value" not in str(memory.config)
     assert {type(value) for value in memory.config.values()} <= {bool, int, float, str}
-    trackers.log({"step": 3, "reward": 0.5, "kl": math.nan, "rollout_engine": "vllm"})
+    output.numbers(3, {"reward": 0.5, "kl": math.nan, "rollout_engine": "vllm"})
     assert memory.records == [(3, {"train/reward": 0.5})]
-    trackers.finish()
+    output.close()
     assert memory.finished == 1
 
 
@@ -62,7 +62,7 @@ def test_the_output_of_a_run_reaches_its_trackers_with_a_quiet_console(tmp_path)
     output.evaluation(2, {"hard_reward": 0.5}, 4)
     output.evaluation(2, {"reward": 0.75}, 4, prefix="test")
     output.numbers(2, {"mine": 1.0, "eval_mine": 2.0})
-    output.closing(2, {"train_runtime": 9.0, "train_loss": 0.5})
+    output.track({"step": 2, "train_runtime": 9.0, "train_loss": 0.5})
     steps = [(0, {"eval/reward": 0.25}), (1, {"train/reward": 0.5}), (2, {"train/reward": 0.5})]
     ends = [{"eval/hard_reward": 0.5}, {"test/reward": 0.75}, {"train/mine": 1.0, "eval/mine": 2.0}]
     closing = {"train/train_runtime": 9.0, "train/train_loss": 0.5}
@@ -70,6 +70,18 @@ def test_the_output_of_a_run_reaches_its_trackers_with_a_quiet_console(tmp_path)
     output.close()
     output.close()
     assert memory.finished == 1
+
+
+def test_a_second_run_does_not_log_to_the_trackers_of_the_first(tmp_path):
+    memory = Memory()
+    args = GRPOConfig(output_dir=str(tmp_path), report_to=[memory])
+    accelerator = accelerator_for(args)
+    for run in (1, 2):
+        output = RunOutput(args, 1, is_main=True, facts={}, accelerator=accelerator)
+        output.numbers(1, {"run": run})
+        output.close()
+    assert memory.records == [(1, {"train/run": 1}), (1, {"train/run": 2})]
+    assert memory.finished == 2
 
 
 def test_no_tracker_is_no_argument_and_no_work(tmp_path):

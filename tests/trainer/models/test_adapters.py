@@ -236,7 +236,7 @@ def test_a_checkpoint_is_what_peft_loads(make_lora_trainer, make_model):
 def test_a_checkpoint_of_another_adapter_is_refused(adapted, make_model, tmp_path):
     saver_of(adapted()).save_pretrained(str(tmp_path))
     other = get_peft_model(make_model(), LoraConfig(**{**PLAIN, "r": 2}))
-    with pytest.raises(CheckpointError, match=r"lora_A.weight: float32 \[4, .*\] there, float32 \[2, "):
+    with pytest.raises(CheckpointError, match=r"lora_A.weight' is float32 \[4, .*\], where this run has float32 \[2, "):
         read_adapter(other, tmp_path)
 
 

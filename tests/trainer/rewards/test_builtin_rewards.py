@@ -91,16 +91,22 @@ def test_rewards_of_answers_are_those_of_trl():
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("make", "name", "options"),
     [
-        (lambda: get_soft_overlong_punishment(max_completion_len=4, soft_punish_cache=2), "soft_overlong_punishment"),
-        (get_repetition_penalty_reward, "repetition_penalty"),
-        (lambda: get_cosine_scaled_reward(max_len=4), "cosine_scaled"),
+        (
+            lambda: get_soft_overlong_punishment(max_completion_len=4, soft_punish_cache=2),
+            "soft_overlong_punishment",
+            (4, 2),
+        ),
+        (get_repetition_penalty_reward, "repetition_penalty", (3, -1.0)),
+        (lambda: get_cosine_scaled_reward(max_len=4), "cosine_scaled", (4, -1.0, -0.5, 0.5, 1.0)),
     ],
 )
-def test_rewards_with_options_can_be_pickled_and_have_trls_names(make, name):
+def test_rewards_with_options_can_be_pickled_and_have_trls_names(make, name, options):
     reward = make()
-    assert pickle.loads(pickle.dumps(reward)) == reward
+    copied = pickle.loads(pickle.dumps(reward))
+    assert (copied.func, copied.args, vars(copied)) == (reward.func, options, vars(reward))
+    assert (reward.func.__name__, reward.__name__) == (f"{name}_reward", f"{name}_reward")
     assert Rewards([reward, think_format_reward]).names == [f"{name}_reward", "think_format_reward"]
 
 

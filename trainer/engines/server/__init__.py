@@ -4,7 +4,7 @@ The trainer never starts it: a server outlives runs, and may have a GPU, a conta
 
 server_engine.py    the rollout engine
 replicas.py         requests to one or several servers: which URLs are allowed, failures, one deadline
-server_info.py      what a server reports, and whether a trainer can use it: its configuration and its model
+server_info.py      what a server reports, and whether a trainer can use it
 weight_transfer.py  weights to servers: through files, or by NCCL
 """
 
@@ -44,7 +44,6 @@ def server_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fo
     vLLM's CPU build never repacks a tied head after a reload; see weight_files.py.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tie = Tie.of(model)
     weights = checkpoint_weights(model)
     save_config(model, tokenizer, folder=str(folder), untie=tie is not None)

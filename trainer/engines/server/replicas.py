@@ -3,19 +3,15 @@
 All requests are coroutines under one deadline (`Replicas.run`), so no request needs a timeout of its own. At the
 deadline all requests in flight are cancelled, and vLLM drops requests whose client disconnects.
 
-Responses are not trusted. All pass through `Replica.request`: a redirect or a content encoding is an error and is not
-followed or expanded, a response is read up to a size that fits the request, and errors quote it without the API key.
-`parsed` compares all of it with types, so that the code behind it needs no guards: it may come from another program,
-another version or a broken server. Values and lengths of completions are checked as those of all engines.
-
-Nor are URLs: weight sync needs a server's development mode, in which any client that reaches the server controls it. So
-a server on another machine needs an explicit option.
+Responses are not trusted: they may come from another program, another version or a broken server. All pass through
+`Replica.request`: a redirect or a content encoding is an error and is not followed or expanded, a response is read up
+to a size that fits the request, and errors quote it without the API key. `parsed` compares all of it with types, so
+that the code behind it needs no guards. Values and lengths of completions are checked as those of all engines.
 
 `load_weights` gives each server a weight version of its own (vLLM's string, unique to this sync). A restart resets it,
-and another trainer's sync replaces it. After sampling, each server is asked for its version once.
-
-A server that fails three times or has another version is out for the rest of the generation. What it has not
-completed, or sampled from stale weights, the others sample; the next generation asks it again, the next sync needs it.
+and another trainer's sync replaces it. After sampling, each server is asked for its version once. A server that fails
+three times or has another version is out for the rest of the generation. What it has not completed, or sampled from
+stale weights, the others sample; the next generation asks it again, the next sync needs it.
 """
 
 from __future__ import annotations
@@ -45,8 +41,7 @@ Json = dict[str, Any]
 _PAUSES, _HEALTH_INTERVAL = (0.0, 0.2, 1.0), 0.5
 # uvicorn closes idle connections after 5 s; one that is reused in that moment would look like a server that died.
 _KEEP_ALIVE = 2.0
-# Seconds that the other servers have to answer after one has failed.
-_GRACE = 1.0
+_GRACE = 1.0  # seconds that the other servers have to answer after one has failed
 # Largest response: of any route but completions, and for each sampled token (its text, id and log-prob).
 _RESPONSE_BYTES, _TOKEN_BYTES, _LISTED_BYTES = 16 << 20, 1 << 10, 1 << 7
 
@@ -54,14 +49,18 @@ _log = logging.getLogger(__name__)
 
 
 class RequestError(Exception):
-    """One request to one server failed. `status` is None where no response came; `retry`: another server may respond.
+    """One request to one server failed; `retry`: another server may respond.
 
     The message may quote the response: show it through `Replica.redacted`, and do not chain it to another exception.
     """
 
-    def __init__(self, message: str, *, status: int | None = None, retry: bool = False) -> None:
+    def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
-        self.status, self.retry = status, retry
+        self.retry = retry
+
+
+class NoRouteError(RequestError):
+    """Status 404: the server's vLLM is too old for that route, or not in development mode."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Choice:
 class Replica:
     """One server."""
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None) -> None:
         self.url, self._key = url, api_key
         self.in_flight = 0  # requests without a response so far
         self.last_error = "no answer"
@@ -116,21 +115,20 @@ class Replica:
         if not response.is_success:
             status, text = response.status_code, self.redacted(content.decode(errors="replace"))
             self.last_error = f"status {status} from {path}: {text[:500]!r}"
-            retry = status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS
-            raise RequestError(self.last_error, status=status, retry=retry)
+            kind = NoRouteError if status == httpx.codes.NOT_FOUND else RequestError
+            raise kind(self.last_error, retry=status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS)
         try:
-            answer: object = json.loads(content or b"{}")
+            return json.loads(content or b"{}")
         except (ValueError, RecursionError):
             text = self.redacted(content.decode(errors="replace"))
             raise RequestError(f"an answer from {path} that is not JSON: {text[:200]!r}") from None
-        return answer
 
     async def has_weight_version(self, client: httpx.AsyncClient, version: str) -> bool:
         """Whether the server is up and its weights have this version, or it is too old to have versions."""
         try:
             return await self.ask(client, "/weight_info", field="weight_version", kind=str) == version
         except RequestError as error:
-            return error.status == httpx.codes.NOT_FOUND
+            return isinstance(error, NoRouteError)
 
     async def wait_until_ready(self, client: httpx.AsyncClient) -> None:
         """Return once the server reports that it is healthy."""
@@ -147,9 +145,7 @@ class Replica:
 class Replicas:
     """All servers of an engine. The arguments are those of VLLMServerEngine; `api_key` is sent as a bearer token.
 
-    Raises:
-        InputError: no URL, one that is not valid or holds more than an address, or a remote one without
-            `allow_remote`.
+    InputError: no URL, one twice, or one that `checked_url` refuses.
     """
 
     def __init__(
@@ -161,10 +157,10 @@ class Replicas:
         max_concurrency: int = 256,
         timeout: float = 240.0,
     ) -> None:
-        self.all = [Replica(checked_url(url, allow_remote=allow_remote), api_key=api_key) for url in urls]
-        if len({replica.url for replica in self.all}) != len(urls) or not urls:
-            shown = [replica.url for replica in self.all]
-            raise InputError(f"got base_urls={shown}, want one URL or several different ones; fix: list each once")
+        checked = [checked_url(url, allow_remote=allow_remote) for url in urls]
+        if len(set(checked)) != len(urls) or not urls:
+            raise InputError(f"got base_urls={checked}, want one URL or several different ones; fix: list each once")
+        self.all = [Replica(url, api_key) for url in checked]
         self._headers = {"Accept-Encoding": "identity"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -178,7 +174,7 @@ class Replicas:
             # Without the environment's proxies, which are for the internet.
             connections = httpx.AsyncClient(
                 headers=self._headers,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE),
+                limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE),
                 timeout=None,
                 trust_env=False,
                 follow_redirects=False,
@@ -228,13 +224,10 @@ class Replicas:
         A body goes to the least busy server, and to another one when that is out. One response to each is kept.
 
         Args:
-            bodies: requests for completions.
-            weight_version: that of the last sync.
             read: makes the result from body and response; it raises RequestError where it cannot.
             out: servers that are not asked any more, and why. None: of this call.
 
-        Raises:
-            UnavailableError: no server is left, one refused a request, or time is up.
+        UnavailableError: no server is left, one refused a request, or time is up.
         """
         out = {} if out is None else out
 
@@ -299,8 +292,7 @@ def checked_url(url: str, *, allow_remote: bool) -> str:
         raise InputError(
             "got a server URL without scheme and host, want one such as 'http://127.0.0.1:8000'; fix: give both"
         )
-    port = "" if parts.port is None else f":{parts.port}"
-    shown = f"{parts.scheme}://{f'[{parts.host}]' if ':' in parts.host else parts.host}{port}"
+    shown = f"{parts.scheme}://{parts.netloc.decode()}"  # without the user
     if parts.userinfo or parts.query or parts.fragment:
         raise InputError(
             f"got more than an address in the server URL {shown}/..., want no user, password, query or fragment, "
@@ -317,16 +309,13 @@ def checked_url(url: str, *, allow_remote: bool) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether the host is a loopback address, or localhost where that resolves to nothing else."""
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" and all(map(is_loopback, _addresses(host)))
-
-
-def _addresses(host: str) -> set[str]:
-    with suppress(OSError):
-        return {str(address[4][0]) for address in socket.getaddrinfo(host, None)}
-    return set()
+    if host != "localhost":
+        return False
+    with suppress(OSError):  # it does not resolve
+        return all(is_loopback(str(address[4][0])) for address in socket.getaddrinfo(host, None))
+    return True
 
 
 def _largest_response(body: Json | None) -> int:
@@ -351,10 +340,9 @@ async def _read(response: httpx.Response, path: str, *, limit: int) -> bytes:
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in their order, or the first error.
+    """The results of all, in their order, or the first error; then the others have a second to end.
 
-    After an error the others have a second to end: a connection that is cancelled before its first step leaves a
-    `RuntimeWarning` of anyio 4.16 behind ("try_connect was never awaited").
+    A connection that is cancelled before its first step leaves a `RuntimeWarning` of anyio 4.16 behind.
     """
     tasks = [asyncio.ensure_future(each) for each in work]
     try:

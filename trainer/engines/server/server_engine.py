@@ -2,10 +2,8 @@
 
 None of our code runs in the server. It gets token ids and returns token ids with log-probs, one request per prompt so
 that each has a seed of its own; the same seeds give the completions of the in-process engine. New weights go through
-the routes that VLLM_SERVER_DEV_MODE=1 opens (weight_transfer.py). replicas.py handles failures; see also
-docs/engines.md.
-
-In a run over several processes each samples its own prompts, and the first one alone sends the weights.
+the routes that VLLM_SERVER_DEV_MODE=1 opens. In a run over several processes each samples its own prompts, and the
+first one alone sends the weights. See also docs/engines.md.
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, cast
@@ -25,14 +23,8 @@ from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import (
-    Completion,
-    listed_support,
-    rollouts_of,
-    stop_token_ids,
-    vllm_requests,
-)
-from fused_grpo.trainer.engines.server.replicas import Choice, Json, Replica, Replicas, RequestError
+from fused_grpo.trainer.engines.sampling import Completion, listed_support, rollouts_of, stop_token_ids, vllm_requests
+from fused_grpo.trainer.engines.server.replicas import Choice, Json, NoRouteError, Replica, Replicas, RequestError
 from fused_grpo.trainer.engines.server.server_info import ModelFacts, check_model, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
 from fused_grpo.trainer.engines.turns import ConcurrentSession
@@ -44,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _RESET_ATTEMPTS = 20
+_DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "torch.float32": torch.float32}
 
 
 class VLLMServerEngine(RolloutEngine):
@@ -92,26 +85,31 @@ class VLLMServerEngine(RolloutEngine):
         )
         self._tie, self._facts = Tie.of(model), ModelFacts(model)
         self._stop_ids = stop_token_ids(model.generation_config, tokenizer)
-        self._seeds = random.Random(seed)
         self._closed = False
         self.weight_version, self._server_version = -1, ""
         ask = partial(server_info, max_model_len=max_model_len, tie=self._tie, facts=self._facts)
         infos = self._replicas.each(ask, doing="getting ready")
-        self._max_model_len = min(info.max_model_len for info in infos)
-        self._model_name = infos[0].model_name
-        self._vocab_size = model.config.get_text_config().vocab_size
-        limits = [info.max_logprobs for info in infos]
-        self._max_listed = min((limit for limit in limits if limit >= 0), default=self._vocab_size)
-        self.weight_dtype = infos[0].dtype if len({info.dtype for info in infos}) == 1 else None
-        self._transfer = choose_transfer(weight_transfer, self._replicas, infos, directory=weights_directory)
+        self._model_name = infos[0][0].id
+        configs = [config for _, config in infos]
+        served = [config.model_config for config in configs]
+        vocab_size = model.config.get_text_config().vocab_size
+        self._options = partial(
+            vllm_requests,
+            seeds=random.Random(seed),
+            engine=self.name,
+            max_model_len=min(listed.max_model_len for listed, _ in infos),
+            max_listed=min((one.max_logprobs for one in served if one.max_logprobs >= 0), default=vocab_size),
+            vocab_size=vocab_size,
+        )
+        self.weight_dtype = _DTYPES.get(str(served[0].dtype)) if len({one.dtype for one in served}) == 1 else None
+        self._transfer = choose_transfer(weight_transfer, self._replicas, configs, directory=weights_directory)
 
     def generate(
         self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams, *, out: dict[Replica, str] | None = None
     ) -> Rollouts:
         """Sample `sampling.n` completions for each prompt, spread over the servers; see RolloutEngine.
 
-        Args:
-            out: servers that are not asked any more, and why, in all calls that are given it.
+        `out` are servers that are not asked any more, and why, in all calls that are given it.
 
         Raises:
             InputError: as `prepared`.
@@ -124,37 +122,44 @@ class VLLMServerEngine(RolloutEngine):
                 f"got generate before weights were loaded into {self._replicas}, want the trainer's first; "
                 "fix: load_weights(...), and after one that failed restart the server"
             )
-        prompts, options = vllm_requests(
-            prompt_ids,
-            sampling,
-            self._seeds,
-            engine=self.name,
-            max_model_len=self._max_model_len,
-            max_listed=self._max_listed,
-            vocab_size=self._vocab_size,
-        )
+        prompts, options = self._options(prompt_ids, sampling)
         bodies = [self._body(*each, sampling) for each in zip(prompts, options, strict=True)]
         groups = self._replicas.complete(bodies, weight_version=self._server_version, read=_completions, out=out)
         return rollouts_of(prompts, [*chain(*groups)], sampling, weight_version=self.weight_version)
 
-    @contextmanager
-    def turn_session(self, sampling: SamplingParams) -> Iterator[ConcurrentSession]:
+    def turn_session(self, sampling: SamplingParams) -> AbstractContextManager[ConcurrentSession]:
         """A batch of turns that come one after the other, each a request; see engines/turns.py."""
-        yield ConcurrentSession(partial(self.generate, out={}), sampling)
+        return nullcontext(ConcurrentSession(partial(self.generate, out={}), sampling))
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load these weights (checkpoint names, full tensors, any float dtype) into all servers; see RolloutEngine.
 
-        With a process group, every rank calls this; the first one's weights are sent.
+        With a process group, every rank calls this; the first one's weights are sent, and all ranks succeed or raise.
 
         Raises:
-            WeightSyncError: not every server has loaded them, or the engine is closed. There is no `generate` until a
-                sync succeeds.
+            WeightSyncError: not every server has loaded them, or the engine is closed; `generate` needs another sync.
         """
         self.weight_version = -1
-        weights = named_weights if self._tie is None else self._tie.undo(named_weights)
-        self._server_version = _on_first_rank(lambda: self._send(weights, version), named_weights, version=version)
-        self.weight_version = version
+        distributed = torch.distributed.is_initialized()
+        outcome: list[str | None] = [None, None]
+        cause: Exception | None = None
+        if not distributed or torch.distributed.get_rank() == 0:
+            try:
+                weights = named_weights if self._tie is None else self._tie.undo(named_weights)
+                outcome = [self._send(weights, version), None]
+            except Exception as error:  # of any type: the other ranks wait for the outcome
+                outcome, cause = [None, f"{error}"], error
+        finish(named_weights)  # on the other ranks, which send nothing, all of them
+        if distributed:
+            torch.distributed.broadcast_object_list(outcome, src=0)
+        server_version, failure = outcome
+        if server_version is None:
+            raise WeightSyncError(
+                f"got weight version {version} not on every server: {failure}; want all of them to load what the "
+                "trainer sends; fix: the same architecture in server and trainer, and a restart of a server that "
+                "refused; through files also the same machine and user, and space for the weights in shared memory"
+            ) from cause
+        self.weight_version, self._server_version = version, server_version
 
     def close(self) -> None:
         """Disconnect. The servers are the user's and keep running."""
@@ -162,13 +167,12 @@ class VLLMServerEngine(RolloutEngine):
         self._transfer.close()
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Load the weights into all servers; the version that the servers have afterwards, unique to this sync."""
+        """Load the weights into all servers; the version that they have afterwards, unique to this sync."""
         self._check_open()  # on the first rank, whose error all ranks raise
         server_version = f"{uuid.uuid4().hex}:{version}"
         self._replicas.each(self._compare, doing="comparing models")
         self._transfer.send(weights)
-        finish_sync = partial(_finish_sync, server_version=server_version)
-        self._replicas.each(finish_sync, doing="setting the weight version")
+        self._replicas.each(partial(_finish_sync, server_version=server_version), doing="setting the weight version")
         return server_version
 
     async def _compare(self, client: httpx.AsyncClient, replica: Replica) -> None:
@@ -178,15 +182,15 @@ class VLLMServerEngine(RolloutEngine):
 
     def _body(self, prompt: list[int], options: Json, sampling: SamplingParams) -> Json:
         regex = sampling.structured_outputs_regex
-        body = {
+        return {
             **options,
             "model": self._model_name,
             "prompt": prompt,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "stop_token_ids": sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])}),
+            **({} if regex is None else {"structured_outputs": {"regex": regex}}),
         }
-        return body if regex is None else {**body, "structured_outputs": {"regex": regex}}
 
     def _check_open(self) -> None:
         if self._closed:
@@ -203,11 +207,8 @@ async def _finish_sync(client: httpx.AsyncClient, replica: Replica, *, server_ve
         await asyncio.sleep(0.1)
     else:
         raise RequestError("success=false from /reset_prefix_cache: it is still sampling for another client")
-    try:
+    with suppress(NoRouteError):
         await replica.request(client, "POST", "/update_weight_version", {"new_version": server_version})
-    except RequestError as error:
-        if error.status != httpx.codes.NOT_FOUND:  # of a vLLM that is too old for versions
-            raise
 
 
 def _completions(body: Json, choices: list[Choice]) -> list[Completion]:
@@ -234,26 +235,3 @@ def _by_id(step: dict[str, float]) -> dict[int, float]:
     if wrong := [name for name in names if not (name.isascii() and name.isdecimal() and len(name) < 10)]:
         raise RequestError(f"kept tokens called {wrong[0][:50]!r}, want token ids")
     return dict(zip(map(int, names), step.values(), strict=True))
-
-
-def _on_first_rank(action: Callable[[], str], weights: Iterable[tuple[str, Tensor]], *, version: int) -> str:
-    """Run `action`, which sends `weights`, on the first rank. All ranks return its result, or all raise its error."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    outcome: list[str | None] = [None, None]
-    cause: Exception | None = None
-    if not distributed or torch.distributed.get_rank() == 0:
-        try:
-            outcome = [action(), None]
-        except Exception as error:  # of any type: the other ranks wait for the outcome
-            outcome, cause = [None, f"{error}"], error
-    finish(weights)  # on the other ranks, which send nothing, all of them
-    if distributed:
-        torch.distributed.broadcast_object_list(outcome, src=0)
-    result, failure = outcome
-    if result is None:
-        raise WeightSyncError(
-            f"got weight version {version} not on every server: {failure}; want all of them to load what the trainer "
-            "sends; fix: the same architecture in server and trainer, and a restart of a server that refused; through "
-            "files also the same machine and user, and space for the weights in shared memory"
-        ) from cause
-    return result

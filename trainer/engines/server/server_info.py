@@ -1,6 +1,6 @@
 """What a vLLM server reports of itself, and whether a trainer can use such a server.
 
-**The model** is compared before weights are sent. vLLM loads weights in place, one after the other: those of another
+**The model** is compared before weights are sent: vLLM loads them in place, one after the other, and those of another
 model leave a server that no client can use. No route has the config of the server's model, but in development mode its
 workers print their modules (`get_model_inspection`). Sizes are compared with those that vLLM's layers print; names of
 norms and the use of biases only where the class has another name, because vLLM serves some architectures with the class
@@ -12,20 +12,17 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import torch
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.engines.server.replicas import Replica, RequestError
+from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, RequestError
 from fused_grpo.trainer.engines.weight_files import Tie
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "torch.float32": torch.float32}
 
 # As vLLM prints it. None of them backtracks over more than a number or a name: the text is another program's.
 _SIZE, _NAME = r"(\d{1,9})\b", r"\((\w+)\): "
@@ -45,7 +42,7 @@ class Model:
 @dataclass(frozen=True)
 class ModelConfig:
     logprobs_mode: str
-    dtype: str | None = None
+    dtype: str | None = None  # what it computes in
     max_logprobs: int = 0  # how many most likely tokens it lists; -1: all
 
 
@@ -56,24 +53,13 @@ class VLLMConfig:
     weight_transfer_config: dict[str, object] | None = None
 
 
-class ServerInfo(NamedTuple):
-    """What a trainer needs to know about a server."""
-
-    model_name: str
-    max_model_len: int
-    weight_transfer: object  # the backend of --weight-transfer-config
-    dtype: torch.dtype | None  # what it computes in; None: one that a trainer does not cast to
-    max_logprobs: int  # how many most likely tokens it lists; -1: all
-
-
 class ModelFacts:
     """Sizes and names of the trainer's model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         # vLLM has all experts of a layer in one module.
-        named = [(name, module) for name, module in model.named_modules() if "expert" not in name]
-        modules = {name.rpartition(".")[2]: module for name, module in named}
+        modules = {name.rpartition(".")[2]: module for name, module in model.named_modules() if "expert" not in name}
         sizes: dict[str, Any] = {
             "tokens in the vocabulary": None if head is None else head.weight.shape[0],
             "hidden units": None if head is None else head.weight.shape[1],
@@ -108,16 +94,11 @@ class ModelFacts:
 
 async def server_info(
     client: httpx.AsyncClient, replica: Replica, *, max_model_len: int | None, tie: Tie | None, facts: ModelFacts
-) -> ServerInfo:
-    """Wait until a server is up, and ask it.
+) -> tuple[Model, VLLMConfig]:
+    """Wait until a server is up, and ask it. It must accept `max_model_len` tokens; None: its own limit.
 
-    Args:
-        max_model_len: longest prompt plus completion that it must accept. None: its own limit.
-        tie, facts: of the trainer's model.
-
-    Raises:
-        InputError: a server with another model, or started with options that a trainer cannot use; names the option.
-        RequestError: its responses are not vLLM's.
+    InputError: a server with another model, or started with options that a trainer cannot use; names the option.
+    RequestError: its responses are not vLLM's.
     """
     await replica.wait_until_ready(client)
     models = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
@@ -140,8 +121,7 @@ async def server_info(
     await check_model(client, replica, facts)
     if tie is not None and config.device_config.get("device") == "cpu":
         await _check_untied(client, replica, tie)
-    model, backend = config.model_config, (config.weight_transfer_config or {}).get("backend")
-    return ServerInfo(models[0].id, limit, backend, _DTYPES.get(str(model.dtype)), model.max_logprobs)
+    return models[0], config
 
 
 async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelFacts) -> None:
@@ -159,9 +139,7 @@ async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelF
 async def _in_development_mode(client: httpx.AsyncClient, replica: Replica) -> VLLMConfig:
     try:
         return await replica.ask(client, "/server_info?config_format=json", field="vllm_config", kind=VLLMConfig)
-    except RequestError as error:
-        if error.status != httpx.codes.NOT_FOUND:
-            raise
+    except NoRouteError as error:
         raise InputError(
             f"got a server at {replica.url} without /server_info and /collective_rpc, want them for weight sync; "
             "fix: restart it with the environment variable VLLM_SERVER_DEV_MODE=1"
@@ -173,9 +151,7 @@ async def _check_untied(client: httpx.AsyncClient, replica: Replica, tie: Tie) -
     try:
         call, kind = {"action": "checksum"}, dict[str, str]
         sums = await replica.ask(client, "/weight_checker", call, field="checksums", kind=kind)
-    except RequestError as error:
-        if error.status != httpx.codes.NOT_FOUND:  # of a vLLM that is too old for this route
-            raise
+    except NoRouteError:
         return
     # By worker, as "dp0:pp0:pcp0:tp0:model.norm.weight".
     if tie.head not in {name.rpartition(":")[2] for name in sums}:

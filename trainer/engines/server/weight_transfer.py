@@ -3,18 +3,15 @@
     files   safetensors in shared memory, which every server reads: one machine, or a folder that both can read
     nccl    experimental: a broadcast from GPU to GPU through vLLM's own weight transfer
 
-server_engine.py does the rest of a sync, the same for both: it resets prefix caches and sets the weight version. The
-log-probs are compared at the next step.
+server_engine.py does the rest of a sync, the same for both: it resets prefix caches and sets the weight version.
 
 **NCCL.** Of vLLM (0.28 or newer, on both ends) there are its communicator, a group of this process and every worker of
 every server, and its servers' routes. Its trainer side (`TrainerWeightTransferEngine`) is not used: it supports one
 server and no API key, it would use the proxies of the environment, its interface changes from release to release, and
-it keeps two buckets of 1 GiB in flight. Here one weight and one bucket are on the GPU besides the model.
-
-A broadcast cannot be interrupted when the other side is gone, so each runs in a thread. After the timeout the sync has
-failed and the thread is abandoned; the servers then hang in their broadcast, and have to be restarted.
-
-It has not run on a GPU yet: tests replace the communicator, and read the broadcasts with vLLM's own code.
+it keeps two buckets of 1 GiB in flight. Here one weight and one bucket are on the GPU besides the model. A broadcast
+cannot be interrupted when the other side is gone, so each runs in a thread, which is abandoned after the timeout; the
+servers then hang in their broadcast, and have to be restarted. It has not run on a GPU yet: tests replace the
+communicator, and read the broadcasts with vLLM's own code.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from torch import Tensor
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.engines.server.replicas import Replica, Replicas
-from fused_grpo.trainer.engines.server.server_info import ServerInfo
+from fused_grpo.trainer.engines.server.server_info import VLLMConfig
 from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 from fused_grpo.trainer.models.weight_stream import BUCKET_BYTES, WeightStream
 
@@ -48,19 +45,17 @@ _CLOSE_SECONDS = 10.0
 
 
 def choose_transfer(
-    wanted: TransferName, servers: Replicas, infos: Sequence[ServerInfo], *, directory: str | None = None
+    wanted: TransferName, servers: Replicas, configs: Sequence[VLLMConfig], *, directory: str | None = None
 ) -> FileTransfer | NCCLTransfer:
     """The transfer called `wanted`. "auto" is files: NCCL is experimental, and is chosen by its name alone.
 
-    Raises:
-        InputError: an unknown name.
-        UnavailableError: nccl was asked for and cannot run; names the reason.
+    InputError: an unknown name. UnavailableError: nccl was asked for and cannot run; names the reason.
     """
     if wanted not in get_args(TransferName):
         raise InputError(f"got weight transfer {wanted!r}, want one of {get_args(TransferName)}; fix: choose one")
     if wanted != "nccl":
         return FileTransfer(servers, directory=directory)
-    if reason := why_not_nccl(servers, infos):
+    if reason := why_not_nccl(servers, configs):
         raise UnavailableError(
             f"got vllm_weight_transfer='nccl' and {reason}, want GPUs on both sides and servers started with "
             """--weight-transfer-config '{"backend": "nccl"}'; fix: that, or vllm_weight_transfer='files'"""
@@ -69,10 +64,10 @@ def choose_transfer(
     return NCCLTransfer(servers, device=torch.device("cuda", torch.cuda.current_device()))
 
 
-def why_not_nccl(servers: Replicas, infos: Sequence[ServerInfo]) -> str | None:
+def why_not_nccl(servers: Replicas, configs: Sequence[VLLMConfig]) -> str | None:
     """The reason why weights cannot go by NCCL, or None."""
-    for replica, info in zip(servers.all, infos, strict=True):
-        if info.weight_transfer != "nccl":
+    for replica, config in zip(servers.all, configs, strict=True):
+        if (config.weight_transfer_config or {}).get("backend") != "nccl":
             return f"a server at {replica.url} that was started without it"
     try:
         _meeting_point(servers.all[0].url)
@@ -88,12 +83,8 @@ def why_not_nccl(servers: Replicas, infos: Sequence[ServerInfo]) -> str | None:
 class FileTransfer:
     """Sends weights through safetensors files that are removed as soon as they are read.
 
-    Args:
-        servers: they and the trainer can read one folder.
-        directory: the parent of that folder. None: shared memory.
+    Their folder is made in `directory`, which the trainer and the servers can read. None: in shared memory.
     """
-
-    name = "files"
 
     def __init__(self, servers: Replicas, *, directory: str | None = None) -> None:
         self._servers, self._directory = servers, directory
@@ -109,14 +100,10 @@ class FileTransfer:
 
 
 class NCCLTransfer:
-    """Sends weights by broadcast. The first `send` opens the group.
+    """Sends weights by broadcast, to servers that were started for it. The first `send` opens the group.
 
-    Args:
-        servers: each was started with --weight-transfer-config '{"backend": "nccl"}'.
-        device: the trainer's; weights on another device are copied to it one at a time.
+    `device` is the trainer's; weights on another device are copied to it one at a time.
     """
-
-    name = "nccl"
 
     def __init__(self, servers: Replicas, *, device: torch.device) -> None:
         self._servers, self._device = servers, device
@@ -174,21 +161,20 @@ class NCCLTransfer:
         place: dict[str, Any] = {"master_address": address, "master_port": port, "world_size": 1 + sum(workers)}
         cut = {"packed": True, "packed_buffer_size_bytes": BUCKET_BYTES, "packed_num_buffers": 2}
 
+        def open_group() -> Any:
+            from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+            self._take_device()
+            return trainer_init(place)
+
         def join(client: httpx.AsyncClient, replica: Replica) -> Awaitable[object]:
             info = {**place, **cut, "rank_offset": first[replica]}
             return replica.request(client, "POST", "/init_weight_transfer_engine", {"init_info": info})
 
         # Only when all have come is the group open, and a server that refuses never comes: its error ends the sync.
-        opened = in_thread(lambda: self._open(place), name="weight-transfer")
+        opened = in_thread(open_group, name="weight-transfer")
         self._servers.each(join, doing="opening an NCCL group")
         return opened.result()
-
-    def _open(self, place: dict[str, Any]) -> Any:
-        """vLLM's communicator, once all have met."""
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
-
-        self._take_device()
-        return trainer_init(place)
 
     def _take_device(self) -> None:
         """Make the trainer's device this thread's. Its current stream waits for all that the trainer has computed."""
@@ -207,11 +193,6 @@ class NCCLTransfer:
         loading = functools.partial(self._servers.post, doing="loading weights")
         loading("/start_weight_update")
         receiving = in_thread(lambda: loading("/update_weights", {"update_info": update}), name="weight-transfer")
-        self._broadcast(weights, group)
-        receiving.result()
-        loading("/finish_weight_update")
-
-    def _broadcast(self, weights: WeightStream, group: Any) -> None:
         # The stream on which the buckets are filled: vLLM's own choice need not wait for it.
         stream = torch.cuda.current_stream() if self._device.type == "cuda" else None
         for sizes in _buckets([weight.nbytes for weight in weights.shapes.values()]):
@@ -220,6 +201,8 @@ class NCCLTransfer:
                 place.copy_(next(weights)[1].contiguous().view(-1).view(torch.uint8))
             group.broadcast(bucket, src=0, stream=stream)
             del bucket, place  # to be written over, in the order of the stream, by the next
+        receiving.result()
+        loading("/finish_weight_update")
 
 
 def _buckets(sizes: Iterable[int]) -> Iterator[list[int]]:

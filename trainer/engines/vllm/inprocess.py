@@ -2,18 +2,15 @@
 
 Why in this process. Measured on two CPU cores, 2-layer model: `LLM()` takes 22 s with its engine in processes of its
 own (vLLM's CPU platform always spawns two, and each imports torch and vLLM again) and 2 s here; sampling costs the
-same. Weights are loaded from an iterator over the trainer's own tensors (6 ms; on a GPU they never leave it) instead of
-a checkpoint that is written and read back, and no process can be left behind. The price is that vLLM changes the state
-of the trainer's process, which start_vllm.py restores, and that there is one engine per process, because vLLM's
-process groups are global.
-
-Where a process group exists (DDP), vLLM makes its own over all ranks: every rank has to start an engine.
+same. Weights are loaded from the trainer's own tensors (6 ms; on a GPU they never leave it) instead of a checkpoint
+that is written and read back, and no process can be left behind. The price is that vLLM changes the state of the
+trainer's process, which start_vllm.py restores, and that there is one engine per process, because vLLM's process groups
+are global. Where one exists (DDP), vLLM makes its own over all ranks: every rank has to start an engine.
 
 **An adapter beside the base model** (VLLMAdapterEngine). The base is frozen, so it is loaded once. After that a sync
-writes the adapter (megabytes, to shared memory) and vLLM loads it in place of the last one; the file is removed before
-the next `generate`. Measured on a CPU in fp32, with a model of two layers: vLLM takes 2 ms to load it, and log-probs
-are within 2e-5 of the trainer's. The price is in sampling: every layer multiplies with A and B too, which merged
-weights (VLLMEngine, the default) avoid.
+writes the adapter (megabytes, to shared memory) and vLLM loads it in place of the last one (2 ms on a CPU with two
+layers; log-probs within 2e-5 of the trainer's). The price is in sampling: every layer multiplies with A and B too,
+which merged weights (VLLMEngine, the default) avoid.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import random
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
@@ -53,23 +50,19 @@ from fused_grpo.trainer.engines.vllm.turns import VLLMTurns, sampling_errors
 from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_weights, base_model, base_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
-from fused_grpo.trainer.models.weight_stream import finish
+from fused_grpo.trainer.models.weight_stream import WeightStream, finish
 from fused_grpo.trainer.types import Rollouts, SamplingParams, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# At every sync the first warns that RotaryEmbedding's weights could not be loaded: that layer has none; the second, of
-# every norm that an engine in 16 bits is given in fp32.
 _LOUD_LOGGERS = (
-    "vllm.model_executor.model_loader.reload.layerwise",
-    "vllm.model_executor.models.utils",
+    "vllm.model_executor.model_loader.reload.layerwise",  # at every sync, of RotaryEmbedding: that layer has no weights
+    "vllm.model_executor.models.utils",  # at every sync, of each norm that an engine in 16 bits is given in fp32
     "vllm.v1.engine.input_processor",
 )
-_SET_HERE = {"model", "tokenizer", "dtype", "max_model_len", "seed", "enable_sleep_mode"}
-_SET_HERE |= {"load_format", "logprobs_mode"}
+_TAKEN = {"model", "tokenizer", "dtype", "max_model_len", "seed", "enable_sleep_mode", "load_format", "logprobs_mode"}
 _PARTIAL_PREFILLS = {"enable_chunked_prefill", "long_prefill_token_threshold"}  # see cpu_options
-_ADAPTER = "policy"
 
 
 class VLLMEngine(RolloutEngine):
@@ -101,7 +94,7 @@ class VLLMEngine(RolloutEngine):
     why_no_support = "it needs top_k of 1 to 1024, or vLLM with its model runner V2, on a GPU"
     _lora_request: Any = None  # for the adapter of a VLLMAdapterEngine
     _sleep_level = 2
-    _running: ClassVar[weakref.ReferenceType[VLLMEngine] | None] = None
+    _running: ClassVar[weakref.WeakSet[VLLMEngine]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -118,7 +111,11 @@ class VLLMEngine(RolloutEngine):
         engine_options: dict[str, Any] | None = None,
         max_sequences: int = CPU_SEQUENCES,
     ) -> None:
-        self._check_alone()
+        if VLLMEngine._running:
+            raise UnavailableError(
+                "got a second vllm engine in this process, want one at a time because they would share vLLM's process "
+                "groups; fix: close() the first"
+            )
         self._on_cpu = next(model.parameters()).device.type == "cpu"
         if enable_sleep_mode and self._on_cpu:
             raise UnsupportedError(
@@ -136,14 +133,12 @@ class VLLMEngine(RolloutEngine):
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
             "enable_sleep_mode": enable_sleep_mode,
-            **(self._cpu_options(model, max_model_len, max_sequences) if self._on_cpu else {}),
+            **(cpu_options(model.config, max_model_len, max_sequences, self.weight_dtype) if self._on_cpu else {}),
             **({} if support is None else self._support_options(support)),
-            **_checked(engine_options or {}, taken=_SET_HERE | (_PARTIAL_PREFILLS if self._on_cpu else set())),
+            **_checked(engine_options or {}, taken=_TAKEN | (_PARTIAL_PREFILLS if self._on_cpu else set())),
         }
         self._tie = Tie.of(model) if self._on_cpu else None
-        self._max_model_len = max_model_len
         self._can_sleep, self._asleep = enable_sleep_mode, False
-        self._seeds = random.Random(seed)
         self.weight_version = -1
         with ExitStack() as resources:
             self._llm: Any = start_vllm(
@@ -157,8 +152,15 @@ class VLLMEngine(RolloutEngine):
         # Not those that were asked for: vLLM may have started without its mask.
         self._has_mask = getattr(config, "return_sampling_mask", False)
         limit = config.max_logprobs if config.max_logprobs >= 0 else self._vocab_size
-        self._max_listed = 0 if self._has_mask else limit
-        VLLMEngine._running = weakref.ref(self)
+        self._options = partial(
+            vllm_requests,
+            seeds=random.Random(seed),
+            engine=self.name,
+            max_model_len=max_model_len,
+            max_listed=0 if self._has_mask else limit,
+            vocab_size=self._vocab_size,
+        )
+        VLLMEngine._running.add(self)
         self.load_weights(checkpoint_weights(model, self.weight_dtype), version=0)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
@@ -169,21 +171,18 @@ class VLLMEngine(RolloutEngine):
             WeightSyncError: the engine slept, and no weights were loaded since.
             UnavailableError: the engine is closed, or vLLM failed, which closes it.
         """
-        self._check_weights()
         prompts, options = self._options(prompt_ids, sampling)
-        outputs = self._sample(prompts, self._requests(options, sampling))
+        requests = self._requests(options, sampling)
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        with self._sampling() as llm, sampling_errors():
+            outputs = llm.generate(inputs, requests, use_tqdm=False, lora_request=self._lora_request)
         listed = any(each["logprobs"] for each in options)
         completions = [_completion(each, listed) for output in outputs for each in output.outputs]
         return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
 
     @contextmanager
     def turn_session(self, sampling: SamplingParams) -> Iterator[VLLMTurns]:
-        """A batch of turns that come one after the other, sampled with these options; see engines/turns.py.
-
-        Raises:
-            InputError, WeightSyncError, UnavailableError: as `generate`.
-        """
-        self._check_weights()
+        """A batch of turns that come one after the other; see engines/turns.py. It raises what `generate` raises."""
 
         def request(turn: Turn) -> Any:
             _, options = self._options([turn.prompt_ids], turn_sampling(sampling, turn.max_tokens, seed=turn.seed))
@@ -203,12 +202,11 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             # vLLM would write to memory that it has freed.
             raise WeightSyncError("got load_weights on a sleeping vllm engine, want it awake; fix: wake() before")
-        weights = named_weights if self._tie is None else self._tie.undo(named_weights)
-        detached = map(_detached, weights)  # a loop would keep a weight until the next is made
+        weights = WeightStream.of(named_weights) if self._tie is None else self._tie.undo(named_weights)
         llm = self._engine()
         try:
             with preserved_state(), packed_experts(llm) if self._on_cpu else nullcontext():
-                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": detached})
+                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         except Exception as error:
             self.close()
             finish(named_weights)
@@ -242,6 +240,7 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         """Stop vLLM, free its memory and remove its folder. A second call does nothing."""
         self._llm = None
+        VLLMEngine._running.discard(self)
         self._close()
 
     def _engine(self) -> Any:
@@ -249,29 +248,14 @@ class VLLMEngine(RolloutEngine):
             raise UnavailableError("got a call on a closed vllm engine, want an open one; fix: make a new engine")
         return self._llm
 
-    def _check_weights(self) -> None:
+    @contextmanager
+    def _sampling(self, *, generators: bool = True) -> Iterator[Any]:
+        """vLLM's `LLM`, for the requests of a batch."""
         if self.weight_version < 0:
             raise WeightSyncError(
                 "got generate on a vllm engine that dropped its weights to sleep, want the trainer's first; "
                 "fix: wake(), then load_weights(...)"
             )
-
-    def _options(
-        self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams
-    ) -> tuple[list[list[int]], list[dict[str, Any]]]:
-        return vllm_requests(
-            prompt_ids,
-            sampling,
-            self._seeds,
-            engine=self.name,
-            max_model_len=self._max_model_len,
-            max_listed=self._max_listed,
-            vocab_size=self._vocab_size,
-        )
-
-    @contextmanager
-    def _sampling(self, *, generators: bool = True) -> Iterator[Any]:
-        """vLLM's `LLM`, for the requests of a batch."""
         llm = self._engine()
         if self._on_cpu:
             # A resumed run has not made the calls before: what they left in the cache may not change the last bits.
@@ -285,53 +269,31 @@ class VLLMEngine(RolloutEngine):
             self.close()  # the next call would return the unfinished requests
             raise
 
-    def _sample(self, prompt_ids: list[list[int]], requests: list[Any]) -> list[Any]:
-        prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
-        with self._sampling() as llm, sampling_errors():
-            outputs: list[Any] = llm.generate(prompts, requests, use_tqdm=False, lora_request=self._lora_request)
-        return outputs
-
-    def _cpu_options(self, model: PreTrainedModel, max_model_len: int, sequences: int) -> dict[str, Any]:
-        itemsize = self.weight_dtype.itemsize
-        return cpu_options(model.config, max_model_len=max_model_len, sequences=sequences, itemsize=itemsize)
-
     def _support_options(self, support: SamplingParams) -> dict[str, Any]:
         """What makes vLLM return supports: its sampling mask, and as many log-probs as would do without it."""
         listed = num_listed(support, self._vocab_size)
         options: dict[str, Any] = {} if listed is None else {"max_logprobs": listed}
         return options | ({} if self._on_cpu else {"return_sampling_mask": True})
 
-    def _with_mask(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of an engine with a sampling mask, which takes neither temperature 0 nor an unlimited top_k."""
-        if options["temperature"] == 0:
-            return options | {"temperature": 1.0, "top_k": 1}
-        return options | {"top_k": options["top_k"] or self._vocab_size}
-
     def _requests(self, of_prompts: list[dict[str, Any]], sampling: SamplingParams) -> list[Any]:
         from vllm import SamplingParams as RequestParams
         from vllm.sampling_params import StructuredOutputsParams
 
-        regex = sampling.structured_outputs_regex
+        regex, forced = sampling.structured_outputs_regex, dict[str, Any]()
+        if self._has_mask:  # which takes neither temperature 0 nor an unlimited top_k
+            greedy = {"temperature": 1.0, "top_k": 1}
+            forced = {"top_k": sampling.top_k or self._vocab_size} if sampling.temperature > 0 else greedy
         try:
             structured = None if regex is None else StructuredOutputsParams(regex=regex)
             return [
                 # Only stop strings need the text.
-                RequestParams(**options, detokenize="stop" in sampling.extra, structured_outputs=structured)
-                for options in (map(self._with_mask, of_prompts) if self._has_mask else of_prompts)
+                RequestParams(**options | forced, detokenize="stop" in sampling.extra, structured_outputs=structured)
+                for options in of_prompts
             ]
         except Exception as error:  # of several types, all about these options
             raise InputError(
                 f"got sampling options that vLLM refuses: {error}; want what it takes; fix: change that option"
             ) from error
-
-    @classmethod
-    def _check_alone(cls) -> None:
-        other = cls._running() if cls._running is not None else None
-        if other is not None and other._llm is not None:
-            raise UnavailableError(
-                "got a second vllm engine in this process, want one at a time because they would share vLLM's process "
-                "groups; fix: close() the first"
-            )
 
 
 class VLLMAdapterEngine(VLLMEngine):
@@ -340,10 +302,7 @@ class VLLMAdapterEngine(VLLMEngine):
     `load_weights` loads the adapter that the model has at that moment; `named_weights` is not read.
 
     Args:
-        model: the trainer's PeftModel.
-        tokenizer: its tokenizer.
-        engine_options: as in VLLMEngine.
-        options: all other arguments of VLLMEngine.
+        model: the trainer's PeftModel. All other arguments are those of VLLMEngine.
 
     Raises:
         UnsupportedError: an adapter that vLLM has no layers for: DoRA, biases, trained copies of modules, and
@@ -380,12 +339,9 @@ class VLLMAdapterEngine(VLLMEngine):
         )
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy the adapter into the engine; after the start, the base model too. See RolloutEngine.
+        """Copy the adapter into the engine; after the start, the base model too. It raises what VLLMEngine raises."""
+        from vllm.lora.request import LoRARequest
 
-        Raises:
-            WeightSyncError: the engine sleeps; or vLLM refused the weights, and is closed.
-            UnavailableError: the engine is closed.
-        """
         if not self._has_base or self._asleep:
             super().load_weights(base_weights(self._adapted, self.weight_dtype), version)
             self._has_base = True
@@ -396,14 +352,14 @@ class VLLMAdapterEngine(VLLMEngine):
             with temporary_folder(sum(weight.nbytes for weight in weights.values())) as folder, preserved_state():
                 save_file(weights, folder / ADAPTER_FILE)
                 self._config.save_pretrained(str(folder))
-                engine.llm_engine.add_lora(_request(folder, load_inplace=True))
+                engine.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
         except Exception as error:
             self.close()
             raise WeightSyncError(
                 f"got {type(error).__name__} from vLLM while loading the adapter of version {version}, and closed the "
                 f"engine: {error}; want an adapter that vLLM can serve; fix: vllm_adapter_sync=False"
             ) from error
-        self._lora_request = _request(folder)
+        self._lora_request = LoRARequest("policy", 1, str(folder))
         # Keys and values of the old adapter are wrong for the new one: to vLLM both have one name.
         engine.reset_prefix_cache()
         self.weight_version = version
@@ -424,10 +380,6 @@ def _checked(engine_options: dict[str, Any], *, taken: set[str]) -> dict[str, An
     return engine_options
 
 
-def _detached(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
-    return named[0], named[1].detach()
-
-
 def _completion(output: Any, listed: bool) -> Completion:
     logprobs = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
     support, mask = None, getattr(output, "sampling_mask", None)
@@ -436,12 +388,6 @@ def _completion(output: Any, listed: bool) -> Completion:
     elif listed:
         support = listed_support({token: entry.logprob for token, entry in step.items()} for step in output.logprobs)
     return Completion(list(output.token_ids), logprobs, output.finish_reason, support)
-
-
-def _request(folder: Path, *, load_inplace: bool = False) -> Any:
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(_ADAPTER, 1, str(folder), load_inplace=load_inplace)
 
 
 def _check_servable(model: Any, config: Any) -> None:
@@ -454,20 +400,18 @@ def _check_servable(model: Any, config: Any) -> None:
         "target_parameters (experts)": config.target_parameters,
         "an adapter on the head or the embedding": any(hasattr(end, "lora_A") for end in ends),
     }
-    for name, holds in reasons.items():
-        if holds:
-            raise UnsupportedError(
-                f"got {name} with vllm_adapter_sync, want what vLLM serves: low-rank updates of the linear layers "
-                "inside; fix: vllm_adapter_sync=False, which serves merged weights"
-            )
+    if wrong := [name for name, holds in reasons.items() if holds]:
+        raise UnsupportedError(
+            f"got {wrong[0]} with vllm_adapter_sync, want what vLLM serves: low-rank updates of the linear layers "
+            "inside; fix: vllm_adapter_sync=False, which serves merged weights"
+        )
 
 
 def _rank_of_engine(config: Any) -> int:
     """The smallest of vLLM's ranks that holds the adapter's."""
     from vllm.config.lora import MaxLoRARanks
 
-    largest = max([config.r, *config.rank_pattern.values()])
-    ranks = [rank for rank in sorted(get_args(MaxLoRARanks)) if rank >= largest]
-    if not ranks:
-        raise InputError(f"got an adapter of rank {largest}, want at most {max(get_args(MaxLoRARanks))} in vLLM")
-    return int(ranks[0])
+    rank, known = max([config.r, *config.rank_pattern.values()]), get_args(MaxLoRARanks)
+    if rank > max(known):
+        raise InputError(f"got an adapter of rank {rank}, want at most {max(known)} in vLLM")
+    return int(min(one for one in known if one >= rank))

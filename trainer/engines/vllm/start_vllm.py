@@ -5,11 +5,8 @@ Where the start time went on a CPU (2 cores, 2-layer model), and what avoids it:
 - 1.3 s of `gc.collect()` over the trainer's objects: `gc.freeze()` comes first, so that they are not scanned.
 - 2 to 8 s in the first `generate`, compiling a C++ kernel that ranks log-probs (not used here): `force_eager`.
 What remains is importing vllm and 1 to 2 s of `LLM()`, most of them imports too. On a GPU vLLM compiles the model
-first. It keeps what it compiled under a key that the path of the model is part of, so that path follows from what the
-model is: see `config_folder`.
-
-No checkpoint is written. vLLM starts from the config with dummy weights (`load_format="dummy"`), and loads the first
-real ones in the same way as all later ones: one code path, and no second copy of the model on disk.
+first; see `config_folder`. No checkpoint is written: vLLM starts from the config with dummy weights
+(`load_format="dummy"`), and loads the first real ones in the same way as all later ones.
 
 **The state of the process.** vLLM is written for a process of its own. It reseeds the global random number generators,
 turns off TF32, may leave another CUDA stream current, replaces `torch.set_num_threads` by a function that does nothing,
@@ -89,21 +86,15 @@ def start_vllm(
     untie: bool,
     resources: ExitStack,
 ) -> Any:
-    """A `vllm.LLM` with the shape of `model` and dummy weights.
+    """A `vllm.LLM` with the shape of `model`, these options and dummy weights; closing `resources` stops it.
 
-    Args:
-        options: arguments of `vllm.LLM`.
-        on_cpu: whether this is vLLM's CPU build, most of whose start-up warnings concern servers.
-        untie: give the engine a head of its own although the model ties it to the embedding.
-        resources: closing it stops the engine.
-
-    Raises:
-        UnavailableError: vLLM is missing or cannot start with these options.
+    With `untie` it has a head of its own although the model ties it to the embedding. UnavailableError: vLLM is missing
+    or cannot start with these options.
     """
     check_installed()
     folder = config_folder(model, tokenizer, untie=untie)
     started: list[Any] = []
-    in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    in_group = torch.distributed.is_initialized()
     if in_group and "LOCAL_RANK" in os.environ:
         # Otherwise the engines of all ranks would take device 0.
         options = {"distributed_executor_backend": "external_launcher", **options}
@@ -133,10 +124,8 @@ def start_vllm(
     return started[0]
 
 
-def cpu_options(config: PreTrainedConfig, *, max_model_len: int, sequences: int, itemsize: int) -> dict[str, Any]:
-    """Options of the CPU build: a fast start, a KV cache for one full batch (1 GiB at most), and whole prefills.
-
-    A batch has so many `sequences`, but no more than CPU_SEQUENCES are decoded at a time.
+def cpu_options(config: PreTrainedConfig, max_model_len: int, sequences: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Options of the CPU build: a fast start, a KV cache for a batch of `sequences`, and whole prefills.
 
     The completions of a prompt share what whole blocks of the cache hold. vLLM's own blocks of 128 tokens share nothing
     of a shorter prompt, which is computed for each of them: with 38 tokens and 8 completions, 304 tokens and not 80.
@@ -148,7 +137,7 @@ def cpu_options(config: PreTrainedConfig, *, max_model_len: int, sequences: int,
     queries = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
     heads = getattr(text, "num_key_value_heads", None) or queries
     head_size = getattr(text, "head_dim", None) or text.hidden_size // queries
-    token_bytes = 2 * text.num_hidden_layers * heads * head_size * itemsize
+    token_bytes = 2 * text.num_hidden_layers * heads * head_size * dtype.itemsize
     return {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
@@ -181,10 +170,8 @@ def packed_experts(llm: Any) -> Iterator[None]:
 def config_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, untie: bool) -> str:
     """A folder with what `save_config` writes, inside vLLM's cache; the same content always has the same path.
 
-    It stays, as vLLM's compiled code beside it does. Ranks and other runs may make the same one at the same time.
-
-    Raises:
-        UnavailableError: nothing can be written there.
+    That path is part of the key of vLLM's compiled code, which stays there too. Ranks and other runs may make the same
+    one at the same time. UnavailableError where nothing can be written.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     cache = Path(os.environ.get("VLLM_CACHE_ROOT") or home / "vllm").expanduser() / "fused-grpo"
@@ -241,12 +228,13 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
             # Keep vLLM's worker from binding the memory of the whole process to one NUMA node.
             bind = patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True)
             contexts.enter_context(bind)
+            # Most of its warnings at the start concern servers.
             contexts.enter_context(warnings.catch_warnings(action="ignore"))
             contexts.callback(logging.disable, logging.root.manager.disable)
             logging.disable(max(logging.root.manager.disable, logging.WARNING))
         _set_defaults()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if not torch.distributed.is_initialized():
             # vLLM makes process groups of one, and Gloo listens on the address of the host's name.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         from vllm import LLM
@@ -274,7 +262,8 @@ def preserved_state(*, generators: bool = True) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     set_num_threads, threads, cpus = torch.set_num_threads, torch.get_num_threads(), os.sched_getaffinity(0)
-    environment, has_tf32 = dict(os.environ), torch.backends.cuda.matmul.fp32_precision == "tf32"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    has_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     stream = torch.cuda.stream(torch.cuda.current_stream()) if devices else nullcontext()
     try:
         with torch.random.fork_rng(devices=devices), stream:
@@ -290,12 +279,10 @@ def preserved_state(*, generators: bool = True) -> Iterator[None]:
             set_num_threads(threads)
         if os.sched_getaffinity(0) != cpus:
             os.sched_setaffinity(0, cpus)
-        for name in {*os.environ, *environment}:
-            if not name.startswith("VLLM_") and os.environ.get(name) != environment.get(name):
-                if name in environment:
-                    os.environ[name] = environment[name]
-                else:
-                    del os.environ[name]
+        for name in os.environ.keys() - environment.keys():
+            if not name.startswith("VLLM_"):
+                del os.environ[name]
+        os.environ.update(environment.items() - os.environ.items())
 
 
 def preserved_default_group() -> AbstractContextManager[Any]:
