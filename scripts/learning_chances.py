@@ -51,7 +51,7 @@ def measured(env: dict[str, str], seeds: int, arguments: Sequence[str]) -> dict[
     """What was measured -> (the least that its test accepts, what it was with each seed)."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        pytest = [sys.executable, "-m", "pytest", "-q", "-m", "learning", f"--seeds={seeds}"]
+        pytest = [sys.executable, "-m", "pytest", "-q", "--full", "-m", "learning", f"--seeds={seeds}"]
         pytest += ["-o", "junit_family=xunit1", f"--junitxml={report}"]
         subprocess.run([*pytest, *TESTS, *arguments], cwd=ROOT, env={**env, "OMP_NUM_THREADS": "1"}, check=False)
         records = ElementTree.parse(report).iterfind(".//property[@name='learned']")

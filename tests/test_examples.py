@@ -40,7 +40,11 @@ def ran(farm, tmp_path_factory):
     return ran
 
 
-@parametrized(EXAMPLES)
+# It takes half a minute: the next but one runs in its place.
+LONG = {ROOT / "examples" / "environment.py": pytest.mark.full}
+
+
+@pytest.mark.parametrize("path", [pytest.param(one, marks=LONG.get(one, ()), id=one.name) for one in EXAMPLES])
 def test_an_example_runs_alone_and_leaves_nothing_unannounced(ran, path):
     printed, folder = ran(path)
     assert printed.strip()
@@ -62,6 +66,7 @@ def test_students_learn_from_rewards_and_from_a_teacher(ran, learning_seed, lear
         assert "held-out reward" in report
 
 
+@pytest.mark.full
 @pytest.mark.learning
 def test_a_game_of_several_turns_is_learned(ran, learning_seed, learned):
     printed, folder = ran(ROOT / "examples" / "environment.py", *[str(learning_seed)] * bool(learning_seed))
@@ -69,6 +74,17 @@ def test_a_game_of_several_turns_is_learned(ran, learning_seed, learned):
     assert len(shares) == 12
     learned("examples/environment.py: gain of games won, five steps", found=shares[-1] - shares[0], least=0.1)
     assert "higher" in (folder / "runs" / "environment" / "report.html").read_text()
+
+
+def test_a_game_of_several_turns_is_played(monkeypatch, tmp_path, capsys):
+    example = module_of(ROOT / "examples" / "environment.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(example.RUN, "max_steps", 5)
+    example.main()
+    won = float(re.search(r"^numbers found: ([\d.]+)$", capsys.readouterr().out, re.MULTILINE)[1])
+    assert abs(won - (1 - (3 / 4) ** 3)) < 0.1  # three guesses at random: 960 games, so 6 standard deviations
+    report = (tmp_path / "runs" / "environment" / "report.html").read_text()
+    assert all(answer in report for answer in ("right", "higher", "lower"))
 
 
 @parametrized(EXAMPLES)
@@ -96,12 +112,16 @@ def imports(path: Path) -> list[str]:
     return names
 
 
-@pytest.fixture
-def own_loop() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("own_loop", OWN_LOOP)
+def module_of(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def own_loop() -> ModuleType:
+    return module_of(OWN_LOOP)
 
 
 @pytest.mark.learning
