@@ -8,9 +8,10 @@ their groups are dropped. A group is dropped whole, because an advantage compare
 of another size, chosen by what the engine can compute. An answer that cannot be assigned to prompts, or that is of
 other weights, ends the run in any case.
 
-**Weights** (`WeightCheck`). In the first pass over fresh rollouts the trainer's log-probs and the engine's are two
-computations of one quantity. They differ by rounding, which depends on the dtype and, in fp32, on the device. A sync
-that failed, a stale head or another temperature differ by orders of magnitude more.
+**Weights** (`WeightCheck`). In the first pass over fresh rollouts the policy has not moved since they were sampled, so
+the trainer's log-probs and the engine's are two computations of one quantity. They differ by rounding, which depends on
+the dtype and, in fp32, on the device. A sync that failed, a stale head or another temperature differ by orders of
+magnitude more.
 
     float32 on a CPU     max 1e-3    two engines differ by 1e-6 to 1e-5; a stale head was measured at 0.2 to 0.6
     float32 elsewhere    mean 0.02   attention of vLLM multiplies in TF32, whose mantissa is that of float16
@@ -179,7 +180,7 @@ class WeightCheck:
         exact = dtype not in _MEAN_BOUND or (dtype == torch.float32 and self._device == "cpu")
         kind, got = ("max", largest) if exact else ("mean", mean)
         bound = self._bound or (_MAX_BOUND if exact else _MEAN_BOUND[dtype] * (1.0 if turn is None else OF_A_TURN))
-        if got <= bound:
+        if got <= bound:  # which NaN is not
             return None
         may_round = dtype.itemsize == 2 and self._bound is None
         if may_round and mean <= ROUNDINGS * rounding(dtype):

@@ -53,9 +53,9 @@ class Tie:
         names = {module: name for name, module in model.named_modules()}
         return cls(f"{names[embedding]}.weight", f"{names[head]}.weight")
 
-    def undo(self, weights: Named) -> WeightStream:
+    def undo(self, weights: Named) -> Named:
         """`weights` with the embedding under both names, whether or not it came under both."""
-        return WeightStream.of(weights).through(self._undone)
+        return weights.through(self._undone) if isinstance(weights, WeightStream) else self._undone(weights)
 
     def _undone(self, weights: Named) -> Iterator[tuple[str, Tensor]]:
         for name, weight in weights:

@@ -50,7 +50,7 @@ from fused_grpo.trainer.engines.vllm.turns import VLLMTurns, sampling_errors
 from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_weights, base_model, base_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
-from fused_grpo.trainer.models.weight_stream import WeightStream, finish
+from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import Rollouts, SamplingParams, Turn
 
 if TYPE_CHECKING:
@@ -202,11 +202,12 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             # vLLM would write to memory that it has freed.
             raise WeightSyncError("got load_weights on a sleeping vllm engine, want it awake; fix: wake() before")
-        weights = WeightStream.of(named_weights) if self._tie is None else self._tie.undo(named_weights)
+        weights = named_weights if self._tie is None else self._tie.undo(named_weights)
+        detached = map(_detached, weights)  # a loop would keep a weight until the next is made
         llm = self._engine()
         try:
             with preserved_state(), packed_experts(llm) if self._on_cpu else nullcontext():
-                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": detached})
         except Exception as error:
             self.close()
             finish(named_weights)
@@ -378,6 +379,10 @@ def _checked(engine_options: dict[str, Any], *, taken: set[str]) -> dict[str, An
             "from one device; fix: leave it out, and let every rank have its own engine"
         )
     return engine_options
+
+
+def _detached(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    return named[0], named[1].detach()
 
 
 def _completion(output: Any, listed: bool) -> Completion:
