@@ -71,6 +71,12 @@ BUGS = {
         "multiply_into(self._rows, values, tile.weight, accumulate=False)",
         REAL,
     ),
+    "dH of later tiles replaces that of earlier ones, by slices": Bug(
+        "fused_grpo/head/head.py",
+        "sum_by_slices(self._rows, values, tile.weight, accumulate=not first)",
+        "sum_by_slices(self._rows, values, tile.weight, accumulate=False)",
+        ["tests/ops/test_error_grid.py", "-k", "vocabularies_of_real_models and shape3"],
+    ),
     "dW of later row groups replaces that of earlier ones": Bug(
         "fused_grpo/head/head.py",
         "accumulate=tile.columns.start in self._started)",
@@ -155,6 +161,12 @@ BUGS = {
         "self.targets - columns.start, -torch.inf)",
         "-1 - self.targets, -torch.inf)",
         EXACT,
+    ),
+    "the target counts among the others of plain logits": Bug(
+        "fused_grpo/passes/torch_passes/row_passes.py",
+        "put_at_targets_(self.raw, self.targets, -torch.inf)",
+        "put_at_targets_(self.raw, -1 - self.targets, -torch.inf)",
+        ROW_PASSES,
     ),
     "1 - p by subtraction": Bug(
         "fused_grpo/passes/torch_passes/row_passes.py",
