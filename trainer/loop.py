@@ -331,7 +331,7 @@ class GRPOTrainer(TransformersFace):
 
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run."""
-        agree(self.control)
+        agree(self.accelerator, self.control)
         # All epochs may end before `max_steps`, where a callback has left out the rest of one.
         is_last = self.step >= self.max_steps or self.epochs.at(self.step) >= self.epochs.total
         return is_last or self.control.should_training_stop
@@ -391,21 +391,21 @@ class GRPOTrainer(TransformersFace):
 
     def _log_evaluate_save(self) -> None:
         """What callbacks have decided after a step or an epoch; transformers' `DefaultFlowCallback` follows `args`."""
-        agree(self.control)
+        agree(self.accelerator, self.control)
         if self.control.should_log:
             self.events.log_steps()
         if self.control.should_evaluate and self._evaluate():
             is_best = self.events.is_best()
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
-        agree(self.control)
+        agree(self.accelerator, self.control)
         if self.control.should_save:
             self.save_checkpoint()
             self.events("on_save")
 
     def _end_epoch(self) -> None:
         """After the last step of an epoch or of the run, or where a callback leaves the rest of the epoch out."""
-        agree(self.control)
+        agree(self.accelerator, self.control)
         control = self.control
         if not (self.epochs.ends_with(self.step) or control.should_epoch_stop or control.should_training_stop):
             return

@@ -6,7 +6,7 @@ loop makes the parts and passes them to the constructor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from transformers import TrainerControl, TrainerState, trainer_pt_utils
 
 from fused_grpo.errors import DataError, UnsupportedError
@@ -25,6 +25,7 @@ from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.scoring import Scored
 from fused_grpo.trainer.collect.start_checks import Start, make_sampler
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
+from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import as_completion
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed
 from fused_grpo.trainer.learner import Learner
@@ -228,9 +229,8 @@ class TransformersFace:
                 "length; fix: iterate over your own copy of the stream"
             )
         processes = self.accelerator.num_processes
-        each, times = self.args.group_part(processes), self.args.micro_batches_per_generation(processes)
-        repeated = ([number for number in batch for _ in range(each)] for batch in self.sampler.first_pass())
-        batches = [batch for batch in repeated for _ in range(times * self.args.num_iterations)]
+        times = self.args.micro_batches_per_generation(processes) * self.args.num_iterations
+        batches = _RepeatedRows(self.sampler, self.args.group_part(processes), times)
         workers: int = vars(self.args)["dataloader_num_workers"]
         return DataLoader(self.dataset, batch_sampler=batches, collate_fn=list, num_workers=workers)
 
@@ -395,3 +395,18 @@ class TransformersFace:
     min_p: Any = _part("args.min_p")
     repetition_penalty: Any = _part("args.repetition_penalty")
     shuffle_dataset: Any = _part("args.shuffle_dataset")
+
+
+class _RepeatedRows(Sampler[list[int]]):
+    """Each batch of a first pass `times` times, with each of its rows `each` times."""
+
+    def __init__(self, sampler: PromptSampler, each: int, times: int) -> None:
+        self.sampler, self.each, self.times = sampler, each, times
+
+    def __len__(self) -> int:
+        return self.sampler.batches_per_pass * self.times
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for numbers in self.sampler.first_pass():
+            for _ in range(self.times):
+                yield [number for number in numbers for _ in range(self.each)]

@@ -203,10 +203,8 @@ def token_loss(
     if sampling_logprobs is not None:
         difference = torch.where(mask, current - sampling_logprobs, 0.0).abs()
     difference = torch.nan_to_num(difference)
-    least, most, farthest = (
-        values.amax() if len(mask) else values.new_full((), -torch.inf)
-        for values in (torch.where(mask, -ratio, -torch.inf), torch.where(mask, ratio, -torch.inf), difference)
-    )
+    extremes = torch.stack([torch.where(mask, -ratio, -torch.inf), torch.where(mask, ratio, -torch.inf), difference])
+    least, most, farthest = extremes.amax(1) if len(mask) else extremes.new_full((3,), -torch.inf)
     statistics = {
         "loss": loss.detach(),
         "policy_term": (weights * policy).sum().detach(),

@@ -328,11 +328,12 @@ def balanced(
     if ranks == 1:
         return batch
     whole = list(chain.from_iterable(map(from_tensors, gather_object([as_tensors(batch)]))))
-    most = sequences if max_tokens is None else None
-    trees = partial(prompt_trees, whole, attention=attention, max_tokens=max_tokens, most=most)
-    cuts: tuple[Trees, ...] = (alone, trees) if share_prompts else (alone,)
-    cost = partial(slowest, whole, attention=attention, trees=trees)
-    shares = min((by_trees(whole, ranks, attention, cut) for cut in cuts), key=cost)
+    shares = by_trees(whole, ranks, attention, alone)
+    if share_prompts:
+        most = sequences if max_tokens is None else None
+        trees = partial(prompt_trees, whole, attention=attention, max_tokens=max_tokens, most=most)
+        cost = partial(slowest, whole, attention=attention, trees=trees)
+        shares = min(shares, by_trees(whole, ranks, attention, trees), key=cost)
     return [whole[index] for index in sorted(shares[accelerator.process_index])]
 
 

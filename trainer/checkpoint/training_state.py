@@ -185,7 +185,13 @@ def read_adapter(model: Any, checkpoint: Path) -> dict[str, Tensor]:
             "such a run; fix: resume without peft_config"
         )
     with tensors_of(path.parent, path.name) as saved:
-        check_tensors(adapter_weights(model), saved)
+        try:
+            check_tensors(adapter_weights(model), saved)
+        except ValueError as error:
+            raise CheckpointError(
+                f"got an adapter in {checkpoint} that does not fit ({error}); want the peft_config that it was saved "
+                "with; fix: pass that one"
+            ) from error
     return saved
 
 

@@ -23,10 +23,11 @@ that sampled.
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import chdir
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress
@@ -135,7 +136,7 @@ class Collector:
         count, name = self.args.num_generations_eval, "eval_dataset"
         sampling = self.args.sampling(seed=self.args.seed, n=count or 1, temperature=0.0 if count is None else None)
         sampling = replace(sampling, sampling_support="off")  # nothing is learnt from these
-        with all_ranks_succeed(self.accelerator, "evaluating"), chdir("."):
+        with all_ranks_succeed(self.accelerator, "evaluating"), self._in_place():
             started, rows = time.time(), list(self.prompt_limit.applied(all_rows(dataset, name=name), name=name))
             # One after the other, so that the ranks' parts are in the order of the dataset.
             first, end = (len(rows) * part // processes for part in (rank, rank + 1))
@@ -211,8 +212,7 @@ class Collector:
         return replace(scored, samples=scored.samples[:wanted], metrics={"dynamic_sampling/rounds": float(rounds)})
 
     def _round(self, engine: RolloutEngine, phases: Phases, trainer_state: Any, drawn: Drawn | None = None) -> Scored:
-        # chdir: paths of the run may be relative, and a tool or a reward may go elsewhere.
-        with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"), chdir("."):
+        with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"), self._in_place():
             rows, samples = drawn or self.draw(engine, phases)
             with phases("reward"):
                 scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
@@ -223,6 +223,21 @@ class Collector:
             groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]
             self.sampler.update(self.sampler.batch, groups)
         return scored
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Paths of the run may be relative, and a tool or a reward may go elsewhere: afterwards it is where it was."""
+        here: int | None = None
+        with suppress(OSError):  # a descriptor, because the folder may be renamed or removed meanwhile
+            here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+        try:
+            yield
+        finally:
+            if here is not None:
+                with suppress(OSError):
+                    if self.prefetched is None:  # else its tools may be elsewhere for a while
+                        os.fchdir(here)
+                os.close(here)
 
     def _dropped_everywhere(self, scored: Scored) -> Scored:
         """With a group that any rank drops its part of dropped by all ranks that have a part of it."""

@@ -101,10 +101,12 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
         raise DatasetTypeError(f"{got}; fix: choose a split of it ({', '.join(map(repr, dataset)) or 'it has none'})")
     if isinstance(dataset, (str, Path)):
         raise DatasetTypeError(f"{got}; fix: datasets.load_dataset(...)")
-    if isinstance(dataset, Iterator):
+    try:
+        entries = iter(dataset)
+    except TypeError as error:
+        raise DatasetTypeError(got) from error
+    if entries is dataset:
         raise DatasetTypeError(f"{got}; fix: datasets.IterableDataset.from_generator(...), which can start again")
-    if is_stream(dataset) and not isinstance(dataset, Iterable):
-        raise DatasetTypeError(got)
     # Before they are decoded. A transform may rename the other columns.
     names = getattr(dataset, "column_names", None) or ()
     check_columns([column for column in IMAGES if column in names], name=name)

@@ -20,7 +20,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -67,6 +67,7 @@ class PromptSampler:
         self.row_numbers = list[int]()  # of what was drawn last; of a stream, in its pass
         self.batch = list[int]()  # the same of all ranks, each prompt once; not of a stream
         self._dataset, self._seed, self._shuffle, self._keep = dataset, seed, shuffle, keep
+        self._order: tuple[int, array[int]] | None = None  # of the rows in one pass, and its number
         self._size = prompts_per_batch * world_size // repeats
         places = range(rank * prompts_per_batch, (rank + 1) * prompts_per_batch)
         self._share = [place // repeats for place in places]
@@ -148,14 +149,12 @@ class PromptSampler:
     def _number_at(self, place: int) -> int:
         """The row at a place of the sequence."""
         number, offset = divmod(place, len(self._dataset))
-        return _order(len(self._dataset), f"{self._seed}/{number}")[offset] if self._shuffle else offset
-
-
-@lru_cache(maxsize=2)  # a batch may end one pass and begin the next
-def _order(count: int, seed: str) -> array[int]:
-    order = array("q", range(count))
-    random.Random(seed).shuffle(order)
-    return order
+        if not self._shuffle:
+            return offset
+        if self._order is None or self._order[0] != number:
+            self._order = number, array("q", range(len(self._dataset)))
+            random.Random(f"{self._seed}/{number}").shuffle(self._order[1])
+        return self._order[1][offset]
 
 
 class StreamSampler(PromptSampler):

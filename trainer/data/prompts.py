@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import compress, islice
 from typing import Any
 
@@ -173,7 +174,7 @@ class PromptLimit:
                 f"got max_completion_length={args.max_completion_length} and {self._by}={length}, want room for a "
                 "prompt; fix: a smaller max_completion_length"
             )
-        self._check_ids([tokenizer.eos_token_id], "the tokenizer's eos_token")
+        self._check_ids([tokenizer.eos_token_id], lambda: "the tokenizer's eos_token")
 
     def fits(self, row: Mapping[str, Any], number: int) -> bool:
         """Whether the prompt of row `number` of a stream is short enough; raises what `encode` raises."""
@@ -223,7 +224,7 @@ class PromptLimit:
         kept = [list[int]() for _ in rows]
         for place, ids in zip(short, encoded, strict=True):
             if len(ids) <= most:
-                self._check_ids(ids, prompt_name(rows[place], numbers[place], name))
+                self._check_ids(ids, partial(prompt_name, rows[place], numbers[place], name))
                 self.longest, kept[place] = max(self.longest, len(ids)), ids
         if [] in kept and not drops:
             place = kept.index([])
@@ -234,11 +235,11 @@ class PromptLimit:
             )
         return kept
 
-    def _check_ids(self, ids: Sequence[int], where: str) -> None:
+    def _check_ids(self, ids: Sequence[int], where: Callable[[], str]) -> None:
         if self._vocabulary is not None and max(ids) >= self._vocabulary:
             token = self._tokenizer.convert_ids_to_tokens(max(ids))
             raise InputError(
-                f"got token {max(ids)} ({token!r}) in {where}, want ids below {self._vocabulary}, the rows of the "
+                f"got token {max(ids)} ({token!r}) in {where()}, want ids below {self._vocabulary}, the rows of the "
                 "model's embedding; fix: the tokenizer of the model, or a model after its "
                 "resize_token_embeddings(len(tokenizer))"
             )

@@ -71,14 +71,17 @@ def any_rank(accelerator: Accelerator, here: bool) -> bool:
     return bool(accelerator.reduce(flag, reduction="sum").item())
 
 
-def agree(control: TrainerControl) -> None:
+def agree(accelerator: Accelerator, control: TrainerControl) -> None:
     """Set on this rank what callbacks have set on any rank: to stop, log, evaluate or save. A collective.
 
     Callbacks run on every rank. Without this, ranks would wait for each other in different collectives.
     """
-    ranks = gather_object([dataclasses.asdict(control)])
-    for name in ranks[0]:
-        setattr(control, name, any(decisions[name] for decisions in ranks))
+    if accelerator.num_processes == 1:
+        return
+    names = [field.name for field in dataclasses.fields(control)]
+    decisions = torch.tensor([float(getattr(control, name)) for name in names], device=accelerator.device)
+    for name, ranks in zip(names, accelerator.reduce(decisions, reduction="sum").tolist(), strict=True):
+        setattr(control, name, ranks > 0)
 
 
 def barrier(accelerator: Accelerator) -> None:

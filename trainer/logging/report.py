@@ -96,7 +96,7 @@ def page(records: Records, run: Mapping[str, Any], samples: Mapping[int, Sequenc
         measured = f"There were no held-out prompts: {tenths}"
     return render(
         "report.html",
-        title=f"{run.get('task', 'GRPO run')}: {name} {short_number(before)} → {short_number(after)}",
+        title=f"{run.get('task') or 'GRPO run'}: {name} {short_number(before)} → {short_number(after)}",
         lead=started + measured,
         tiles={name: f"{short_number(first)} → {short_number(last)}" for name, (first, last) in others}
         | _tiles(records, run),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import re
 import time
@@ -58,9 +59,7 @@ class RunLog:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         for path in (self.output_dir / METRICS_FILE, self.output_dir / ROLLOUTS_FILE):
             path.touch()
-            # Without a last line that a killed run did not finish: the next record would continue it.
-            with path.open("r+b") as file:
-                file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+            _mend_tail(path)
         # The step of the rollouts that were written last; None of a new run.
         self._last_step = _first_step(self.output_dir / ROLLOUTS_FILE)
 
@@ -183,3 +182,13 @@ def _append(path: Path, records: Iterable[Mapping[str, object]]) -> None:
             f"got {error.strerror} while writing {path}; want {len(text)} bytes for its next records; "
             "fix: free some space and resume"
         ) from error
+
+
+def _mend_tail(path: Path) -> None:
+    """Cut off a last line without a newline, so that the next record does not continue it."""
+    if path.stat().st_size == 0:
+        return
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+        file.truncate(end)

@@ -95,8 +95,9 @@ class RunOutput:
             self.log.log_config(args.to_dict(), **facts)
         self.trackers: list[Any] = []
         if is_main and args.report_to and accelerator is not None:
+            accelerator.trackers.clear()  # those of a `train()` before, which have ended
             start_trackers(accelerator, args, facts)
-            self.trackers = accelerator.trackers
+            self.trackers = list(accelerator.trackers)
 
     def rollouts(self, step: int, make_records: Callable[[], list[dict[str, Any]]]) -> None:
         """The completions that optimizer step `step` is about to learn from, written before the step can fail."""
