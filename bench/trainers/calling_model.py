@@ -139,7 +139,9 @@ def vllm_engine(problem: Problem, *, sequences: int) -> Any:
 def player(engine: Any, problem: Calling, tool: Lookup, number: int) -> Callable[[], Rollouts]:
     """Plays so many episodes, of different prompts."""
     template = Template(problem.tokenizer(), None, stop_ids=[EOS])
-    rules = Rules(template=template, tools=[tool.look_up], environments=None, max_turns=problem.calls, timeout=60.0)
+    rules = Rules(
+        template=template, tools=[tool.look_up], environments=None, max_turns=problem.calls, timeout=60.0, slots=None
+    )
     rows = [(place, {"prompt": question(place)}) for place in range(number)]
     prompts = [template.encode(question(place), rules.tools) for place in range(number)]
     sampling = SamplingParams(n=1, max_tokens=problem.longest, seed=0)

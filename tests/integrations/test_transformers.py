@@ -7,6 +7,7 @@ Refusals are tested in `test_transformers_refused.py`, the logit transforms of m
 import copy
 import importlib.util
 import inspect
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,7 @@ def test_a_model_inside_ddp(model, batch):
         out = called(wrapped, batch)
         assert_same_bits(gradients(model, out.loss), expected)
     finally:
+        time.sleep(0.25)  # see after_a_moment in farm.py: without it, this hung once in CI
         torch.distributed.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """A head in shards gives what the whole head gives: values, losses, metrics and every gradient, on every rank."""
 
 import functools
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,7 @@ def test_a_confident_token_survives_the_merge():
 def alone(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
+    time.sleep(0.25)  # see after_a_moment in farm.py
     dist.destroy_process_group()
 
 

@@ -11,6 +11,7 @@ from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
+_one_at_a_time = threading.Lock()
 
 
 def in_thread(work: Callable[[], T], name: str = "background") -> Future[T]:
@@ -28,9 +29,14 @@ def in_thread(work: Callable[[], T], name: str = "background") -> Future[T]:
     return outcome
 
 
-@cache
 def event_loop(name: str) -> asyncio.AbstractEventLoop:
     """The event loop of that name. A client that stays open is bound to the loop that it was opened in."""
+    with _one_at_a_time:  # two threads would each make one
+        return _made(name)
+
+
+@cache
+def _made(name: str) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=_run, args=(loop,), name=name, daemon=True).start()
     return loop

@@ -18,7 +18,7 @@ RANGES: Ranges = (
         "per_device_train_batch_size gradient_accumulation_steps num_iterations log_completions_steps "
         "max_completion_length ref_model_sync_steps steps_per_generation generation_batch_size chunk_bytes "
         "max_tokens_per_micro_batch torch_empty_cache_steps ddp_bucket_cap_mb num_generations_eval "
-        "num_completions_to_print vllm_max_model_length max_tool_calling_iterations",
+        "num_completions_to_print vllm_max_model_length max_tool_calling_iterations max_concurrent_tools",
     ),
     (
         "a number of steps, or a share of all steps between 0 and 1",

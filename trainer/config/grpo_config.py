@@ -231,6 +231,8 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Number of turns in which the model may call tools, in an episode. None sets no limit."""
     tool_timeout: float = 60.0
     """Number of seconds that one call of a tool may take; then the model reads that it took longer."""
+    max_concurrent_tools: int | None = None
+    """Number of calls of tools at the same time, on each process, over all episodes. None sets no limit."""
     logprob_mismatch: Literal["fail", "warn"] | None = None
     """Reaction to log-probs of sampler and trainer that differ by more than rounding: an error, or one warning. None:
     an error, and a warning where the trainer's own model samples, which has no other weights, or of later turns of a

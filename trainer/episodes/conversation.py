@@ -25,6 +25,8 @@ from fused_grpo.trainer.data.prompts import encode_prompts, has_chat_template
 
 Message = dict[str, Any]
 _DEEPEST = 50  # levels of a call's arguments
+_BEGIN, _END = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
+_PYTHON = {"True": True, "False": False, "None": None}  # as templates write them that join arguments as text
 _MARK = "b9d4f5c2"  # in the dummy's call, and nowhere else
 _CALL, _ANSWER = f"tool_{_MARK}", f"answer_{_MARK}"
 
@@ -199,8 +201,18 @@ def _depth(value: Any, most: int = _DEEPEST + 1) -> int:
 
 def _json_calls(text: str, _: Any) -> tuple[str, list[Any]]:
     """Hermes, Qwen2.5, Qwen3, SmolLM: {"name": ..., "arguments": ...} between <tool_call> and </tool_call>."""
-    found = _between(text, "<tool_call>", "</tool_call>")
-    return text.partition("<tool_call>")[0] if found else text, list(map(json.loads, found))
+    calls, decoder, begun = list[Any](), json.JSONDecoder(), _BEGIN.search(text)
+    while begun is not None:
+        call, stop = None, begun.end()
+        if text.startswith("{", stop):
+            with suppress(ValueError):  # decoded, because an argument may hold the end of a call
+                call, stop = decoder.raw_decode(text, stop)
+        begun = _BEGIN.search(text, stop)
+        if call is not None and _END.match(text, stop):
+            calls.append(call)
+        elif _END.search(text, stop, len(text) if begun is None else begun.start()):
+            raise ValueError("what stands there is no JSON")  # without an end it is half a call, which is none
+    return text.partition("<tool_call>")[0] if calls else text, calls
 
 
 def _tagged_calls(text: str, tools: Sequence[Any]) -> tuple[str, list[Any]]:
@@ -220,8 +232,8 @@ def _tagged_calls(text: str, tools: Sequence[Any]) -> tuple[str, list[Any]]:
 
 
 def _between(text: str, begin: str, end: str) -> list[str]:
-    """What stands between a beginning and the next end; a beginning without an end before the next one is none."""
-    return [part.partition(end)[0] for part in text.split(begin)[1:] if end in part]
+    """What stands between a beginning and the last end before the next one; a beginning without an end is none."""
+    return [part.rpartition(end)[0] for part in text.split(begin)[1:] if end in part]
 
 
 def _text_parameters(tools: Sequence[Any], name: str) -> set[str]:
@@ -230,6 +242,8 @@ def _text_parameters(tools: Sequence[Any], name: str) -> set[str]:
 
 
 def _value(text: str) -> Any:
+    if text in _PYTHON:
+        return _PYTHON[text]
     try:
         return json.loads(text)
     except ValueError:

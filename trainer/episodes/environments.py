@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from fused_grpo.errors import DataError, InputError, UnavailableError, shown
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -126,8 +127,14 @@ class Environments:
         """A free environment for an episode of this row."""
         name = self.name_of(row)
         if not self._free[name]:
-            self.pool[name].append(self._made(name))
-            return self.pool[name][-1]
+            made = self._made(name)
+            if any(made is one for one in self.pool[name]):
+                raise InputError(
+                    f"got one {type(made).__name__} twice from environment_factory, want a new object at each call: "
+                    "episodes are played at the same time; fix: the class itself, or a function that makes one"
+                )
+            self.pool[name].append(made)
+            return made
         return self._free[name].pop(0)
 
     def discard(self, environment: Any) -> None:
@@ -203,11 +210,13 @@ def _own_reward(kind: type[Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    states = random.getstate(), np.random.get_state()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

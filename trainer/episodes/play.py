@@ -27,7 +27,7 @@ from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, 
 from fused_grpo.trainer.engines.turns import TurnSession, turn_session
 from fused_grpo.trainer.episodes.conversation import Message, Template
 from fused_grpo.trainer.episodes.environments import Environments, is_done, methods_of
-from fused_grpo.trainer.episodes.tools import Answers, Tool, check_tools
+from fused_grpo.trainer.episodes.tools import Answers, Slots, Tool, check_tools
 from fused_grpo.trainer.types import Episode, EpisodeEnd, Rollouts, SamplingParams, ToolCall, Turn
 
 
@@ -40,6 +40,7 @@ class Rules:
     environments: Environments | None
     max_turns: int | None  # of tools, in an episode; None: any number
     timeout: float  # seconds of a call
+    slots: Slots | None  # for calls at the same time
 
     @property
     def shown_tools(self) -> Sequence[Tool]:
@@ -58,6 +59,7 @@ def rules_of(tools: Any, factory: Any, args: GRPOConfig, tokenizer: Any, stop_id
         environments=None if factory is None else Environments(factory, functions),
         max_turns=args.max_tool_calling_iterations,
         timeout=args.tool_timeout,
+        slots=None if args.max_concurrent_tools is None else Slots(args.max_concurrent_tools),
     )
 
 
@@ -173,7 +175,7 @@ class _Played:
     ended: EpisodeEnd = "stop"
 
     def __post_init__(self) -> None:
-        self.answers = Answers(self.tools, timeout=self.rules.timeout)
+        self.answers = Answers(self.tools, timeout=self.rules.timeout, slots=self.rules.slots)
 
     def next_turn(self, number: int) -> Turn:
         room, seed = self.max_tokens - len(self.ids), self.seeds.getrandbits(SEED_BITS)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,7 @@ from fused_grpo.trainer.rewards.worker import as_text, error_text
 from fused_grpo.trainer.types import ToolCall
 
 Tool = Callable[..., Any]
+Slots = threading.Semaphore  # of calls at the same time, of all episodes
 _ASYNC = "async tools"  # the name of their event loop: one that blocks it stops no reward
 _RECORDED = 10_000  # characters of an answer, in rollouts.jsonl and the report
 
@@ -51,13 +54,11 @@ def check_tools(tools: Any) -> list[Tool]:
 class Answers:
     """Answers the calls of one episode, each within `timeout` seconds."""
 
-    def __init__(self, tools: Sequence[Tool], *, timeout: float) -> None:
+    def __init__(self, tools: Sequence[Tool], *, timeout: float, slots: Slots | None = None) -> None:
         self._tools: Mapping[str, Tool] = {tool.__name__: tool for tool in tools}
-        self._timeout = timeout
+        self._timeout, self._slots = timeout, slots
         self.has_timed_out = False  # a call may still be running
         self._is_late = False  # a call of this turn took too long
-        if any(map(is_async, tools)):
-            event_loop(_ASYNC)  # made here, because two threads at once would each make one
 
     def start(self, calls: Sequence[Mapping[str, Any]]) -> Future[list[tuple[ToolCall, str]]]:
         """The calls with their answers, as text in whole, in the order of the calls."""
@@ -68,20 +69,30 @@ class Answers:
         # Coroutines run while plain functions are called.
         start, tools = time.perf_counter(), [self._tools.get(call["name"]) for call in calls]
         running = [
-            self._started(tool, call) if tool and is_async(tool) else None
+            self._started(tool, call) if tool and is_async(tool) and self._slots is None else None
             for tool, call in zip(tools, calls, strict=True)
         ]
-        return [self._answer(*each, start) for each in zip(calls, tools, running, strict=True)]
+        answers = list[tuple[ToolCall, str]]()
+        for each in zip(calls, tools, running, strict=True):
+            with self._slots or nullcontext():
+                answers.append(self._answer(*each, start))
+        return answers
 
     def _started(self, tool: Tool, call: Mapping[str, Any]) -> Future[str]:
         arguments = own_copy(call["arguments"])  # a tool may edit what it is given
-        if not is_async(tool):
-            return in_thread(lambda: as_text(tool(**arguments)), name="tool")
 
-        async def awaited() -> str:
-            return as_text(await tool(**arguments))
+        async def awaited(answer: Any) -> str:
+            return as_text(await answer)
 
-        return asyncio.run_coroutine_threadsafe(awaited(), event_loop(_ASYNC))
+        def called() -> str:
+            answer = tool(**arguments)
+            if inspect.isawaitable(answer):  # of a decorator, say, around a coroutine function
+                return asyncio.run_coroutine_threadsafe(awaited(answer), event_loop(_ASYNC)).result()
+            return as_text(answer)
+
+        if is_async(tool):
+            return asyncio.run_coroutine_threadsafe(awaited(tool(**arguments)), event_loop(_ASYNC))
+        return in_thread(called, name="tool")
 
     def _answer(
         self, call: Mapping[str, Any], tool: Tool | None, running: Future[str] | None, start: float

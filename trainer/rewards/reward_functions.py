@@ -34,12 +34,11 @@ from accelerate.utils import patch_environment
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, RewardError
-from fused_grpo.trainer.common.threads import event_loop, in_thread
+from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.logging.run_log import free_name
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward
 from fused_grpo.trainer.rewards.reward_call import (
-    ASYNC,
     RewardCaller,
     RewardFunction,
     RewardInputs,
@@ -162,8 +161,6 @@ class Rewards:
             "completion_ids": list(completion_ids),
         }
         inputs = RewardInputs(columns=columns, trainer_state=trainer_state, environments=environments)
-        if any(caller.is_async for caller in self._callers):
-            event_loop(ASYNC)  # made here, because two threads at once would each make one
         call = functools.partial(self._call, inputs=inputs, num_generations=num_generations)
         pending = {one: in_thread(functools.partial(call, one), name="reward") for one in self._callers if one.is_async}
         outcome_of = {one: call(one) for one in self._callers if one not in pending}

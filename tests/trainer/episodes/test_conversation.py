@@ -49,6 +49,9 @@ def test_ids_only_grow_by_what_the_template_writes_behind_a_turn(answers):
         (call("f", a=1), "", [("f", {"a": 1})]),
         (f"Let me see. {call('f', a=1)}\n{call('g')}", "Let me see.", [("f", {"a": 1}), ("g", {})]),
         ("It is 12.", "It is 12.", []),
+        (call("f", a="</tool_call><tool_call>") + call("g"), "", [("f", {"a": "</tool_call><tool_call>"}), ("g", {})]),
+        (f'{call("f", a=1)}<tool_call>{{"name": "g"', "", [("f", {"a": 1})]),
+        (f'{call("f", a=1)}<tool_call>{{"name": "g"}} or so</tool_call>', None, []),
         ('<tool_call>\n{"name": "f", "arguments": "{\\"a\\": 1}"}\n</tool_call>', "", [("f", {"a": 1})]),
         ('<tool_call>\n{"name": "f"}\n</tool_call>', "", [("f", {})]),
         # As in TRL, what cannot be read is text.
@@ -113,9 +116,12 @@ def test_a_value_is_text_where_the_tool_wants_text():
         return code * count
 
     tokenizer, template = made(TEMPLATE.replace(HERMES, TAGGED))
-    said = "<tool_call><function=find><parameter=code>\n90210\n</parameter><parameter=count>2</parameter></function>"
-    (only,) = template.reply(tokenizer(said + END)["input_ids"], [], [find])["tool_calls"]
-    assert only["function"]["arguments"] == {"code": "90210", "count": 2}
+    for code, count, read in (("90210", "2", 2), ("a</parameter></function>", "True", True), ("None", "None", None)):
+        said = f"<tool_call>\n<function=find><parameter=code>\n{code}\n</parameter><parameter=count>{count}</parameter>"
+        said += "</function>\n</tool_call>"
+        (only,) = template.reply(tokenizer(said + END)["input_ids"], [], [find])["tool_calls"]
+        assert only["function"]["arguments"] == {"code": code, "count": read}
+        assert type(only["function"]["arguments"]["count"]) is type(read)
 
 
 def test_schemas_of_tools_are_in_the_prompt():

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from talkers import call, talking_model
 from transformers import TrainerCallback
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError, RewardError, UnavailableError
 from fused_grpo.trainer.cli.main import main
+from fused_grpo.trainer.episodes.environments import NO_PROMPT
 
 
 class OnStep(TrainerCallback):
@@ -114,6 +116,26 @@ def test_tasks_differ_from_step_to_step_and_are_those_of_the_seed(make_trainer):
     assert len(set(first)) == 2
     assert first == numbers(1)
     assert first != numbers(2)
+
+
+def test_every_generator_of_the_process_draws_one_task_for_a_group(make_trainer):
+    class Drawn(Guess):
+        def reset(self, **row):
+            return f"{random.random()} {np.random.rand()} {torch.rand(1).item()}"
+
+    environments = make_trainer(play, reward=None, environment_factory=Drawn, rows=None).collector.rules.environments
+    states = random.getstate(), torch.get_rng_state()
+    one, other = (environments.reset(environments.take({}), {"prompt": NO_PROMPT}, seed=3) for _ in range(2))
+    assert one == other
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_one_object_for_all_episodes_is_refused(make_trainer):
+    only = Guess()
+    trainer = make_trainer(play, reward=None, environment_factory=lambda: only, rows=None, max_steps=1)
+    with pytest.raises(InputError, match="got one Guess twice from environment_factory, want a new object"):
+        trainer.train()
 
 
 def test_members_may_have_prompts_of_their_own(make_trainer):

@@ -1,6 +1,8 @@
 """Calls of tools and their answers: concurrent, in order, limited in time and size, and never the end of a run."""
 
 import asyncio
+import functools
+import threading
 import time
 
 import pytest
@@ -108,6 +110,26 @@ def test_answers_come_in_order_and_coroutines_run_at_the_same_time():
     assert max(one, other) < min(end, other_end)
     assert [(call.name, call.failed) for call, _ in found] == [("later", False), ("multiply", False), ("later", False)]
     assert found[0][0].seconds >= 0.4
+
+
+def test_what_a_plain_function_returns_is_awaited():
+    @functools.wraps(later)
+    def decorated(*arguments, **named):
+        return later(*arguments, **named)
+
+    found = answered(("later", {"seconds": 0.1}), ("later", {"seconds": 60.0}), tools=[decorated], timeout=2.0)
+    assert found[0][1] == "after 0.1"
+    assert [call.failed for call, _ in found] == [False, True]
+
+
+@pytest.mark.parametrize("tool", [slow, later])
+def test_calls_of_all_episodes_share_the_slots(tool):
+    """Six calls of 0.3 s, two at a time, within a limit of 0.8 s each: the wait for a slot is not a part of it."""
+    slots, asked = threading.Semaphore(2), [{"function": {"name": tool.__name__, "arguments": {"seconds": 0.3}}}]
+    start = time.perf_counter()
+    pending = [Answers([tool], timeout=0.8, slots=slots).start(asked) for _ in range(6)]
+    assert [call.failed for one in pending for call, _ in one.result()] == [False] * 6
+    assert time.perf_counter() - start >= 0.9
 
 
 def test_coroutines_that_hang_are_waited_for_at_the_same_time():
