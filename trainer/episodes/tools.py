@@ -81,18 +81,18 @@ class Answers:
     def _started(self, tool: Tool, call: Mapping[str, Any]) -> Future[str]:
         arguments = own_copy(call["arguments"])  # a tool may edit what it is given
 
-        async def awaited(answer: Any) -> str:
-            return as_text(await answer)
+        async def awaited(call: Callable[[], Any]) -> str:
+            return as_text(await call())
+
+        def on_loop(call: Callable[[], Any]) -> Future[str]:
+            return asyncio.run_coroutine_threadsafe(awaited(call), event_loop(_ASYNC))
 
         def called() -> str:
             answer = tool(**arguments)
-            if inspect.isawaitable(answer):  # of a decorator, say, around a coroutine function
-                return asyncio.run_coroutine_threadsafe(awaited(answer), event_loop(_ASYNC)).result()
-            return as_text(answer)
+            # Awaitable is what a decorator around a coroutine function returns, say.
+            return on_loop(lambda: answer).result() if inspect.isawaitable(answer) else as_text(answer)
 
-        if is_async(tool):
-            return asyncio.run_coroutine_threadsafe(awaited(tool(**arguments)), event_loop(_ASYNC))
-        return in_thread(called, name="tool")
+        return on_loop(partial(tool, **arguments)) if is_async(tool) else in_thread(called, name="tool")
 
     def _answer(
         self, call: Mapping[str, Any], tool: Tool | None, running: Future[str] | None, start: float

@@ -192,6 +192,7 @@ def test_plain_functions_of_a_turn_are_called_one_after_the_other():
         (("divide", {"a": 1}), "Tool divide not found."),
         (("multiply", {"a": 1, "c": 2}), "unexpected keyword argument 'c'"),
         (("multiply", {}), "missing 2 required positional arguments"),
+        (("later", {"second": 1}), "unexpected keyword argument 'second'"),
         (("fails", {"how": "value"}), r"bad\\x1b[31m"),
         (("fails", {"how": "exit"}), "3"),
         (("fails", {"how": "empty"}), "KeyError"),
