@@ -114,6 +114,21 @@ def learned(record_property: Callable[[str, object], None]) -> Callable[..., Non
     return learned
 
 
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, float], None]]:
+    """Give an isolated function another time limit; a process has the one that it was started with."""
+    changed = []
+
+    def limit(isolated: Any, seconds: float) -> None:
+        monkeypatch.setattr(isolated, "timeout", seconds)
+        isolated._end_worker()
+        changed.append(isolated)
+
+    yield limit
+    for isolated in changed:
+        isolated._end_worker()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("full"):
         cases = Counter(function_of(item) for item in items if not item.get_closest_marker("full"))

@@ -151,11 +151,8 @@ def test_values_of_secrets_are_told_from_others():
 
 
 @pytest.fixture
-def quick_grader(monkeypatch):
-    monkeypatch.setattr(builtin_rewards.GRADER, "timeout", 2.0)
-    builtin_rewards.GRADER._end_worker()  # a worker has the limit that it was started with
-    yield
-    builtin_rewards.GRADER._end_worker()
+def quick_grader(limited):
+    limited(builtin_rewards.GRADER, 2.0)
 
 
 def test_a_pathological_expression_neither_hangs_nor_kills_the_trainer(quick_grader):

@@ -217,7 +217,11 @@ def _check_curriculum(args: Any) -> None:
     others = (
         ("generate_ahead", False, "the rewards of a batch before the next one is drawn"),
         ("shuffle_dataset", True, "an order that the rewards decide"),
-        ("num_generations", max(2, args.num_generations), "at least 2: it is made from rewards that differ in a group"),
+        (
+            "num_generations",
+            max(2, args.num_generations),
+            "at least 2: a curriculum is made from rewards that differ in a group",
+        ),
     )
     for name, wanted, why in others:
         if (got := getattr(args, name)) != wanted:

@@ -213,7 +213,7 @@ def _seeded(seed: int) -> Iterator[None]:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # of the CPU alone: a GPU's belongs to the sampling there
     try:
         yield
     finally:

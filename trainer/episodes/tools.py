@@ -52,7 +52,7 @@ def check_tools(tools: Any) -> list[Tool]:
 
 
 class Answers:
-    """Answers the calls of one episode, each within `timeout` seconds."""
+    """Answers the calls of one episode, each within `timeout` seconds; with `slots`, when one of them is free."""
 
     def __init__(self, tools: Sequence[Tool], *, timeout: float, slots: Slots | None = None) -> None:
         self._tools: Mapping[str, Tool] = {tool.__name__: tool for tool in tools}
@@ -81,11 +81,11 @@ class Answers:
     def _started(self, tool: Tool, call: Mapping[str, Any]) -> Future[str]:
         arguments = own_copy(call["arguments"])  # a tool may edit what it is given
 
-        async def awaited(call: Callable[[], Any]) -> str:
-            return as_text(await call())
+        async def awaited(begin: Callable[[], Any]) -> str:
+            return as_text(await begin())  # begun here: a call with wrong arguments raises at once
 
-        def on_loop(call: Callable[[], Any]) -> Future[str]:
-            return asyncio.run_coroutine_threadsafe(awaited(call), event_loop(_ASYNC))
+        def on_loop(begin: Callable[[], Any]) -> Future[str]:
+            return asyncio.run_coroutine_threadsafe(awaited(begin), event_loop(_ASYNC))
 
         def called() -> str:
             answer = tool(**arguments)

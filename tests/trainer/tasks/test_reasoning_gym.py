@@ -107,18 +107,10 @@ def test_what_a_model_writes_cannot_end_the_run(caplog):
     assert "its reward is 0.0" in caplog.text  # of the process that has ended
 
 
-@pytest.fixture
-def _quick_scorer(monkeypatch):
+def test_an_answer_that_takes_for_ever_is_worth_nothing(limited):
     from fused_grpo.trainer.tasks import reasoning_gym as room
 
-    monkeypatch.setattr(room.SCORER, "timeout", 1.0)
-    room.SCORER._end_worker()  # a worker has the limit that it was started with
-    yield
-    room.SCORER._end_worker()
-
-
-@pytest.mark.usefixtures("_quick_scorer")
-def test_an_answer_that_takes_for_ever_is_worth_nothing():
+    limited(room.SCORER, 1.0)
     task = reasoning_gym_task("countdown", size=1, heldout_size=0)
     begun = time.monotonic()
     assert score(task, task.train[0], "<answer>9**9**9**9</answer>", "1") == [0.0, pytest.approx(0.0, abs=0.05)]
