@@ -2,8 +2,14 @@
 
     engine.load_weights(policy)                          # only where the engine serves older ones
     rollouts = engine.generate(prompts, n=G)             # once per effective batch: B completions, their log-probs
-    batches = scored samples with advantages             # collect/collector.py; a batch for each optimizer step
-    learner.learn(batch)                                 # learner.py; checks the engine's log-probs before it steps
+    rewards = reward_funcs(completions)                  # [B]
+    advantages = normalised within groups                # [B]
+    batches = balanced across ranks, one for each optimizer step, old log-probs for all but the first
+    for micro_batch in packed(batch):                    # [R, L] token ids, N completion tokens
+        hidden = backbone(micro_batch)                   # [N, D], no logits
+        loss = fused_linear_grpo_loss(hidden, lm_head)   # 0-d, normalised by the whole step's tokens
+        loss.backward()
+    clip, check against the engine's log-probs, optimizer.step()
     log, evaluate, save                                  # when callbacks say so: transformers' own, and yours
 
 What makes it this loop and not another:

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -372,6 +373,15 @@ def test_what_a_tool_does_to_the_process_changes_nothing_of_the_run(quiet, tmp_p
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setitem(HOW, "acts", quietly(EFFECTS[name]))
     trainer = play(tmp_path, by(how="acts"), max_steps=2, output_dir="run")
+    assert everything(tmp_path, trainer) == quiet
+
+
+def test_a_run_outlives_its_working_directory(quiet, tmp_path, monkeypatch):
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setitem(HOW, "acts", quietly(lambda: shutil.rmtree(here, ignore_errors=True)))
+    trainer = play(tmp_path, by(how="acts"), max_steps=2)
+    assert not here.exists()
     assert everything(tmp_path, trainer) == quiet
 
 
