@@ -362,6 +362,7 @@ EFFECTS: dict[str, Callable[[], Any]] = {
     "turns gradients off": lambda: torch.set_grad_enabled(False),
     "leaves threads behind": leave_threads,
     "goes elsewhere": lambda: os.chdir("/"),
+    "redirects the output": lambda: setattr(sys, "stdout", io.StringIO()),
     "forks": fork,
 }
 
@@ -370,9 +371,10 @@ EFFECTS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", EFFECTS)
 def test_what_a_tool_does_to_the_process_changes_nothing_of_the_run(quiet, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
     monkeypatch.setitem(HOW, "acts", quietly(EFFECTS[name]))
     trainer = play(tmp_path, by(how="acts"), max_steps=2, output_dir="run")
+    assert sys.stdout is printed
     assert everything(tmp_path, trainer) == quiet
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -226,16 +227,22 @@ class Collector:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Paths of the run may be relative, and a tool or a reward may go elsewhere: afterwards it is where it was."""
+        """What a tool or a reward changes of the process is as it was afterwards: the folder, and where is printed to.
+
+        Paths of the run may be relative. And threads that redirect output at the same time leave it redirected.
+        """
         here: int | None = None
+        streams = sys.stdout, sys.stderr
         with suppress(OSError):  # a descriptor, because the folder may be renamed or removed meanwhile
             here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
         try:
             yield
         finally:
+            if self.prefetched is None:  # else its tools may be elsewhere for a while
+                sys.stdout, sys.stderr = streams
             if here is not None:
                 with suppress(OSError):
-                    if self.prefetched is None:  # else its tools may be elsewhere for a while
+                    if self.prefetched is None:
                         os.fchdir(here)
                 os.close(here)
 

@@ -116,7 +116,9 @@ class Start:
         """Tokens of the longest prompt and completion; None where nothing says."""
         if self.args.vllm_max_model_length or self.has_streams:
             return self.args.vllm_max_model_length
-        longest = self.limit.longest + (0 if self.environment_factory is None else OF_RESET)
+        longest = self.limit.longest
+        if self.rules is not None and self.rules.environments is not None:
+            longest += OF_RESET + self.rules.own_tokens
         return min(longest, self.limit.tokens or longest) + self.args.max_completion_length
 
     @property

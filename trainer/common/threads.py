@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
 _one_at_a_time = threading.Lock()
+_loops = dict[str, asyncio.AbstractEventLoop]()
 
 
 def in_thread(work: Callable[[], T], name: str = "background") -> Future[T]:
@@ -32,14 +32,24 @@ def in_thread(work: Callable[[], T], name: str = "background") -> Future[T]:
 def event_loop(name: str) -> asyncio.AbstractEventLoop:
     """The event loop of that name. A client that stays open is bound to the loop that it was opened in."""
     with _one_at_a_time:  # two threads would each make one
-        return _made(name)
+        if name not in _loops:
+            _loops[name] = asyncio.new_event_loop()
+            threading.Thread(target=_run, args=(_loops[name],), name=name, daemon=True).start()
+        return _loops[name]
 
 
-@cache
-def _made(name: str) -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=_run, args=(loop,), name=name, daemon=True).start()
-    return loop
+def leave_blocked_loop(name: str, *, after: float) -> None:
+    """For what comes, a new event loop of that name where this one does nothing for `after` seconds.
+
+    A coroutine that does not await has its loop for good. What waits there ends at time limits of its own.
+    """
+    loop, answers = _loops.get(name), threading.Event()
+    if loop is not None:
+        loop.call_soon_threadsafe(answers.set)
+        if not answers.wait(after):
+            with _one_at_a_time:
+                if _loops.get(name) is loop:  # else another thread has left it
+                    del _loops[name]
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -18,6 +18,7 @@ from itertools import compress, islice
 from typing import Any
 
 from torch.utils.data import Subset
+from transformers.utils.chat_template_utils import get_json_schema
 
 from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.common.formatting import message_text
@@ -41,6 +42,12 @@ def has_chat_template(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | 
     """Whether conversations can be rendered: the tokenizer has a template, or the options have one."""
     # mistral-common's tokenizers have a template but no such attribute.
     return bool(getattr(tokenizer, "chat_template", "its own") or (chat_template_kwargs or {}).get("chat_template"))
+
+
+def tool_options(tools: Sequence[Callable[..., Any]]) -> dict[str, Any]:
+    """The variables of a chat template that have the tools' schemas; none without tools."""
+    schemas = [get_json_schema(tool) for tool in tools]
+    return {"tools": schemas, "xml_tools": schemas} if schemas else {}  # xml_tools: in SmolLM3's
 
 
 def rendered(row: Mapping[str, Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
@@ -167,8 +174,7 @@ class PromptLimit:
         self._fix = f"fix: {larger}a smaller max_completion_length; long_prompts='fail' for an error"
         self.longest = 0  # tokens of the longest prompt so far
         self._drops, self._vocabulary = args.long_prompts == "drop", vocabulary
-        self._tokenizer, self.template = tokenizer, dict(args.chat_template_kwargs or {})
-        self.template |= {"tools": list(tools)} if tools else {}
+        self._tokenizer, self.template = tokenizer, (args.chat_template_kwargs or {}) | tool_options(tools)
         if self.tokens is not None and self.tokens < 1:
             raise InputError(
                 f"got max_completion_length={args.max_completion_length} and {self._by}={length}, want room for a "

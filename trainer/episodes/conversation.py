@@ -13,20 +13,16 @@ that does not matter here, since no earlier turn is ever rendered again.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from transformers.utils.chat_template_utils import get_json_schema
-
-from fused_grpo.errors import DataError, UnsupportedError
-from fused_grpo.trainer.data.prompts import encode_prompts, has_chat_template
+from fused_grpo.errors import DataError, UnsupportedError, shown
+from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.data.prompts import encode_prompts, has_chat_template, tool_options
+from fused_grpo.trainer.episodes.calls import checked_call, family_of
 
 Message = dict[str, Any]
-_DEEPEST = 50  # levels of a call's arguments
-_BEGIN, _END = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
-_PYTHON = {"True": True, "False": False, "None": None}  # as templates write them that join arguments as text
 _MARK = "b9d4f5c2"  # in the dummy's call, and nowhere else
 _CALL, _ANSWER = f"tool_{_MARK}", f"answer_{_MARK}"
 
@@ -45,20 +41,24 @@ class Template:
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None, *, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._options, self._stops = tokenizer, dict(options or {}), set(stop_ids)
-        text = self._checked_text()
         self._has_own_parser = any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
-        self._calls_in = next((parse for is_of, parse in _FAMILIES if re.search(is_of, text)), None)
-        if self._calls_in is None and not self._has_own_parser:
+        self._family = family_of(self._checked_text(), _CALL)
+        if self._family is None and not self._has_own_parser:
             raise UnsupportedError(
                 "got a chat template whose tool calls this trainer cannot read, and a tokenizer without a response "
                 "template, want one of the two; fix: tokenizer.response_template = ... (transformers, "
                 "'response parsing')"
             )
         self._check_reply(self.added([_answer()]))
+        if self._tokenizer.decode(self.added([_answer(), _answer()])).count(_ANSWER) != 2:
+            raise UnsupportedError(
+                "got a chat template that shows one of the two answers of a turn with two calls, want both; fix: "
+                "tokenizer.chat_template = ..."
+            )
 
     def encode(self, prompt: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         """Token ids of a prompt, with the schemas of the tools; DataError as `encode_prompts`."""
-        options = self._options | ({"tools": list(tools)} if tools else {})
+        options = self._options | tool_options(tools)
         (ids,) = encode_prompts([{"prompt": list(prompt)}], self._tokenizer, chat_template_kwargs=options)
         return ids
 
@@ -68,8 +68,17 @@ class Template:
         Args:
             after: the last token of that turn. Where it does not end turns (a stop string did), the one that does comes
                 first. None: it does.
+
+        Raises:
+            UnsupportedError: the template does not take them.
         """
-        ids: list[int] = self._rendered([*_dummy(answers[0]["name"]), *answers], tokenize=True)
+        try:
+            ids: list[int] = self._rendered([*self._dummy(answers[0]["name"]), *answers], tokenize=True)
+        except Exception as error:  # of the template, which is a program
+            raise UnsupportedError(
+                f"got {type(error).__name__} from the chat template for {len(answers)} answers of tools: "
+                f"{shown(error, 500)}; want it to write them behind the calls; fix: tokenizer.chat_template = ..."
+            ) from error
         mark = self._tokenizer.decode(ids).find(_MARK)
         # The stops before the dummy's call end other turns; the one behind it ends the call.
         stops = (place + 1 for place, token in enumerate(ids) if token in self._stops)
@@ -105,21 +114,14 @@ class Template:
             options.pop("tools", None)
             message = self._tokenizer.parse_response(ids, **options)
         content = str(message.get("content") or "").removesuffix(self._tokenizer.eos_token or "")
-        calls = [_call(call.get("function", call)) for call in message.get("tool_calls") or ()]
+        calls = [checked_call(call.get("function", call)) for call in message.get("tool_calls") or ()]
         return {"role": "assistant", **message, "content": content, **({"tool_calls": calls} if calls else {})}
 
     def _by_family(self, ids: list[int], tools: Sequence[Any]) -> Message:
-        assert self._calls_in is not None
+        assert self._family is not None
         last = len(ids) - (1 if ids and ids[-1] in self._stops else 0)
         # Special tokens too: a family may mark its calls with one.
-        text = self._tokenizer.decode(ids[:last], skip_special_tokens=False)
-        thought, end, rest = text.partition("</think>")
-        text, calls = self._calls_in(rest.lstrip("\n") if end else text, tools)
-        message: Message = {"role": "assistant", "content": text.strip() if calls else text}
-        # The prompt may have begun the thought.
-        if end and (thought := thought.removeprefix("<think>").strip()):
-            message["reasoning_content"] = thought
-        return message | ({"tool_calls": list(map(_call, calls))} if calls else {})
+        return self._family.message(self._tokenizer.decode(ids[:last], skip_special_tokens=False), tools)
 
     def _rendered(self, messages: list[Message], **options: Any) -> Any:
         options = {**self._options, "tokenize": False, "add_generation_prompt": True, "return_dict": False, **options}
@@ -133,7 +135,7 @@ class Template:
 
     def _check_reply(self, added: list[int]) -> None:
         """UnsupportedError unless the dummy's call, as the template writes it, is read as one."""
-        user, call = _dummy(_CALL)
+        user, call = self._dummy(_CALL)
         prefix: list[int] = self._rendered([user], tokenize=True)
         whole: list[int] = self._rendered([user, call, _answer()], tokenize=True)
         if whole[: len(prefix)] != prefix:  # it begins the model's turn with what it leaves out of earlier ones
@@ -153,8 +155,14 @@ class Template:
                 "got tools and a tokenizer without a chat template, want one that shows them to the model; fix: the "
                 "tokenizer of a chat model, or tokenizer.chat_template = ..."
             )
+        self._dummy, text, missing = _dummy, "", list[str]()
         try:
-            text: str = self._rendered([*_dummy(_CALL), _answer()])
+            prompt: str = self._rendered(_dummy(_CALL)[:1], tools=[_SCHEMA], xml_tools=[_SCHEMA])
+            text = self._rendered([*_dummy(_CALL), _answer()])
+            if _CALL not in text and "<tool_call>" in prompt:
+                # SmolLM3 writes no calls, and asks for Hermes'. Earlier turns are as they were sampled all the same.
+                self._dummy = _written_dummy
+                text = self._rendered([*_written_dummy(_CALL), _answer()])
             missing = [what for what, mark in _SHOWN.items() if mark not in text]
         except Exception as error:  # of the template, which is a program
             missing = [f"the conversation ({type(error).__name__}: {error})"]
@@ -164,10 +172,28 @@ class Template:
                 "of user -> assistant with tool_calls -> tool; fix: a model that was trained to call tools, or "
                 "tokenizer.chat_template = ..."
             )
+        if _CALL not in prompt:
+            warn_once(
+                "got a chat template that does not show the tools' schemas to the model; fix: tokenizer.chat_template "
+                "= ..., or prompts that describe the tools"
+            )
         return text
 
 
 _SHOWN = {"the name of a call": _CALL, "its arguments": f"argument_{_MARK}", "the answer": _ANSWER}
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": _CALL,
+        "description": "A tool.",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "Its text."}},
+            "required": ["text"],
+        },
+        "return": {"type": "string"},
+    },
+}
 
 
 def _answer() -> Message:
@@ -175,97 +201,12 @@ def _answer() -> Message:
 
 
 def _dummy(name: str) -> list[Message]:
-    arguments = {f"argument_{_MARK}": "1"}
-    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    call = {"type": "function", "function": {"name": name, "arguments": {f"argument_{_MARK}": "1"}}}
     return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
-def _call(function: Mapping[str, Any]) -> Message:
-    """A call as TRL passes it on; TypeError for one without a name, or whose arguments are no object."""
-    arguments = function.get("arguments", function.get("parameters"))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    arguments = {} if arguments is None else arguments
-    # ValueError for numbers that JSON does not have, or characters that UTF-8 does not.
-    json.dumps([function["name"], arguments], ensure_ascii=False, allow_nan=False).encode()
-    if not isinstance(function["name"], str) or not isinstance(arguments, dict) or _depth(arguments) > _DEEPEST:
-        raise TypeError("a tool call without a name, or with arguments that are no object, or nested too deeply")
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _depth(value: Any, most: int = _DEEPEST + 1) -> int:
-    """Levels of lists and dicts, `most` at most."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max((_depth(entry, most - 1) for entry in inner), default=0) if most else 0
-
-
-def _json_calls(text: str, _: Any) -> tuple[str, list[Any]]:
-    """Hermes, Qwen2.5, Qwen3, SmolLM: {"name": ..., "arguments": ...} between <tool_call> and </tool_call>."""
-    calls, decoder, begun = list[Any](), json.JSONDecoder(), _BEGIN.search(text)
-    while begun is not None:
-        call, stop = None, begun.end()
-        if text.startswith("{", stop):
-            with suppress(ValueError):  # decoded, because an argument may hold the end of a call
-                call, stop = decoder.raw_decode(text, stop)
-        begun = _BEGIN.search(text, stop)
-        if call is not None and _END.match(text, stop):
-            calls.append(call)
-        elif _END.search(text, stop, len(text) if begun is None else begun.start()):
-            raise ValueError("what stands there is no JSON")  # without an end it is half a call, which is none
-    return text.partition("<tool_call>")[0] if calls else text, calls
-
-
-def _tagged_calls(text: str, tools: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Qwen3-Coder, Qwen3.5: <function=name><parameter=key>value</parameter></function>.
-
-    A value is text where the tool's schema says so, else JSON or text.
-    """
-    calls = []
-    for part in _between(text, "<function=", "</function>"):
-        name, _, body = part.partition(">")
-        texts = _text_parameters(tools, name)
-        pairs = (one.partition(">")[::2] for one in _between(body, "<parameter=", "</parameter>"))
-        values = {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs}
-        values = {key: value if key in texts else _value(value) for key, value in values.items()}
-        calls.append({"name": name, "arguments": values})
-    return text.partition("<tool_call>")[0] if calls else text, calls
-
-
-def _between(text: str, begin: str, end: str) -> list[str]:
-    """What stands between a beginning and the last end before the next one; a beginning without an end is none."""
-    return [part.rpartition(end)[0] for part in text.split(begin)[1:] if end in part]
-
-
-def _text_parameters(tools: Sequence[Any], name: str) -> set[str]:
-    schemas = [get_json_schema(tool)["function"]["parameters"] for tool in tools if tool.__name__ == name]
-    return {key for schema in schemas for key, one in schema["properties"].items() if one.get("type") == "string"}
-
-
-def _value(text: str) -> Any:
-    if text in _PYTHON:
-        return _PYTHON[text]
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _llama_calls(text: str, _: Any) -> tuple[str, list[Any]]:
-    """Llama 3: a turn that is {"name": ..., "parameters": {...}}, several apart by semicolons."""
-    body = text.removeprefix("<|python_tag|>").strip()
-    if not body.startswith('{"name"'):
-        return text, []
-    decoder, calls = json.JSONDecoder(), list[Any]()
-    while body:
-        call, end = decoder.raw_decode(body)
-        calls.append(call)
-        body = body[end:].lstrip("; \n")
-    return "", calls
-
-
-# How a template writes the dummy's call, and who reads such calls.
-_FAMILIES: tuple[tuple[str, Callable[[str, Sequence[Any]], tuple[str, list[Any]]]], ...] = (
-    (rf"<function={_CALL}>", _tagged_calls),
-    (r"<tool_call>\s*\{", _json_calls),
-    (rf'\{{"name": "{_CALL}", "parameters": ', _llama_calls),
-)
+def _written_dummy(name: str) -> list[Message]:
+    """With the call in the text, as Hermes writes it."""
+    call = json.dumps({"name": name, "arguments": {f"argument_{_MARK}": "1"}})
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]

@@ -180,7 +180,12 @@ def methods_of(environment: Any) -> list[Tool]:
     """Its public methods but `reset` and `get_reward`, in alphabetical order."""
     # Those of the class: looking at the object would compute its properties.
     members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
-    return [getattr(environment, name) for name, _ in members if name not in NOT_TOOLS and not name.startswith("_")]
+    return [
+        # An isolated tool is a function of its arguments alone: no process could have the object.
+        function if getattr(function, "is_isolated", False) else getattr(environment, name)
+        for name, function in members
+        if name not in NOT_TOOLS and not name.startswith("_")
+    ]
 
 
 def is_done(environment: Any) -> bool:

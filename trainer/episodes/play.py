@@ -26,7 +26,7 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, support_fields
 from fused_grpo.trainer.engines.turns import TurnSession, turn_session
 from fused_grpo.trainer.episodes.conversation import Message, Template
-from fused_grpo.trainer.episodes.environments import Environments, is_done, methods_of
+from fused_grpo.trainer.episodes.environments import NO_PROMPT, Environments, is_done, methods_of
 from fused_grpo.trainer.episodes.tools import Answers, Slots, Tool, check_tools
 from fused_grpo.trainer.types import Episode, EpisodeEnd, Rollouts, SamplingParams, ToolCall, Turn
 
@@ -48,6 +48,14 @@ class Rules:
         if self.environments is None or self.environments.is_named:
             return self.tools
         return self.environments.tools_of[None]
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of what a prompt shows of its own environment's tools, where there are several environments."""
+        if self.environments is None or not self.environments.is_named:
+            return 0
+        lengths = [len(self.template.encode(NO_PROMPT, tools)) for tools in self.environments.tools_of.values()]
+        return max(lengths) - len(self.template.encode(NO_PROMPT, self.tools))
 
 
 def rules_of(tools: Any, factory: Any, args: GRPOConfig, tokenizer: Any, stop_ids: Sequence[int]) -> Rules:
@@ -151,7 +159,7 @@ def _play(episodes: Sequence[_Played], session: TurnSession) -> None:
                 session.add(episodes[number].next_turn(number))
         for number, turn in session.step() if session.has_work or session.pending else ():
             if calls := episodes[number].say(turn):
-                answering[episodes[number].answers.start(calls)] = number
+                answering[episodes[number].ask(calls)] = number
 
 
 @dataclass
@@ -198,6 +206,10 @@ class _Played:
         else:
             return calls
         return []
+
+    def ask(self, calls: Sequence[Mapping[str, Any]]) -> Future[list[tuple[ToolCall, str]]]:
+        """Make the calls."""
+        return self.answers.start(calls, most=(self.max_tokens - len(self.ids)) * CHARACTERS_OF_A_TOKEN)
 
     def hear(self, answers: Sequence[tuple[ToolCall, str]]) -> bool:
         """The tools' answers; whether the model has a further turn."""

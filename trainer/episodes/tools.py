@@ -19,7 +19,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import get_json_schema
 
 from fused_grpo.errors import InputError, elide_middle
-from fused_grpo.trainer.common.threads import event_loop, in_thread
+from fused_grpo.trainer.common.threads import event_loop, in_thread, leave_blocked_loop
 from fused_grpo.trainer.rewards.reward_call import is_async, own_copy
 from fused_grpo.trainer.rewards.worker import as_text, error_text
 from fused_grpo.trainer.types import ToolCall
@@ -27,6 +27,7 @@ from fused_grpo.trainer.types import ToolCall
 Tool = Callable[..., Any]
 Slots = threading.Semaphore  # of calls at the same time, of all episodes
 _ASYNC = "async tools"  # the name of their event loop: one that blocks it stops no reward
+_SILENCE = 5.0  # seconds without a sign of that loop, after which later calls get another one
 _RECORDED = 10_000  # characters of an answer, in rollouts.jsonl and the report
 
 
@@ -60,11 +61,15 @@ class Answers:
         self.has_timed_out = False  # a call may still be running
         self._is_late = False  # a call of this turn took too long
 
-    def start(self, calls: Sequence[Mapping[str, Any]]) -> Future[list[tuple[ToolCall, str]]]:
-        """The calls with their answers, as text in whole, in the order of the calls."""
-        return in_thread(partial(self._all, [call["function"] for call in calls]), name="tools")
+    def start(self, calls: Sequence[Mapping[str, Any]], *, most: int) -> Future[list[tuple[ToolCall, str]]]:
+        """The calls with their answers as text, in the order of the calls.
 
-    def _all(self, calls: list[Mapping[str, Any]]) -> list[tuple[ToolCall, str]]:
+        Args:
+            most: characters that there is room for. Of a longer answer one more is kept: megabytes would add up.
+        """
+        return in_thread(partial(self._all, [call["function"] for call in calls], most), name="tools")
+
+    def _all(self, calls: list[Mapping[str, Any]], most: int) -> list[tuple[ToolCall, str]]:
         self._is_late = False
         # Coroutines run while plain functions are called.
         start, tools = time.perf_counter(), [self._tools.get(call["name"]) for call in calls]
@@ -75,7 +80,7 @@ class Answers:
         answers = list[tuple[ToolCall, str]]()
         for each in zip(calls, tools, running, strict=True):
             with self._slots or nullcontext():
-                answers.append(self._answer(*each, start))
+                answers.append(self._answer(*each, start, most))
         return answers
 
     def _started(self, tool: Tool, call: Mapping[str, Any]) -> Future[str]:
@@ -95,7 +100,7 @@ class Answers:
         return on_loop(partial(tool, **arguments)) if is_async(tool) else in_thread(called, name="tool")
 
     def _answer(
-        self, call: Mapping[str, Any], tool: Tool | None, running: Future[str] | None, start: float
+        self, call: Mapping[str, Any], tool: Tool | None, running: Future[str] | None, start: float, most: int
     ) -> tuple[ToolCall, str]:
         start, failed = start if running else time.perf_counter(), False
         is_isolated = getattr(tool, "is_isolated", False)
@@ -110,12 +115,17 @@ class Answers:
             if not wait([running], left).done:
                 running.cancel()
                 self.has_timed_out = self._is_late = True
+                leave_blocked_loop(_ASYNC, after=min(_SILENCE, self._timeout))
                 raise TimeoutError(f"{call['name']} took longer than {self._timeout:g} s")
             text = running.result()
         except BaseException as error:  # of the tool's: signals reach the main thread alone
             if is_isolated and isinstance(error, InputError):
                 raise  # no process can load it, which no model can mend
             text, failed = str({"error": error_text(error)}), True
-        text = text.encode("utf-8", "replace").decode("utf-8")  # no tokenizer takes a lone surrogate
-        recorded, seconds = elide_middle(text, _RECORDED), time.perf_counter() - start
-        return ToolCall(call["name"], own_copy(call["arguments"]), recorded, failed, seconds), text
+        recorded, text, seconds = _clean(elide_middle(text, _RECORDED)), text[: most + 1], time.perf_counter() - start
+        return ToolCall(call["name"], own_copy(call["arguments"]), recorded, failed, seconds), _clean(text)
+
+
+def _clean(text: str) -> str:
+    """Without lone surrogates, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError, quoted, shown
 from fused_grpo.trainer.common.redaction import to_json
-from fused_grpo.trainer.common.threads import event_loop, in_thread
+from fused_grpo.trainer.common.threads import event_loop, in_thread, leave_blocked_loop
 
 RewardFunction = Callable[..., Any]
 T = TypeVar("T")
@@ -162,6 +162,7 @@ class RewardCaller:
     def _wait(self, outcome: futures.Future[T], inputs: RewardInputs) -> T:
         if not futures.wait([outcome], self.timeout).done:
             outcome.cancel()
+            leave_blocked_loop(ASYNC, after=min(5.0, self.timeout or 0.0))
             raise RewardError(
                 f"reward function {self.name!r} took longer than {self.timeout} s for {len(inputs)} completions (first "
                 f"prompt {quoted(inputs.columns['prompts'][0])}); fix: a longer reward_timeout, or "

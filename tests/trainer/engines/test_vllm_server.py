@@ -3,29 +3,39 @@
 One file has all of it, in an order that needs two: a start takes seconds.
 """
 
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.checkpoint import newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
+from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
-from fused_grpo.trainer.types import SamplingParams
+from fused_grpo.trainer.episodes.conversation import Template
+from fused_grpo.trainer.episodes.play import EpisodeEngine, Rules
+from fused_grpo.trainer.recipes import calculator
+from fused_grpo.trainer.recipes.arithmetic import PAD, tokenizer_of
+from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 pytestmark = pytest.mark.engine
 
 SAMPLING = SamplingParams(n=4, max_tokens=8, seed=0)
 LONG = SamplingParams(n=128, max_tokens=150, seed=0, extra={"ignore_eos": True})
+SUMS = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
+QUESTIONS = [{"prompt": [{"role": "user", "content": f"{number}?"}]} for number in range(16)]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +58,14 @@ def synced(connect, model) -> VLLMServerEngine:
     engine = connect()
     engine.load_weights(checkpoint_weights(model), version=0)
     return engine
+
+
+@pytest.fixture(scope="module")
+def inside(synced, model, tokenizer) -> Iterator[VLLMEngine]:
+    """An engine in this process, with the weights that the server has."""
+    engine = VLLMEngine(model, tokenizer, max_model_len=192, dtype="float32")
+    yield engine
+    engine.close()
 
 
 @torch.no_grad()
@@ -94,23 +112,18 @@ def test_another_model_than_the_servers_is_refused_before_it_gets_a_weight(
     assert synced.generate(prompts[:2], SAMPLING) == before
 
 
-def test_the_same_seeds_draw_what_the_engine_in_process_draws(synced, model, tokenizer, prompts) -> None:
-    inside = VLLMEngine(model, tokenizer, max_model_len=192, dtype="float32")
+def test_the_same_seeds_draw_what_the_engine_in_process_draws(synced, inside, prompts) -> None:
     for sampling in (SAMPLING, replace(SAMPLING, temperature=0.0), replace(SAMPLING, top_k=5, seed=3)):
         there, here = synced.generate(prompts, sampling), inside.generate(prompts, sampling)
         assert there.completion_ids == here.completion_ids
         assert there.finish_reasons == here.finish_reasons
-    inside.close()
 
 
-@pytest.mark.parametrize("kind", ["server", "inside"])
+@pytest.mark.parametrize("kind", ["synced", "inside"])
 def test_completions_match_the_expression_and_say_how_likely_they_were(
-    kind, synced, model, tokenizer, prompts, plain_logits
+    kind, request, model, tokenizer, prompts, plain_logits
 ) -> None:
-    engine = synced if kind == "server" else VLLMEngine(model, tokenizer, max_model_len=192, dtype="float32")
-    rollouts = engine.generate(prompts, replace(SAMPLING, structured_outputs_regex="[a-f]{3}"))
-    if engine is not synced:
-        engine.close()
+    rollouts = request.getfixturevalue(kind).generate(prompts, replace(SAMPLING, structured_outputs_regex="[a-f]{3}"))
     letters = tokenizer.convert_tokens_to_ids(list("abcdef"))
     for index, completion in enumerate(rollouts.completion_ids):
         assert set(completion[:3]) <= set(letters)
@@ -120,8 +133,68 @@ def test_completions_match_the_expression_and_say_how_likely_they_were(
         assert rollouts.sampling_logprobs[index][0] == pytest.approx(expected, abs=1e-3)
 
 
+def double(n: int) -> int:
+    """Double a number.
+
+    Args:
+        n: The number.
+    """
+    return 2 * n
+
+
+@pytest.fixture(scope="module")
+def calling(tokenizer) -> PreTrainedTokenizerFast:
+    """Other texts for the server's tokens. Six of them are whole calls, so that an untrained model calls."""
+    calls = [f'<tool_call>{{"name": "double", "arguments": {{"n": {n}}}}}</tool_call>' for n in range(6)]
+    parts = ['<tool_call>{"name": "', '", "arguments": {"', '": "', '"}}</tool_call>']
+    tokens = [PAD, calculator.END, *calculator.ROLES, "?", "_", "<|stop|>", *calls, *parts]
+    tokens += "abcdefglmnorstuw0123456789"
+    assert len(tokens) == len(tokenizer)
+    return tokenizer_of(
+        tokens,
+        "|".join([*map(re.escape, calls + parts), r"[\s\S]"]),
+        eos_token=calculator.END,
+        additional_special_tokens=[*calculator.ROLES, "<|stop|>"],
+        clean_up_tokenization_spaces=False,
+        chat_template=calculator.TEMPLATE,
+    )
+
+
+def test_turns_of_episodes_are_those_that_the_engine_in_process_samples(
+    synced, inside, model, calling, plain_logprobs, sampled_logprobs
+) -> None:
+    template = Template(calling, None, stop_ids=stop_token_ids(model.generation_config, calling))
+    rules = Rules(template=template, tools=[double], environments=None, max_turns=None, timeout=60.0, slots=None)
+    prompts = [template.encode(row["prompt"], rules.tools) for row in QUESTIONS]
+
+    def play(engine: Any, **options: Any) -> Rollouts:
+        sampling = SamplingParams(n=1, max_tokens=96, seed=1, **options)
+        player = EpisodeEngine(engine, rules, most=None, batch="0")
+        return player.generate(prompts, sampling, rows=list(enumerate(QUESTIONS)))
+
+    for options in ({"temperature": 0.7, "top_k": 20}, {}):
+        there, here = play(synced, **options), play(inside, **options)
+        assert there.completion_ids == here.completion_ids
+        assert [one.messages for one in there.episodes] == [one.messages for one in here.episodes]
+        assert max(one.turns for one in there.episodes) > 2
+    for ids, mask, episode in zip(there.completion_ids, there.completion_masks, there.episodes, strict=True):
+        parts = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
+        read = [calling.decode([token for token, _ in part]) for is_own, part in parts if not is_own]
+        told = [list(some) for role, some in groupby(episode.messages, key=itemgetter("role")) if role == "tool"]
+        answers = ["".join(f"<|tool|>{one['content']}<|end|>" for one in some) for some in told]
+        assert read == [f"{answer}<|assistant|>" for answer in answers]
+    # Each turn was sampled from all that stands before it.
+    own = torch.tensor([*chain(*there.completion_masks)])
+    assert (sampled_logprobs(there) - plain_logprobs(model, there))[own].abs().max() < 1e-3
+    assert not sampled_logprobs(there)[~own].any()
+
+
 def letters(completions: list[str], **columns: Any) -> list[float]:
     return [sum(letter.isalpha() for letter in text) / (len(text) + 1) for text in completions]
+
+
+def messages(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
 
 
 @pytest.fixture(scope="module")
@@ -131,24 +204,43 @@ def runs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def make_trainer(build_model, tokenizer, server, runs) -> Callable[..., GRPOTrainer]:
-    def make(name: str, **options: Any) -> GRPOTrainer:
-        args = GRPOConfig(
-            str(runs / name),
-            vllm_mode="server",
-            vllm_server_base_url=server.url,
-            vllm_server_timeout=500.0,
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=8,
-            max_steps=5,
-            save_steps=2,
-            learning_rate=1e-3,
-            **options,
-        )
-        rows = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
-        return GRPOTrainer(build_model("qwen2", tied=True), letters, args, rows, processing_class=tokenizer)
+    def make(
+        name: str,
+        reward: Any = letters,
+        rows: Any = SUMS,
+        tokenizer: Any = tokenizer,
+        tools: Any = None,
+        **options: Any,
+    ) -> GRPOTrainer:
+        defaults = {
+            "vllm_mode": "server",
+            "vllm_server_base_url": server.url,
+            "vllm_server_timeout": 500.0,
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "max_steps": 5,
+            "save_steps": 2,
+            "learning_rate": 1e-3,
+        }
+        args = GRPOConfig(str(runs / name), **{**defaults, **options})
+        model = build_model("qwen2", tied=True)
+        return GRPOTrainer(model, reward, args, rows, processing_class=tokenizer, tools=tools)
 
     return make
+
+
+def test_a_run_with_a_tool_is_trained_on_turns_of_the_server(make_trainer, calling) -> None:
+    """Or the log-prob check of a turn ends it before an update."""
+    options = {"max_completion_length": 64, "max_steps": 2, "save_strategy": "no", "logprob_mismatch": "fail"}
+    trainer = make_trainer("tool", messages, QUESTIONS, calling, tools=[double], **options)
+    before = trainer.model.get_input_embeddings().weight.clone()
+    metrics = trainer.train().metrics
+    assert metrics["rollout_engine"] == "vllm-server"
+    assert not torch.equal(before, trainer.model.get_input_embeddings().weight)
+    assert max(sample.episode.turns for sample in trainer.scored.samples) > 1
+    for turn in (1, 2):
+        assert metrics[f"sampling/sampling_logp_difference/turn_{turn}/max"] < 1e-3
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import pytest
 from talkers import END, TEMPLATE, call, talking_tokenizer
 
 from fused_grpo.errors import DataError, UnsupportedError
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.episodes.conversation import Template
 
 QUESTION = [{"role": "user", "content": "3 * 4?"}]
@@ -105,6 +106,85 @@ def test_calls_of_other_families(form, said):
     assert "tool_calls" not in template.reply(tokenizer("12" + END)["input_ids"], [], [])
 
 
+GEMMA = (
+    "<|tool_call>call:{{ call.function.name }}{ {%- for key, value in call.function.arguments.items() -%}"
+    '{{ key }}:<|"|>{{ value }}<|"|>{% if not loop.last %},{% endif %}{% endfor -%} }<tool_call|>'
+)
+FUNCTION_GEMMA = (
+    GEMMA.replace("<|tool_call>", "<start_function_call>")
+    .replace("<tool_call|>", "<end_function_call>")
+    .replace('<|"|>', "<escape>")
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (GEMMA, 'Sure.<|tool_call>call:f{a:<|"|>{b:"1"}, <tool_call|><|"|>,n:-1.5e3,l:[true,null,{k:1}]}<tool_call|>'),
+        (
+            FUNCTION_GEMMA,
+            'Sure.<start_function_call>call:f{a:<escape>{b:"1"}, <tool_call|><escape>,n:-1.5e3,l:[true,null,{k:1}]}'
+            "<end_function_call>",
+        ),
+    ],
+)
+def test_calls_of_gemma_have_quotes_of_their_own(form, said):
+    tokenizer, template = made(TEMPLATE.replace(HERMES, form))
+    message = template.reply(tokenizer(said + END)["input_ids"], [], [])
+    assert message["content"] == "Sure."
+    (only,) = message["tool_calls"]
+    arguments = {"a": '{b:"1"}, <tool_call|>', "n": -1500.0, "l": [True, None, {"k": 1}]}
+    assert only["function"] == {"name": "f", "arguments": arguments}
+    broken = said.replace("l:[", "l:[[")
+    assert template.reply(tokenizer(broken + END)["input_ids"], [], []) == {"role": "assistant", "content": broken}
+
+
+# SmolLM3's way: the schemas under another name, no calls, and answers as users' messages.
+SMOLLM = """
+{%- if xml_tools %}<|im_start|>system
+{% for tool in xml_tools %}{{ tool | string }}
+{% endfor %}Call them in <tool_call></tool_call>.<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_template_that_writes_no_calls_has_them_as_they_were_sampled():
+    def search(query: str) -> str:
+        """Search.
+
+        Args:
+            query: What for.
+        """
+        return query
+
+    tokenizer, template = made(SMOLLM)
+    assert "'name': 'search'" in tokenizer.decode(template.encode(QUESTION, [search]))
+    said = tokenizer(call("search", query="x") + END)["input_ids"]
+    assert template.reply(said, [], [search])["tool_calls"][0]["function"]["arguments"] == {"query": "x"}
+    added = tokenizer.decode(template.added([answer("12"), answer("no")]))
+    assert added == f"\n<|im_start|>user\n12{END}\n<|im_start|>user\nno{END}\n<|im_start|>assistant\n"
+    with pytest.raises(UnsupportedError, match="leaves out the name of a call"):
+        made(SMOLLM.replace("<tool_call></tool_call>", "JSON"))
+
+
+def test_a_template_that_shows_no_schemas_is_a_warning(caplog):
+    warn_once.cache_clear()
+    made(TEMPLATE.replace("{%- if tools %}", "{%- if false %}"))
+    assert "does not show the tools' schemas" in caplog.text
+
+
+def test_an_answer_that_the_template_does_not_take_is_named():
+    refuses = "{% if 'odd' in message.content %}{{ raise_exception('no') }}{% endif %}<answer>"
+    _, template = made(TEMPLATE.replace("<answer>", refuses))
+    assert template.added([answer("even")])
+    with pytest.raises(UnsupportedError, match="got TemplateError from the chat template for 2 answers of tools: no; "):
+        template.added([answer("even"), answer("odd")])
+
+
 def test_a_value_is_text_where_the_tool_wants_text():
     def find(code: str, count: int) -> str:
         """Find.
@@ -155,6 +235,13 @@ def test_schemas_of_tools_are_in_the_prompt():
             "cannot read, and a tokenizer without",
         ),
         (TEMPLATE.replace("<|im_end|>", "</s>"), UnsupportedError, "with none of the tokens"),
+        (
+            TEMPLATE.replace("<answer>{{", "{% if messages[loop.index0 - 1].role != 'tool' %}<answer>{{").replace(
+                "}}</answer>", "}}</answer>{% endif %}"
+            ),
+            UnsupportedError,
+            "shows one of the two answers",
+        ),
     ],
 )
 def test_a_template_that_cannot_carry_tools_is_refused(template, error, text):

@@ -1,5 +1,7 @@
 """Environments: what they are given, whose methods are tools of which episode, and what they say of it."""
 
+import asyncio
+import math
 import operator
 import random
 import re
@@ -172,6 +174,25 @@ def test_rows_choose_among_several(make_trainer):
     assert all(reward[1] != reward[1] for reward in rewards[4:])  # not of its class
 
 
+def test_the_schemas_of_several_environments_have_room_in_the_engine(make_trainer):
+    class Wordy(Echo):
+        def look(self, text: str) -> str:
+            return text
+
+        look.__doc__ = f"Look. {'At everything. ' * 200}\n\nArgs:\n    text: What for."
+
+    rows = [{"environment": name} for name in ("echo", "wordy") * 4]
+    options = {"rows": rows, "reward": lambda completions, **_: [0.0] * 8, "max_steps": 1}
+    trainer = make_trainer(play, environment_factory={"echo": Echo, "wordy": Wordy}, **options)
+    start, more = trainer.start, len("At everything. ") * 200  # a token for each byte
+    echo, wordy = start.rules.environments.tools_of.values()
+    assert start.rules.own_tokens == len(start.rules.template.encode(NO_PROMPT, wordy)) - start.limit.longest
+    assert more < start.longest_sequence - 1024 - start.limit.longest - trainer.args.max_completion_length < more + 1000
+    single = make_trainer(play, environment_factory=Echo, **options)
+    assert single.start.rules.own_tokens == 0
+    assert len(start.rules.template.encode(NO_PROMPT, echo)) == single.start.limit.longest
+
+
 def test_a_row_of_no_environment_is_found_before_the_first_step(make_trainer):
     rows = [{"environment": "guess"}] * 7 + [{"environment": "chess"}]
     trainer = make_trainer(play, environment_factory={"guess": Guess}, rows=rows)
@@ -232,6 +253,45 @@ def test_an_environment_is_evaluated(make_trainer):
     assert tasks == [environment.number for pool in trainer._environment_pool.values() for environment in pool]
     with pytest.raises(DataError, match="a string as the prompt of an episode"):
         trainer.evaluate([{"prompt": "Play."}])
+
+
+class Later(Guess):
+    """The same in coroutines, and it begins with parts of text."""
+
+    def reset(self, **row):
+        return [{"type": "text", "text": text} for text in super().reset(**row).partition("Guess")]
+
+    async def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: The guess.
+        """
+        await asyncio.sleep(0.01)
+        return super().guess(number)
+
+    async def get_reward(self) -> float:
+        await asyncio.sleep(0.01)
+        return super().get_reward()
+
+
+def test_coroutines_and_parts_of_text_do_what_functions_and_text_do(make_trainer):
+    rows = [{"prompt": [{"role": "user", "content": "Play."}], "environment": name} for name in ("later", "guess") * 4]
+    factories = {"later": Later, "guess": Guess}
+    options = {"rows": rows, "shuffle_dataset": False, "per_device_train_batch_size": 8, "max_steps": 1}
+    trainer = make_trainer(play, reward=None, environment_factory=factories, **options)
+    assert trainer.reward_func_names == ["Later", "Guess"]
+    trainer.train()
+    for kind, first in ((Later, 0), (Guess, 4)):
+        samples, environments = trainer.scored.samples[first : first + 4], trainer.environments[first : first + 4]
+        assert {type(environment) for environment in environments} == {kind}
+        (number,) = {environment.number % 10 for environment in environments}
+        assert samples[0].episode.prompt == [{"role": "user", "content": f"Play. Guess {number}."}]
+        results = [[call.result for call in one.episode.calls] for one in samples]
+        assert results == [["right"], ["wrong", "right"], ["wrong", "wrong", "right"], []]
+        own, other = zip(*(one.rewards if kind is Later else one.rewards[::-1] for one in samples), strict=True)
+        assert own == (1.0, 0.5, pytest.approx(1 / 3), 0.0)
+        assert all(map(math.isnan, other))  # not of its class
 
 
 class NoReset:

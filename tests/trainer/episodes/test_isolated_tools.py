@@ -86,7 +86,7 @@ def make(tmp_path):
 def answered(tool, *codes: str, timeout: float = 60.0) -> list[tuple[bool, str]]:
     """Whether each call of a turn failed, and what the model reads."""
     asked = [{"function": {"name": tool.__name__, "arguments": {"code": code}}} for code in codes]
-    return [(made.failed, text) for made, text in Answers([tool], timeout=timeout).start(asked).result()]
+    return [(made.failed, text) for made, text in Answers([tool], timeout=timeout).start(asked, most=10**6).result()]
 
 
 def processes(folder: Path) -> list[str]:
@@ -236,6 +236,28 @@ def test_a_tool_that_no_process_can_load_ends_the_run(make_trainer, tmp_path, mo
     trainer = make_trainer(lambda *_: call("run", code="answer = 1"), tools=[tool], max_steps=1)
     with pytest.raises(InputError, match=r"which a new process cannot load: .*MINE_API_KEY"):
         trainer.train()
+
+
+@pytest.mark.parametrize("held_as", [lambda tool: tool, staticmethod], ids=["attribute", "staticmethod"])
+def test_an_isolated_tool_of_an_environment_is_called_without_it(make, make_trainer, held_as):
+    class Shell:
+        run = held_as(make())
+
+        def reset(self, **row):
+            return "Compute."
+
+    def say(read: str, member: int) -> str:
+        answers = re.findall(r"<answer>(.*?)</answer>", read)
+        return f"I read {answers[-1]}" if answers else call("run", code=f"answer = {member} * 7")
+
+    # Its limit is its own.
+    trainer = make_trainer(say, environment_factory=Shell, rows=None, tool_timeout=0.001, max_steps=1)
+    assert [tool.__name__ for tool in trainer.tools] == ["run"]
+    trainer.train()
+    for member, sample in enumerate(trainer.scored.samples):
+        (made,) = sample.episode.calls
+        assert (made.arguments, made.failed) == ({"code": f"answer = {member} * 7"}, False)
+        assert sample.episode.messages[-1]["content"] == f"I read {7 * member}"
 
 
 def test_an_episode_goes_on_after_a_call_that_went_wrong(make, make_trainer):

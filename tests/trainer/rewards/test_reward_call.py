@@ -199,6 +199,19 @@ def test_a_coroutine_that_is_given_up_is_cancelled(reward):
     assert cancelled.wait(10)
 
 
+def test_a_coroutine_that_never_awaits_stops_no_later_call(reward):
+    async def blocks(completions):
+        time.sleep(30)
+
+    async def judge(completions):
+        await asyncio.sleep(0.01)
+        return [1.0] * len(completions)
+
+    with pytest.raises(RewardError, match="'blocks' took longer"):
+        reward(blocks, timeout=0.1)
+    assert reward(judge, timeout=10.0)
+
+
 def test_a_call_that_was_given_up_ends_without_a_sound(reward, monkeypatch):
     errors, done = [], threading.Event()
     monkeypatch.setattr(threading, "excepthook", errors.append)

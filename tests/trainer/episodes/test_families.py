@@ -1,0 +1,97 @@
+"""The chat templates of the families themselves, as TRL keeps them, and what TRL reads in their calls."""
+
+import re
+
+import pytest
+from talkers import END, talking_tokenizer
+
+from fused_grpo.errors import UnsupportedError
+from fused_grpo.trainer.episodes.conversation import Template
+
+trl = pytest.importorskip("trl.chat_template_utils", reason="TRL is not installed")
+TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in trl._CHAT_TEMPLATES_DIR.glob("*.jinja")}
+# What ends a turn, by the beginning of a template's name.
+ENDS = {
+    "cohere": ["<|END_OF_TURN_TOKEN|>"],
+    "deepseek": ["<｜end▁of▁sentence｜>"],
+    "gemma4": ["<turn|>", "<|tool_response>"],
+    "glm4moe": ["<|user|>", "<|observation|>"],
+    "gptoss": ["<|call|>", "<|return|>"],
+    "llama3": ["<|eot_id|>"],
+    "": [END],
+}
+SPECIAL = re.compile(r"<\|[\"a-z_]+\|>|<\|[a-z_]+>|<[a-z_]+\|>")  # one token each, as in the family's vocabulary
+READ_BY_TRL = ("gemma4", "glm4moe", "gptoss", "lfm2_2_5", "lfm2_v2", "llama3_1", "llama3_2", "nemotron", "qwen")
+CALLS = {"text": 'it\'s "so"', "number": 3, "share": 0.5, "flag": True}
+NESTED = {"rows": [1, "a"], "table": {"key": "value"}}
+
+
+def look(text: str, number: int, share: float, flag: bool, rows: list, table: dict) -> str:
+    """Look.
+
+    Args:
+        text: Text.
+        number: A number.
+        share: Another one.
+        flag: Whether.
+        rows: Rows.
+        table: A table.
+    """
+    return text
+
+
+def of_family(name):
+    """(its tokenizer, the tokens that end its turns)"""
+    text = TEMPLATES[name]
+    ends = next(ends for begin, ends in ENDS.items() if name.startswith(begin))
+    tokenizer = talking_tokenizer(text)
+    tokenizer.add_tokens(sorted({*SPECIAL.findall(text), *ends}), special_tokens=True)
+    return tokenizer, tokenizer.convert_tokens_to_ids(ends)
+
+
+def is_read_by_trl(name):
+    return name.startswith(READ_BY_TRL) and trl.supports_tool_calling(talking_tokenizer(TEMPLATES[name]))
+
+
+def conversation(arguments):
+    tool = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "", "tool_calls": [tool]},
+        {"role": "tool", "name": "look", "content": "There."},
+    ]
+
+
+def rendered(tokenizer, messages, **options):
+    options = {"tokenize": True, "return_dict": False, "add_generation_prompt": True, "tools": [look], **options}
+    return tokenizer.apply_chat_template(messages, **options)
+
+
+@pytest.mark.parametrize("name", sorted(filter(is_read_by_trl, TEMPLATES)))
+@pytest.mark.parametrize("arguments", [CALLS, CALLS | NESTED], ids=["flat", "nested"])
+def test_calls_are_read_as_trl_reads_them(name, arguments):
+    tokenizer, stops = of_family(name)
+    template = Template(tokenizer, {}, stop_ids=stops)
+    if name.startswith("lfm2_2_5"):  # it does not escape apostrophes
+        arguments = arguments | {"text": 'so "so"'}
+    user, said, answer = conversation(arguments)
+    prompt, whole = template.encode([user], [look]), rendered(tokenizer, [user, said, answer])
+    added = template.added([answer])
+    assert whole[len(whole) - len(added) :] == added
+    assert "There." in tokenizer.decode(added)
+    assert "Where?" not in tokenizer.decode(added)
+    begun = next((place for place, pair in enumerate(zip(prompt, whole, strict=False)) if len(set(pair)) > 1), len(prompt))
+    turn = whole[begun : len(whole) - len(added)]
+    assert turn[-1] in stops
+    (found,) = template.reply(turn, prompt, [look])["tool_calls"]
+    assert found == {"type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_a_template_that_trl_refuses_or_cannot_read_is_refused_here(name):
+    tokenizer, stops = of_family(name)
+    if is_read_by_trl(name):
+        Template(tokenizer, {}, stop_ids=stops)
+    else:
+        with pytest.raises(UnsupportedError, match="fix: "):
+            Template(tokenizer, {}, stop_ids=stops)

@@ -1,0 +1,209 @@
+"""Calls of tools in a turn of the model, in the form of its family. A response template of the tokenizer comes first.
+
+    Hermes, Qwen2.5, Qwen3, SmolLM   <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+    Qwen3-Coder, Qwen3.5, Nemotron   <tool_call><function=name><parameter=key>value</parameter></function></tool_call>
+    GLM-4.5                          <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
+    Llama 3                          {"name": ..., "parameters": {...}}
+    Gemma 4, FunctionGemma           <|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>
+    LFM2                             <|tool_call_start|>[name(key='text')]<|tool_call_end|>
+    gpt-oss                          to=functions.name<|channel|>commentary json<|message|>{...}
+
+A reader takes the text of a turn and its tools, and returns what is said beside the calls, and the calls. It raises
+where what stands in the place of a call cannot be read: then the turn is text, as in TRL.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers.utils.chat_template_utils import get_json_schema
+
+Call = dict[str, Any]
+Reader = Callable[[str, Sequence[Any]], tuple[str, list[Any]]]
+_DEEPEST = 50  # levels of a call's arguments
+_BEGIN, _END = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
+_PYTHON = {"True": True, "False": False, "None": None}  # as templates write them that join arguments as text
+_KEY = re.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")  # without quotes
+_QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", re.DOTALL)
+_PYTHON_AS_JSON = (
+    (r"(\w+)\(", r'{"name": "\1", "arguments": {'),
+    (r"\)", "}}"),
+    (r"(\w+)=", r'"\1":'),
+    *((rf"\b{name}\b", json.dumps(value)) for name, value in _PYTHON.items()),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a template writes the call of `{name}`, who reads such calls, and what a thought begins and ends with."""
+
+    form: str  # a pattern
+    read: Reader
+    thought: tuple[str, str] = ("<think>", "</think>")
+
+    def message(self, text: str, tools: Sequence[Any]) -> dict[str, Any]:
+        """A turn as a message, as TRL has it; raises what the reader raises."""
+        begin, end = self.thought
+        thought, is_over, rest = text.partition(end)
+        said, calls = self.read(rest.lstrip("\n") if is_over else text, tools)
+        message: dict[str, Any] = {"role": "assistant", "content": said.strip() if calls else said}
+        # The prompt may have begun the thought.
+        if is_over and (thought := thought.removeprefix(begin).strip()):
+            message["reasoning_content"] = thought
+        return message | ({"tool_calls": list(map(checked_call, calls))} if calls else {})
+
+
+def family_of(text: str, name: str) -> Family | None:
+    """The family whose form the call of `name` has in a rendered conversation."""
+    return next((family for family in _FAMILIES if re.search(family.form.replace("{name}", name), text)), None)
+
+
+def checked_call(function: Mapping[str, Any]) -> Call:
+    """A call as TRL passes it on; TypeError for one without a name, or whose arguments are no object."""
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    arguments = {} if arguments is None else arguments
+    # ValueError for numbers that JSON does not have, or characters that UTF-8 does not.
+    json.dumps([function["name"], arguments], ensure_ascii=False, allow_nan=False).encode()
+    if not isinstance(function["name"], str) or not isinstance(arguments, dict) or _depth(arguments) > _DEEPEST:
+        raise TypeError("a tool call without a name, or with arguments that are no object, or nested too deeply")
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _depth(value: Any, most: int = _DEEPEST + 1) -> int:
+    """Levels of lists and dicts, `most` at most."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max((_depth(entry, most - 1) for entry in inner), default=0) if most else 0
+
+
+def _json_calls(text: str, _: Any) -> tuple[str, list[Any]]:
+    calls, decoder, begun = list[Any](), json.JSONDecoder(), _BEGIN.search(text)
+    while begun is not None:
+        call, stop = None, begun.end()
+        if text.startswith("{", stop):
+            with suppress(ValueError):  # decoded, because an argument may hold the end of a call
+                call, stop = decoder.raw_decode(text, stop)
+        begun = _BEGIN.search(text, stop)
+        if call is not None and _END.match(text, stop):
+            calls.append(call)
+        elif _END.search(text, stop, len(text) if begun is None else begun.start()):
+            raise ValueError("what stands there is no JSON")  # without an end it is half a call, which is none
+    return text.partition("<tool_call>")[0] if calls else text, calls
+
+
+def _tagged_calls(text: str, tools: Sequence[Any]) -> tuple[str, list[Any]]:
+    calls = []
+    for part in _between(text, "<function=", "</function>"):
+        name, _, body = part.partition(">")
+        pairs = (one.partition(">")[::2] for one in _between(body, "<parameter=", "</parameter>"))
+        calls.append(_of_texts(name, {key: text.removeprefix("\n").removesuffix("\n") for key, text in pairs}, tools))
+    return text.partition("<tool_call>")[0] if calls else text, calls
+
+
+def _glm_calls(text: str, tools: Sequence[Any]) -> tuple[str, list[Any]]:
+    calls = []
+    for part in _between(text, "<tool_call>", "</tool_call>"):
+        name, *pairs = part.split("<arg_key>")
+        values = (pair.partition("</arg_key>") for pair in pairs)
+        texts = {key: "".join(_between(value, "<arg_value>", "</arg_value>")) for key, _, value in values}
+        calls.append(_of_texts(name.strip(), texts, tools))
+    return text.partition("<tool_call>")[0] if calls else text, calls
+
+
+def _of_texts(name: str, texts: Mapping[str, str], tools: Sequence[Any]) -> Call:
+    """A call whose values are text where the tool's schema says so, else JSON or text."""
+    schemas = [get_json_schema(tool)["function"]["parameters"] for tool in tools if tool.__name__ == name]
+    as_text = {key for schema in schemas for key, one in schema["properties"].items() if one.get("type") == "string"}
+    return {"name": name, "arguments": {key: text if key in as_text else _value(text) for key, text in texts.items()}}
+
+
+def _value(text: str) -> Any:
+    if text in _PYTHON:
+        return _PYTHON[text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _between(text: str, begin: str, end: str) -> list[str]:
+    """What stands between a beginning and the last end before the next one; a beginning without an end is none."""
+    return [part.rpartition(end)[0] for part in text.split(begin)[1:] if end in part]
+
+
+def _llama_calls(text: str, _: Any) -> tuple[str, list[Any]]:
+    """The whole turn; several are apart by semicolons."""
+    body = text.removeprefix("<|python_tag|>").strip()
+    if not body.startswith('{"name"'):
+        return text, []
+    decoder, calls = json.JSONDecoder(), list[Any]()
+    while body:
+        call, end = decoder.raw_decode(body)
+        calls.append(call)
+        body = body[end:].lstrip("; \n")
+    return "", calls
+
+
+def _gemma_calls(text: str, _: Any, *, begin: str, end: str, quote: str) -> tuple[str, list[Any]]:
+    """JSON whose keys have no quotes, and whose texts have others."""
+    calls = []
+    for part in _between(text, f"{begin}call:", end):
+        name, brace, body = part.partition("{")
+        pieces = (brace + body).split(quote)
+        pieces[::2] = [_KEY.sub(r'\1"\2":', piece) for piece in pieces[::2]]
+        pieces[1::2] = map(json.dumps, pieces[1::2])
+        calls.append({"name": name.strip(), "arguments": json.loads("".join(pieces))})
+    return text.partition(begin)[0] if calls else text, calls
+
+
+def _python_calls(text: str, _: Any) -> tuple[str, list[Any]]:
+    """Calls as Python writes them; what is quoted stays as it is, and the rest becomes JSON."""
+    begin, calls = "<|tool_call_start|>", list[Any]()
+    for part in _between(text, begin, "<|tool_call_end|>"):
+        pieces = _QUOTED.split(part)
+        for pattern, json_form in _PYTHON_AS_JSON:
+            pieces[::2] = [re.sub(pattern, json_form, piece) for piece in pieces[::2]]
+        pieces[1::2] = [_double_quoted(piece) for piece in pieces[1::2]]
+        calls += json.loads("".join(pieces))
+    return text.partition(begin)[0] if calls else text, calls
+
+
+def _double_quoted(text: str) -> str:
+    if text[0] == '"':
+        return text
+    return '"' + text[1:-1].replace("\\'", "'").replace('"', '\\"') + '"'
+
+
+def _harmony_calls(text: str, tools: Any) -> tuple[str, list[Any]]:
+    """A message to a function, or to the user."""
+    _, is_call, rest = text.partition("to=functions.")
+    if not is_call:
+        return text.rpartition("<|message|>")[2], []
+    header, _, arguments = rest.partition("<|message|>")
+    return "", [{"name": re.split(r"[\s<]", header, maxsplit=1)[0], "arguments": json.loads(arguments)}]
+
+
+_FAMILIES = (
+    Family("<function={name}>", _tagged_calls),
+    Family(r"<tool_call>\s*\{", _json_calls),
+    Family(r"<tool_call>\s*{name}\s*<arg_key>", _glm_calls),
+    Family(r'\{"name": "{name}", "parameters": ', _llama_calls),
+    Family(
+        r"<\|tool_call>call:{name}\{",
+        partial(_gemma_calls, begin="<|tool_call>", end="<tool_call|>", quote='<|"|>'),
+        thought=("<|channel>thought\n", "<channel|>"),
+    ),
+    Family(
+        r"<start_function_call>call:{name}\{",
+        partial(_gemma_calls, begin="<start_function_call>", end="<end_function_call>", quote="<escape>"),
+    ),
+    Family(r"<\|tool_call_start\|>\[{name}\(", _python_calls),
+    Family(r"to=functions\.{name}<", _harmony_calls, thought=("<|channel|>analysis<|message|>", "<|end|>")),
+)
