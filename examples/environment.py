@@ -44,16 +44,16 @@ class Guess:
         return float(self.found)
 
 
-def tiny_model() -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+def tiny_model(tool: str = "guess") -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
     set_seed(1)
-    calls = [{"name": "guess", "arguments": {"number": number}} for number in range(1, LARGEST + 1)]
+    calls = [{"name": tool, "arguments": {"number": number}} for number in range(1, LARGEST + 1)]
     tokenizer = calculator.build_tokenizer()  # in which a call is going to be one token, and so is an answer
     tokenizer.add_tokens([TASK, *ANSWERS, *(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)])
     games = [[{"role": "user", "content": TASK}] for _ in range(256)]
     for game in games * GUESSES:
         call = {"type": "function", "function": random.choice(calls)}
         game.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        game.append({"role": "tool", "name": "guess", "content": random.choice(ANSWERS)})
+        game.append({"role": "tool", "name": tool, "content": random.choice(ANSWERS)})
     ids = torch.tensor(tokenizer.apply_chat_template(games, return_dict=False))
     config = arithmetic.build_model_config(tokenizer)
     config.initializer_range = 0.1  # with less, it takes long until guesses depend on answers

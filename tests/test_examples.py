@@ -40,11 +40,20 @@ def ran(farm, tmp_path_factory):
     return ran
 
 
-# It takes half a minute: the next but one runs in its place.
-LONG = {ROOT / "examples" / "environment.py": pytest.mark.full}
+def needs(package: str) -> Any:
+    is_there = importlib.util.find_spec(package) is not None
+    return pytest.mark.skipif(not is_there, reason=f"{package} is not installed (fused-grpo[{package}])")
 
 
-@pytest.mark.parametrize("path", [pytest.param(one, marks=LONG.get(one, ()), id=one.name) for one in EXAMPLES])
+MARKS = {
+    "environment.py": pytest.mark.full,  # it takes half a minute: the next but one runs in its place
+    "textarena_wordle.py": needs("textarena"),
+    "openenv_server.py": needs("openenv"),
+    "verifiers_taskset.py": needs("verifiers"),
+}
+
+
+@pytest.mark.parametrize("path", [pytest.param(one, marks=MARKS.get(one.name, ()), id=one.name) for one in EXAMPLES])
 def test_an_example_runs_alone_and_leaves_nothing_unannounced(ran, path):
     printed, folder = ran(path)
     assert printed.strip()

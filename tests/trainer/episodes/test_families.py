@@ -80,7 +80,9 @@ def test_calls_are_read_as_trl_reads_them(name, arguments):
     assert whole[len(whole) - len(added) :] == added
     assert "There." in tokenizer.decode(added)
     assert "Where?" not in tokenizer.decode(added)
-    begun = next((place for place, pair in enumerate(zip(prompt, whole, strict=False)) if len(set(pair)) > 1), len(prompt))
+    begun = next(
+        (place for place, pair in enumerate(zip(prompt, whole, strict=False)) if len(set(pair)) > 1), len(prompt)
+    )
     turn = whole[begun : len(whole) - len(added)]
     assert turn[-1] in stops
     (found,) = template.reply(turn, prompt, [look])["tool_calls"]

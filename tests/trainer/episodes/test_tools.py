@@ -229,7 +229,7 @@ def test_results_are_text(kind, text):
     assert (answer, made.result, made.failed) == (text, text, False)
 
 
-def test_of_a_large_result_the_record_keeps_the_ends_and_the_answer_no_more_than_is_read():
+def test_of_a_large_result_the_record_keeps_the_ends_and_no_more_is_read():
     ((made, answer),) = answered(("returns", {"kind": "large"}))
     assert answer == "x" * 10_001
     assert "…49990000 characters…" in made.result
