@@ -39,10 +39,7 @@ def event_loop(name: str) -> asyncio.AbstractEventLoop:
 
 
 def leave_blocked_loop(name: str, *, after: float) -> None:
-    """For what comes, a new event loop of that name where this one does nothing for `after` seconds.
-
-    A coroutine that does not await has its loop for good. What waits there ends at time limits of its own.
-    """
+    """A new one for later calls, where that event loop is silent for `after` seconds: a coroutine may never await."""
     loop, answers = _loops.get(name), threading.Event()
     if loop is not None:
         loop.call_soon_threadsafe(answers.set)

@@ -1,13 +1,5 @@
 """Calls of tools in a turn of the model, in the form of its family. A response template of the tokenizer comes first.
 
-    Hermes, Qwen2.5, Qwen3, SmolLM   <tool_call>{"name": ..., "arguments": {...}}</tool_call>
-    Qwen3-Coder, Qwen3.5, Nemotron   <tool_call><function=name><parameter=key>value</parameter></function></tool_call>
-    GLM-4.5                          <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
-    Llama 3                          {"name": ..., "parameters": {...}}
-    Gemma 4, FunctionGemma           <|tool_call>call:name{key:<|"|>text<|"|>}<tool_call|>
-    LFM2                             <|tool_call_start|>[name(key='text')]<|tool_call_end|>
-    gpt-oss                          to=functions.name<|channel|>commentary json<|message|>{...}
-
 A reader takes the text of a turn and its tools, and returns what is said beside the calls, and the calls. It raises
 where what stands in the place of a call cannot be read: then the turn is text, as in TRL.
 """
@@ -98,23 +90,32 @@ def _json_calls(text: str, _: Any) -> tuple[str, list[Any]]:
     return text.partition("<tool_call>")[0] if calls else text, calls
 
 
-def _tagged_calls(text: str, tools: Sequence[Any]) -> tuple[str, list[Any]]:
-    calls = []
-    for part in _between(text, "<function=", "</function>"):
-        name, _, body = part.partition(">")
-        pairs = (one.partition(">")[::2] for one in _between(body, "<parameter=", "</parameter>"))
-        calls.append(_of_texts(name, {key: text.removeprefix("\n").removesuffix("\n") for key, text in pairs}, tools))
-    return text.partition("<tool_call>")[0] if calls else text, calls
+def _marked(begin: str, end: str, read: Callable[[str, Sequence[Any]], Sequence[Any]]) -> Reader:
+    """A reader of what stands between marks; nothing behind the first call is said."""
+
+    def calls_in(text: str, tools: Sequence[Any]) -> tuple[str, list[Any]]:
+        calls = [call for part in _between(text, begin, end) for call in read(part, tools)]
+        return text.partition(begin)[0].rstrip().removesuffix("<tool_call>") if calls else text, calls
+
+    return calls_in
 
 
-def _glm_calls(text: str, tools: Sequence[Any]) -> tuple[str, list[Any]]:
-    calls = []
-    for part in _between(text, "<tool_call>", "</tool_call>"):
-        name, *pairs = part.split("<arg_key>")
-        values = (pair.partition("</arg_key>") for pair in pairs)
-        texts = {key: "".join(_between(value, "<arg_value>", "</arg_value>")) for key, _, value in values}
-        calls.append(_of_texts(name.strip(), texts, tools))
-    return text.partition("<tool_call>")[0] if calls else text, calls
+def _between(text: str, begin: str, end: str) -> list[str]:
+    """What stands between a beginning and the last end before the next one; a beginning without an end is none."""
+    return [part.rpartition(end)[0] for part in text.split(begin)[1:] if end in part]
+
+
+def _tagged(part: str, tools: Sequence[Any]) -> list[Call]:
+    name, _, body = part.partition(">")
+    pairs = (one.partition(">")[::2] for one in _between(body, "<parameter=", "</parameter>"))
+    return [_of_texts(name, {key: text.removeprefix("\n").removesuffix("\n") for key, text in pairs}, tools)]
+
+
+def _glm(part: str, tools: Sequence[Any]) -> list[Call]:
+    name, *pairs = part.split("<arg_key>")
+    values = (pair.partition("</arg_key>") for pair in pairs)
+    texts = {key: "".join(_between(value, "<arg_value>", "</arg_value>")) for key, _, value in values}
+    return [_of_texts(name.strip(), texts, tools)]
 
 
 def _of_texts(name: str, texts: Mapping[str, str], tools: Sequence[Any]) -> Call:
@@ -125,17 +126,9 @@ def _of_texts(name: str, texts: Mapping[str, str], tools: Sequence[Any]) -> Call
 
 
 def _value(text: str) -> Any:
-    if text in _PYTHON:
-        return _PYTHON[text]
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _between(text: str, begin: str, end: str) -> list[str]:
-    """What stands between a beginning and the last end before the next one; a beginning without an end is none."""
-    return [part.rpartition(end)[0] for part in text.split(begin)[1:] if end in part]
+    with suppress(ValueError):
+        return _PYTHON[text] if text in _PYTHON else json.loads(text)
+    return text
 
 
 def _llama_calls(text: str, _: Any) -> tuple[str, list[Any]]:
@@ -151,34 +144,25 @@ def _llama_calls(text: str, _: Any) -> tuple[str, list[Any]]:
     return "", calls
 
 
-def _gemma_calls(text: str, _: Any, *, begin: str, end: str, quote: str) -> tuple[str, list[Any]]:
+def _gemma(part: str, _: Any, *, quote: str) -> list[Call]:
     """JSON whose keys have no quotes, and whose texts have others."""
-    calls = []
-    for part in _between(text, f"{begin}call:", end):
-        name, brace, body = part.partition("{")
-        pieces = (brace + body).split(quote)
-        pieces[::2] = [_KEY.sub(r'\1"\2":', piece) for piece in pieces[::2]]
-        pieces[1::2] = map(json.dumps, pieces[1::2])
-        calls.append({"name": name.strip(), "arguments": json.loads("".join(pieces))})
-    return text.partition(begin)[0] if calls else text, calls
+    name, brace, body = part.partition("{")
+    pieces = (brace + body).split(quote)
+    pieces[::2] = [_KEY.sub(r'\1"\2":', piece) for piece in pieces[::2]]
+    pieces[1::2] = map(json.dumps, pieces[1::2])
+    return [{"name": name.strip(), "arguments": json.loads("".join(pieces))}]
 
 
-def _python_calls(text: str, _: Any) -> tuple[str, list[Any]]:
+def _python(part: str, _: Any) -> Any:
     """Calls as Python writes them; what is quoted stays as it is, and the rest becomes JSON."""
-    begin, calls = "<|tool_call_start|>", list[Any]()
-    for part in _between(text, begin, "<|tool_call_end|>"):
-        pieces = _QUOTED.split(part)
-        for pattern, json_form in _PYTHON_AS_JSON:
-            pieces[::2] = [re.sub(pattern, json_form, piece) for piece in pieces[::2]]
-        pieces[1::2] = [_double_quoted(piece) for piece in pieces[1::2]]
-        calls += json.loads("".join(pieces))
-    return text.partition(begin)[0] if calls else text, calls
-
-
-def _double_quoted(text: str) -> str:
-    if text[0] == '"':
-        return text
-    return '"' + text[1:-1].replace("\\'", "'").replace('"', '\\"') + '"'
+    pieces = _QUOTED.split(part)
+    for pattern, json_form in _PYTHON_AS_JSON:
+        pieces[::2] = [re.sub(pattern, json_form, piece) for piece in pieces[::2]]
+    pieces[1::2] = [
+        '"' + piece[1:-1].replace("\\'", "'").replace('"', '\\"') + '"' if piece[0] == "'" else piece
+        for piece in pieces[1::2]
+    ]
+    return json.loads("".join(pieces))
 
 
 def _harmony_calls(text: str, tools: Any) -> tuple[str, list[Any]]:
@@ -191,19 +175,22 @@ def _harmony_calls(text: str, tools: Any) -> tuple[str, list[Any]]:
 
 
 _FAMILIES = (
-    Family("<function={name}>", _tagged_calls),
-    Family(r"<tool_call>\s*\{", _json_calls),
-    Family(r"<tool_call>\s*{name}\s*<arg_key>", _glm_calls),
-    Family(r'\{"name": "{name}", "parameters": ', _llama_calls),
-    Family(
+    # Qwen3-Coder, Qwen3.5, Nemotron 3
+    Family("<function={name}>", _marked("<function=", "</function>", _tagged)),
+    Family(r"<tool_call>\s*\{", _json_calls),  # Hermes, Qwen2.5, Qwen3, SmolLM
+    Family(r"<tool_call>\s*{name}\s*<arg_key>", _marked("<tool_call>", "</tool_call>", _glm)),  # GLM-4.5
+    Family(r'\{"name": "{name}", "parameters": ', _llama_calls),  # Llama 3
+    Family(  # Gemma 4
         r"<\|tool_call>call:{name}\{",
-        partial(_gemma_calls, begin="<|tool_call>", end="<tool_call|>", quote='<|"|>'),
+        _marked("<|tool_call>call:", "<tool_call|>", partial(_gemma, quote='<|"|>')),
         thought=("<|channel>thought\n", "<channel|>"),
     ),
-    Family(
+    Family(  # FunctionGemma
         r"<start_function_call>call:{name}\{",
-        partial(_gemma_calls, begin="<start_function_call>", end="<end_function_call>", quote="<escape>"),
+        _marked("<start_function_call>call:", "<end_function_call>", partial(_gemma, quote="<escape>")),
     ),
-    Family(r"<\|tool_call_start\|>\[{name}\(", _python_calls),
+    # LFM2
+    Family(r"<\|tool_call_start\|>\[{name}\(", _marked("<|tool_call_start|>", "<|tool_call_end|>", _python)),
+    # gpt-oss
     Family(r"to=functions\.{name}<", _harmony_calls, thought=("<|channel|>analysis<|message|>", "<|end|>")),
 )

@@ -181,19 +181,8 @@ class Template:
 
 
 _SHOWN = {"the name of a call": _CALL, "its arguments": f"argument_{_MARK}", "the answer": _ANSWER}
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": _CALL,
-        "description": "A tool.",
-        "parameters": {
-            "type": "object",
-            "properties": {"text": {"type": "string", "description": "Its text."}},
-            "required": ["text"],
-        },
-        "return": {"type": "string"},
-    },
-}
+_PARAMETERS = {"type": "object", "properties": {"text": {"type": "string", "description": "?"}}, "required": ["text"]}
+_SCHEMA = {"type": "function", "function": {"name": _CALL, "description": "Any.", "parameters": _PARAMETERS}}
 
 
 def _answer() -> Message:
@@ -208,5 +197,4 @@ def _dummy(name: str) -> list[Message]:
 def _written_dummy(name: str) -> list[Message]:
     """With the call in the text, as Hermes writes it."""
     call = json.dumps({"name": name, "arguments": {f"argument_{_MARK}": "1"}})
-    text = f"<tool_call>\n{call}\n</tool_call>"
-    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"}]

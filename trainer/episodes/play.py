@@ -153,13 +153,13 @@ def _play(episodes: Sequence[_Played], session: TurnSession) -> None:
     while answering or session.pending or session.has_work:
         wait([*answering, *session.pending], timeout=0 if session.has_work else None, return_when=when)
         # Where all are waited for, this is the order of the batch: who answered first decides nothing.
-        for answers in [future for future in answering if future.done()]:
-            number = answering.pop(answers)
-            if episodes[number].hear(answers.result()):
+        for complete in [future for future in answering if future.done()]:
+            number = answering.pop(complete)
+            if episodes[number].hear(complete.result()):
                 session.add(episodes[number].next_turn(number))
         for number, turn in session.step() if session.has_work or session.pending else ():
-            if calls := episodes[number].say(turn):
-                answering[episodes[number].ask(calls)] = number
+            if answers := episodes[number].say(turn):
+                answering[answers] = number
 
 
 @dataclass
@@ -189,8 +189,8 @@ class _Played:
         room, seed = self.max_tokens - len(self.ids), self.seeds.getrandbits(SEED_BITS)
         return Turn(number, self.prompt_ids + self.ids, room, seed)
 
-    def say(self, turn: Completion) -> list[Mapping[str, Any]]:
-        """The model's turn; the calls that are to be made. There are none where the episode ends."""
+    def say(self, turn: Completion) -> Future[list[tuple[ToolCall, str]]] | None:
+        """The model's turn; the answers to come, or None where the episode ends."""
         message = self.rules.template.reply(turn.token_ids, self.prompt_ids + self.ids, self.tools)
         self.ids += turn.token_ids
         self.mask += [True] * len(turn.token_ids)
@@ -203,13 +203,9 @@ class _Played:
             self.ended = "length"
         elif calls and self.rules.max_turns is not None and self.turns > self.rules.max_turns:
             self.ended = "turn limit"
-        else:
-            return calls
-        return []
-
-    def ask(self, calls: Sequence[Mapping[str, Any]]) -> Future[list[tuple[ToolCall, str]]]:
-        """Make the calls."""
-        return self.answers.start(calls, most=(self.max_tokens - len(self.ids)) * CHARACTERS_OF_A_TOKEN)
+        elif calls:
+            return self.answers.start(calls, most=(self.max_tokens - len(self.ids)) * CHARACTERS_OF_A_TOKEN)
+        return None
 
     def hear(self, answers: Sequence[tuple[ToolCall, str]]) -> bool:
         """The tools' answers; whether the model has a further turn."""

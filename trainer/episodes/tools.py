@@ -62,11 +62,7 @@ class Answers:
         self._is_late = False  # a call of this turn took too long
 
     def start(self, calls: Sequence[Mapping[str, Any]], *, most: int) -> Future[list[tuple[ToolCall, str]]]:
-        """The calls with their answers as text, in the order of the calls.
-
-        Args:
-            most: characters that there is room for. Of a longer answer one more is kept: megabytes would add up.
-        """
+        """The calls with their answers, in their order, as text of at most `most` + 1 characters: megabytes add up."""
         return in_thread(partial(self._all, [call["function"] for call in calls], most), name="tools")
 
     def _all(self, calls: list[Mapping[str, Any]], most: int) -> list[tuple[ToolCall, str]]:
