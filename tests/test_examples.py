@@ -5,6 +5,7 @@ Started as a script, this file is one of the two processes that train as that pa
 
 import ast
 import importlib.util
+import json
 import re
 import sys
 from functools import cache, partial
@@ -51,6 +52,12 @@ MARKS = {
     "openenv_server.py": needs("openenv"),
     "verifiers_taskset.py": needs("verifiers"),
 }
+# An example, the folder of its run, the name of its reward, and its tool.
+OTHER_PROJECTS = [
+    ("textarena_wordle.py", "textarena", "Wordle-v0", "act"),
+    ("openenv_server.py", "openenv", "OpenEnv", "step"),
+    ("verifiers_taskset.py", "verifiers", "Sums", None),
+]
 
 
 @pytest.mark.parametrize("path", [pytest.param(one, marks=MARKS.get(one.name, ()), id=one.name) for one in EXAMPLES])
@@ -59,6 +66,21 @@ def test_an_example_runs_alone_and_leaves_nothing_unannounced(ran, path):
     assert printed.strip()
     announced = ast.get_docstring(ast.parse(path.read_text()))
     assert [left.name for left in folder.iterdir() if left.name not in announced] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "reward", "tool"),
+    [pytest.param(*case, marks=MARKS[case[0]], id=case[0]) for case in OTHER_PROJECTS],
+)
+def test_what_another_project_made_is_played_and_scored(ran, name, run, reward, tool):
+    printed, folder = ran(ROOT / "examples" / name)
+    assert len(re.search(r"^reward by step: ([\d. ]+)$", printed, re.MULTILINE)[1].split()) == 10
+    completions = [json.loads(line) for line in (folder / "runs" / run / "rollouts.jsonl").read_text().splitlines()]
+    assert {column for one in completions for column in one["rewards"]} == {reward}
+    assert len({one["reward"] for one in completions}) > 1
+    calls = [call for one in completions for call in one.get("tool_calls", ())]
+    assert {call["name"] for call in calls} == ({tool} if tool else set())
+    assert any(not call["failed"] for call in calls) is (tool is not None)  # a few may be written wrongly
 
 
 @pytest.mark.learning

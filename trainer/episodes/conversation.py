@@ -13,6 +13,7 @@ that does not matter here, since no earlier turn is ever rendered again.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -172,11 +173,10 @@ class Template:
                 "of user -> assistant with tool_calls -> tool; fix: a model that was trained to call tools, or "
                 "tokenizer.chat_template = ..."
             )
-        if _CALL not in prompt:
-            warn_once(
-                "got a chat template that does not show the tools' schemas to the model; fix: tokenizer.chat_template "
-                "= ..., or prompts that describe the tools"
-            )
+        source = f"{self._options} {getattr(self._tokenizer, 'chat_template', '')}"
+        if _CALL not in prompt and not re.search(r"\btools\b", source):
+            shows = "got a chat template that does not show the tools' schemas to the model"
+            warn_once(f"{shows}; fix: tokenizer.chat_template = ..., or prompts that describe the tools")
         return text
 
 

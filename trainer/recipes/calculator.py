@@ -30,6 +30,7 @@ END, ROLES = "<|end|>", ("<|user|>", "<|assistant|>", "<|tool|>")
 # Besides single characters; `<tool_call>` before JSON is how Hermes and Qwen write calls.
 WORDS = ("<tool_call>", '{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}", "</tool_call>")
 TEMPLATE = (
+    "{#- No tools are shown: the model knows the one that there is. -#}"
     "{%- for message in messages -%}<|{{ message.role }}|>{{ message.content }}"
     "{%- for call in message.tool_calls or [] -%}"
     '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
