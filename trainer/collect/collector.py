@@ -238,11 +238,12 @@ class Collector:
         try:
             yield
         finally:
-            if self.prefetched is None:  # else its tools may be elsewhere for a while
+            is_ours = self.prefetched is None or self.rules is None  # else its tools may be elsewhere for a while
+            if is_ours:
                 sys.stdout, sys.stderr = streams
             if here is not None:
                 with suppress(OSError):
-                    if self.prefetched is None:
+                    if is_ours:
                         os.fchdir(here)
                 os.close(here)
 

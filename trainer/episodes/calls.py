@@ -22,13 +22,6 @@ _DEEPEST = 50  # levels of a call's arguments
 _BEGIN, _END = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
 _PYTHON = {"True": True, "False": False, "None": None}  # as templates write them that join arguments as text
 _KEY = re.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")  # without quotes
-_QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", re.DOTALL)
-_PYTHON_AS_JSON = (
-    (r"(\w+)\(", r'{"name": "\1", "arguments": {'),
-    (r"\)", "}}"),
-    (r"(\w+)=", r'"\1":'),
-    *((rf"\b{name}\b", json.dumps(value)) for name, value in _PYTHON.items()),
-)
 
 
 @dataclass(frozen=True)
@@ -43,10 +36,12 @@ class Family:
         """A turn as a message, as TRL has it; raises what the reader raises."""
         begin, end = self.thought
         thought, is_over, rest = text.partition(end)
+        if not is_over and text.lstrip().startswith(begin):  # what it only thinks of is not called
+            return {"role": "assistant", "content": text}
         said, calls = self.read(rest.lstrip("\n") if is_over else text, tools)
         message: dict[str, Any] = {"role": "assistant", "content": said.strip() if calls else said}
         # The prompt may have begun the thought.
-        if is_over and (thought := thought.removeprefix(begin).strip()):
+        if is_over and (thought := thought.strip().removeprefix(begin.strip()).strip()):
             message["reasoning_content"] = thought
         return message | ({"tool_calls": list(map(checked_call, calls))} if calls else {})
 
@@ -85,7 +80,7 @@ def _json_calls(text: str, _: Any) -> tuple[str, list[Any]]:
         begun = _BEGIN.search(text, stop)
         if call is not None and _END.match(text, stop):
             calls.append(call)
-        elif _END.search(text, stop, len(text) if begun is None else begun.start()):
+        elif text.find("</tool_call>", stop, len(text) if begun is None else begun.start()) >= 0:
             raise ValueError("what stands there is no JSON")  # without an end it is half a call, which is none
     return text.partition("<tool_call>")[0] if calls else text, calls
 
@@ -153,25 +148,13 @@ def _gemma(part: str, _: Any, *, quote: str) -> list[Call]:
     return [{"name": name.strip(), "arguments": json.loads("".join(pieces))}]
 
 
-def _python(part: str, _: Any) -> Any:
-    """Calls as Python writes them; what is quoted stays as it is, and the rest becomes JSON."""
-    pieces = _QUOTED.split(part)
-    for pattern, json_form in _PYTHON_AS_JSON:
-        pieces[::2] = [re.sub(pattern, json_form, piece) for piece in pieces[::2]]
-    pieces[1::2] = [
-        '"' + piece[1:-1].replace("\\'", "'").replace('"', '\\"') + '"' if piece[0] == "'" else piece
-        for piece in pieces[1::2]
-    ]
-    return json.loads("".join(pieces))
-
-
-def _harmony_calls(text: str, tools: Any) -> tuple[str, list[Any]]:
-    """A message to a function, or to the user."""
-    _, is_call, rest = text.partition("to=functions.")
+def _harmony_calls(text: str, _: Any) -> tuple[str, list[Any]]:
+    """The last message goes to a function, or to the user."""
+    header, _, body = text.rpartition("<|start|>")[2].partition("<|message|>")
+    _, is_call, name = header.partition("to=functions.")
     if not is_call:
         return text.rpartition("<|message|>")[2], []
-    header, _, arguments = rest.partition("<|message|>")
-    return "", [{"name": re.split(r"[\s<]", header, maxsplit=1)[0], "arguments": json.loads(arguments)}]
+    return "", [{"name": re.split(r"[\s<]", name, maxsplit=1)[0], "arguments": json.loads(body)}]
 
 
 _FAMILIES = (
@@ -189,8 +172,6 @@ _FAMILIES = (
         r"<start_function_call>call:{name}\{",
         _marked("<start_function_call>call:", "<end_function_call>", partial(_gemma, quote="<escape>")),
     ),
-    # LFM2
-    Family(r"<\|tool_call_start\|>\[{name}\(", _marked("<|tool_call_start|>", "<|tool_call_end|>", _python)),
     # gpt-oss
     Family(r"to=functions\.{name}<", _harmony_calls, thought=("<|channel|>analysis<|message|>", "<|end|>")),
 )

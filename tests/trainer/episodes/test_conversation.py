@@ -66,6 +66,8 @@ def test_ids_only_grow_by_what_the_template_writes_behind_a_turn(answers):
         ('<tool_call>\n{"name": "f", "arguments": ' + '{"a": ' * 9999 + "1" + "}" * 9999 + "}\n</tool_call>", None, []),
         ('<tool_call>\n{"name": "f", "arguments": ' + '{"a": ' * 600 + "1" + "}" * 600 + "}\n</tool_call>", None, []),
         ("<tool_call>" * 20_000, None, []),  # at once, not in the square of it
+        ('<tool_call>{"name": "f",' + "\n" * 50_000, None, []),
+        (f"<think>Maybe {call('f')}", None, []),
         ('<tool_call>{"name": "f"', None, []),
         ("", "", []),
     ],
@@ -232,6 +234,11 @@ def test_schemas_of_tools_are_in_the_prompt():
         (TEMPLATE.replace("<answer>{{ message.content }}</answer>", ""), UnsupportedError, "leaves out the answer"),
         ("{{ raise_exception('no roles') }}", UnsupportedError, "TemplateError: no roles"),
         (TEMPLATE.replace("</tool_call>", "[/CALL]"), UnsupportedError, "which is read as none"),
+        (
+            TEMPLATE.replace(HERMES, "<function={{ call.function.name }}>{{ call.function.arguments }}</function>"),
+            UnsupportedError,
+            "which is read as none",
+        ),
         (
             TEMPLATE.replace("<tool_call>", "[CALL]"),
             UnsupportedError,

@@ -1,6 +1,7 @@
 """The chat templates of the families themselves, as TRL keeps them, and what TRL reads in their calls."""
 
 import re
+import time
 
 import pytest
 from talkers import END, talking_tokenizer
@@ -21,7 +22,7 @@ ENDS = {
     "": [END],
 }
 SPECIAL = re.compile(r"<\|[\"a-z_]+\|>|<\|[a-z_]+>|<[a-z_]+\|>")  # one token each, as in the family's vocabulary
-READ_BY_TRL = ("gemma4", "glm4moe", "gptoss", "lfm2_2_5", "lfm2_v2", "llama3_1", "llama3_2", "nemotron", "qwen")
+READ_BY_TRL = ("gemma4", "glm4moe", "gptoss", "llama3_1", "llama3_2", "nemotron", "qwen")
 CALLS = {"text": 'it\'s "so"', "number": 3, "share": 0.5, "flag": True}
 NESTED = {"rows": [1, "a"], "table": {"key": "value"}}
 
@@ -72,8 +73,6 @@ def rendered(tokenizer, messages, **options):
 def test_calls_are_read_as_trl_reads_them(name, arguments):
     tokenizer, stops = of_family(name)
     template = Template(tokenizer, {}, stop_ids=stops)
-    if name.startswith("lfm2_2_5"):  # it does not escape apostrophes
-        arguments = arguments | {"text": 'so "so"'}
     user, said, answer = conversation(arguments)
     prompt, whole = template.encode([user], [look]), rendered(tokenizer, [user, said, answer])
     added = template.added([answer])
@@ -87,6 +86,40 @@ def test_calls_are_read_as_trl_reads_them(name, arguments):
     assert turn[-1] in stops
     (found,) = template.reply(turn, prompt, [look])["tool_calls"]
     assert found == {"type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def test_what_gpt_oss_says_about_a_function_calls_none():
+    tokenizer, stops = of_family("gptoss")
+    template = Template(tokenizer, {}, stop_ids=stops)
+    thought = "<|channel|>analysis<|message|>to=functions.delete<|end|><|start|>assistant"
+    more = "<|channel|>commentary<|message|>I use to=functions.delete<|end|><|start|>assistant"
+    called = '<|channel|>commentary to=functions.read <|constrain|>json<|message|>{"path": "a"}<|call|>'
+    reply = template.reply(tokenizer(thought + more + called)["input_ids"], [], [])
+    (found,) = reply["tool_calls"]
+    assert found["function"] == {"name": "read", "arguments": {"path": "a"}}
+    assert reply["reasoning_content"] == "to=functions.delete"
+    final = "<|channel|>final<|message|>Use to=functions.delete.<|return|>"
+    reply = template.reply(tokenizer(thought + final)["input_ids"], [], [])
+    assert (reply["content"], "tool_calls" in reply) == ("Use to=functions.delete.", False)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if name.startswith(READ_BY_TRL[:3])))
+def test_a_turn_of_one_mark_again_and_again_is_read_at_once(name):
+    tokenizer, stops = of_family(name)
+    template = Template(tokenizer, {}, stop_ids=stops)
+    start = time.perf_counter()
+    for text in (
+        "<tool_call>",
+        "<|tool_call>call:f{",
+        "<arg_key>",
+        "to=functions.",
+        "{,",
+        '<|"|>',
+        "<|message|>",
+        "a=",
+    ):
+        template.reply(tokenizer(text * 5_000)["input_ids"], [], [look])
+    assert time.perf_counter() - start < 20
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
