@@ -12,6 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 _one_at_a_time = threading.Lock()
 _loops = dict[str, asyncio.AbstractEventLoop]()
+_SILENCE = 5.0  # seconds without a sign of a loop, after which later calls get another one
 
 
 def in_thread(work: Callable[[], T], name: str = "background") -> Future[T]:
@@ -38,12 +39,12 @@ def event_loop(name: str) -> asyncio.AbstractEventLoop:
         return _loops[name]
 
 
-def leave_blocked_loop(name: str, *, after: float) -> None:
-    """A new one for later calls, where that event loop is silent for `after` seconds: a coroutine may never await."""
+def leave_blocked_loop(name: str, *, timeout: float) -> None:
+    """A new one for later calls, where the event loop is silent after one took `timeout`: it may never await."""
     loop, answers = _loops.get(name), threading.Event()
     if loop is not None:
         loop.call_soon_threadsafe(answers.set)
-        if not answers.wait(after):
+        if not answers.wait(min(_SILENCE, timeout)):
             with _one_at_a_time:
                 if _loops.get(name) is loop:  # else another thread has left it
                     del _loops[name]

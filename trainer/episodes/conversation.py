@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +25,7 @@ from fused_grpo.trainer.episodes.calls import checked_call, family_of
 
 Message = dict[str, Any]
 _MARK = "b9d4f5c2"  # in the dummy's call, and nowhere else
-_CALL, _ANSWER = f"tool_{_MARK}", f"answer_{_MARK}"
+_CALL, _ANSWER, _ARGUMENTS = f"tool_{_MARK}", f"answer_{_MARK}", {f"argument_{_MARK}": "1"}
 
 
 class Template:
@@ -43,7 +43,8 @@ class Template:
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None, *, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._options, self._stops = tokenizer, dict(options or {}), set(stop_ids)
         self._has_own_parser = any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
-        self._family = family_of(self._checked_text(), _CALL)
+        text, self._dummy = self._checked_dummy()
+        self._family = family_of(text, _CALL)
         if self._family is None and not self._has_own_parser:
             raise UnsupportedError(
                 "got a chat template whose tool calls this trainer cannot read, and a tokenizer without a response "
@@ -142,29 +143,30 @@ class Template:
         if whole[: len(prefix)] != prefix:  # it begins the model's turn with what it leaves out of earlier ones
             return
         turn = whole[len(prefix) : len(whole) - len(added)]
-        calls = [call["function"] for call in self.reply(turn, prefix, ()).get("tool_calls", [])]
-        # Without a schema the value may be a number.
-        if [(call["name"], *map(str, call["arguments"].values())) for call in calls] != [(_CALL, "1")]:
+        calls = [one["function"] for one in self.reply(turn, prefix, ()).get("tool_calls", [])]
+        for one in calls:  # without a schema a value may be a number
+            one["arguments"] = {key: str(value) for key, value in one["arguments"].items()}
+        if calls != [{"name": _CALL, "arguments": _ARGUMENTS}]:
             raise UnsupportedError(
                 f"got the chat template's tool call {self._tokenizer.decode(turn)[:500]!r}, which is read as none, "
                 "want a parser that reads it; fix: tokenizer.response_template = ..."
             )
 
-    def _checked_text(self) -> str:
-        """A dummy conversation with a call and its answer; UnsupportedError where the template leaves one out."""
+    def _checked_dummy(self) -> tuple[str, Callable[[str], list[Message]]]:
+        """A dummy with a call and its answer, and who makes the call; UnsupportedError where one is left out."""
         if not has_chat_template(self._tokenizer, self._options):
             raise DataError(
                 "got tools and a tokenizer without a chat template, want one that shows them to the model; fix: the "
                 "tokenizer of a chat model, or tokenizer.chat_template = ..."
             )
-        self._dummy, text, missing = _dummy, "", list[str]()
+        dummy, text, missing = _dummy, "", list[str]()
         try:
             prompt: str = self._rendered(_dummy(_CALL)[:1], tools=[_SCHEMA], xml_tools=[_SCHEMA])
             text = self._rendered([*_dummy(_CALL), _answer()])
             if _CALL not in text and "<tool_call>" in prompt:
                 # SmolLM3 writes no calls, and asks for Hermes'. Earlier turns are as they were sampled all the same.
-                self._dummy = _written_dummy
-                text = self._rendered([*_written_dummy(_CALL), _answer()])
+                dummy = _written_dummy
+                text = self._rendered([*dummy(_CALL), _answer()])
             missing = [what for what, mark in _SHOWN.items() if mark not in text]
         except Exception as error:  # of the template, which is a program
             missing = [f"the conversation ({type(error).__name__}: {error})"]
@@ -178,10 +180,10 @@ class Template:
         if _CALL not in prompt and not re.search(r"\btools\b", source):
             shows = "got a chat template that does not show the tools' schemas to the model"
             warn_once(f"{shows}; fix: tokenizer.chat_template = ..., or prompts that describe the tools")
-        return text
+        return text, dummy
 
 
-_SHOWN = {"the name of a call": _CALL, "its arguments": f"argument_{_MARK}", "the answer": _ANSWER}
+_SHOWN = {"the name of a call": _CALL, "its arguments": next(iter(_ARGUMENTS)), "the answer": _ANSWER}
 _PARAMETERS = {"type": "object", "properties": {"text": {"type": "string", "description": "?"}}, "required": ["text"]}
 _SCHEMA = {"type": "function", "function": {"name": _CALL, "description": "Any.", "parameters": _PARAMETERS}}
 
@@ -191,11 +193,11 @@ def _answer() -> Message:
 
 
 def _dummy(name: str) -> list[Message]:
-    call = {"type": "function", "function": {"name": name, "arguments": {f"argument_{_MARK}": "1"}}}
+    call = {"type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}}
     return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def _written_dummy(name: str) -> list[Message]:
     """With the call in the text, as Hermes writes it."""
-    call = json.dumps({"name": name, "arguments": {f"argument_{_MARK}": "1"}})
+    call = json.dumps({"name": name, "arguments": _ARGUMENTS})
     return [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"}]

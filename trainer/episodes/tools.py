@@ -27,7 +27,6 @@ from fused_grpo.trainer.types import ToolCall
 Tool = Callable[..., Any]
 Slots = threading.Semaphore  # of calls at the same time, of all episodes
 _ASYNC = "async tools"  # the name of their event loop: one that blocks it stops no reward
-_SILENCE = 5.0  # seconds without a sign of that loop, after which later calls get another one
 _RECORDED = 10_000  # characters of an answer, in rollouts.jsonl and the report
 
 
@@ -111,7 +110,7 @@ class Answers:
             if not wait([running], left).done:
                 running.cancel()
                 self.has_timed_out = self._is_late = True
-                leave_blocked_loop(_ASYNC, after=min(_SILENCE, self._timeout))
+                leave_blocked_loop(_ASYNC, timeout=self._timeout)
                 raise TimeoutError(f"{call['name']} took longer than {self._timeout:g} s")
             text = running.result()
         except BaseException as error:  # of the tool's: signals reach the main thread alone

@@ -162,7 +162,7 @@ class RewardCaller:
     def _wait(self, outcome: futures.Future[T], inputs: RewardInputs) -> T:
         if not futures.wait([outcome], self.timeout).done:
             outcome.cancel()
-            leave_blocked_loop(ASYNC, after=min(5.0, self.timeout or 0.0))
+            leave_blocked_loop(ASYNC, timeout=self.timeout or 0.0)
             raise RewardError(
                 f"reward function {self.name!r} took longer than {self.timeout} s for {len(inputs)} completions (first "
                 f"prompt {quoted(inputs.columns['prompts'][0])}); fix: a longer reward_timeout, or "

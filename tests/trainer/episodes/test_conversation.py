@@ -66,7 +66,6 @@ def test_ids_only_grow_by_what_the_template_writes_behind_a_turn(answers):
         ('<tool_call>\n{"name": "f", "arguments": ' + '{"a": ' * 9999 + "1" + "}" * 9999 + "}\n</tool_call>", None, []),
         ('<tool_call>\n{"name": "f", "arguments": ' + '{"a": ' * 600 + "1" + "}" * 600 + "}\n</tool_call>", None, []),
         ("<tool_call>" * 20_000, None, []),  # at once, not in the square of it
-        ('<tool_call>{"name": "f",' + "\n" * 50_000, None, []),
         (f"<think>Maybe {call('f')}", None, []),
         ('<tool_call>{"name": "f"', None, []),
         ("", "", []),

@@ -1,4 +1,4 @@
-"""The chat templates of the families themselves, as TRL keeps them, and what TRL reads in their calls."""
+"""The chat templates of the families themselves, as TRL keeps them."""
 
 import re
 import time
@@ -22,7 +22,8 @@ ENDS = {
     "": [END],
 }
 SPECIAL = re.compile(r"<\|[\"a-z_]+\|>|<\|[a-z_]+>|<[a-z_]+\|>")  # one token each, as in the family's vocabulary
-READ_BY_TRL = ("gemma4", "glm4moe", "gptoss", "llama3_1", "llama3_2", "nemotron", "qwen")
+# Those whose calls TRL reads, but LFM2.
+READ = ("gemma4", "glm4moe", "gptoss", "llama3_1", "llama3_2", "nemotron", "qwen")
 CALLS = {"text": 'it\'s "so"', "number": 3, "share": 0.5, "flag": True}
 NESTED = {"rows": [1, "a"], "table": {"key": "value"}}
 
@@ -50,8 +51,8 @@ def of_family(name):
     return tokenizer, tokenizer.convert_tokens_to_ids(ends)
 
 
-def is_read_by_trl(name):
-    return name.startswith(READ_BY_TRL) and trl.supports_tool_calling(talking_tokenizer(TEMPLATES[name]))
+def is_read(name):
+    return name.startswith(READ) and trl.supports_tool_calling(talking_tokenizer(TEMPLATES[name]))
 
 
 def conversation(arguments):
@@ -68,9 +69,9 @@ def rendered(tokenizer, messages, **options):
     return tokenizer.apply_chat_template(messages, **options)
 
 
-@pytest.mark.parametrize("name", sorted(filter(is_read_by_trl, TEMPLATES)))
+@pytest.mark.parametrize("name", sorted(filter(is_read, TEMPLATES)))
 @pytest.mark.parametrize("arguments", [CALLS, CALLS | NESTED], ids=["flat", "nested"])
-def test_calls_are_read_as_trl_reads_them(name, arguments):
+def test_calls_are_read_back_as_they_were_written(name, arguments):
     tokenizer, stops = of_family(name)
     template = Template(tokenizer, {}, stop_ids=stops)
     user, said, answer = conversation(arguments)
@@ -103,29 +104,24 @@ def test_what_gpt_oss_says_about_a_function_calls_none():
     assert (reply["content"], "tool_calls" in reply) == ("Use to=functions.delete.", False)
 
 
-@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if name.startswith(READ_BY_TRL[:3])))
-def test_a_turn_of_one_mark_again_and_again_is_read_at_once(name):
+LOOPS = ["<tool_call>", "<|tool_call>call:f{", "<function=", "<arg_key>", "to=functions.", "{,", '<|"|>', "<|message|>"]
+LOOPS = [text * 5_000 for text in LOOPS] + ['<tool_call>{"name": "f",' + "\n" * 200_000]
+
+
+@pytest.mark.parametrize("name", ["gemma4_v5", "glm4moe", "gptoss", "llama3_1", "qwen3", "qwen3_6"])
+def test_a_turn_that_says_one_thing_again_and_again_is_read_at_once(name):
+    """And not in the square of its length, which the last loop took half a minute for."""
     tokenizer, stops = of_family(name)
-    template = Template(tokenizer, {}, stop_ids=stops)
+    template, said = Template(tokenizer, {}, stop_ids=stops), [tokenizer(text)["input_ids"] for text in LOOPS]
     start = time.perf_counter()
-    for text in (
-        "<tool_call>",
-        "<|tool_call>call:f{",
-        "<arg_key>",
-        "to=functions.",
-        "{,",
-        '<|"|>',
-        "<|message|>",
-        "a=",
-    ):
-        template.reply(tokenizer(text * 5_000)["input_ids"], [], [look])
+    assert not any("tool_calls" in template.reply(ids, [], [look]) for ids in said)
     assert time.perf_counter() - start < 20
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_a_template_that_trl_refuses_or_cannot_read_is_refused_here(name):
+def test_any_other_template_is_refused_with_a_fix(name):
     tokenizer, stops = of_family(name)
-    if is_read_by_trl(name):
+    if is_read(name):
         Template(tokenizer, {}, stop_ids=stops)
     else:
         with pytest.raises(UnsupportedError, match="fix: "):
