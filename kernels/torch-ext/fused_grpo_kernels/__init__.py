@@ -13,8 +13,9 @@ from .logits_gradient import logits_gradient_
 from .logprob_forward import logprob_forward
 from .scale_hidden import scale_, scale_hidden
 from .softmax_weights import empty_tile, row_statistics, softmax_weights_
+from .softmax_weights_forward import softmax_weights_forward
 from .support import entry_logits, weighted_rows_
-from .tuning import prefers_tiles
+from .tuning import prefers_tiles, prefers_weights
 
 __all__ = [
     "Divergence",
@@ -27,10 +28,12 @@ __all__ = [
     "logits_gradient_",
     "logprob_forward",
     "prefers_tiles",
+    "prefers_weights",
     "row_statistics",
     "scale_",
     "scale_hidden",
     "softmax_weights_",
+    "softmax_weights_forward",
     "token_statistics",
     "weighted_rows_",
 ]

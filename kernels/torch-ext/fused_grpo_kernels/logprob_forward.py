@@ -6,12 +6,7 @@ Equals
 
 One GEMM, 2*N*D*V FLOP, whose epilogue reduces each [block_n, block_v] tile of fp32 accumulators to a maximum, a sum and
 a target logit per row. The vocabulary is cut into contiguous splits, as in split-K, so that a few rows still fill the
-device; each split writes 2 numbers per row (3 with the entropy), which `finish_rows.py` merges. The number of splits
-depends only on V and the tile table, so the bits of a row do not depend on the other rows.
-
-Matrices in 16 bits whose rows start at multiples of 16 bytes are copied by the tensor memory accelerator, where there
-is one (`ALIGNED` in `tuning.py`). It takes no registers for addresses, which allows a larger tile. All other matrices
-and strides are read through pointers.
+device; each split writes 2 numbers per row (3 with the entropy), which `finish_rows.py` merges.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -20,41 +15,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._device import launching_on
+from ._head_gemm import HeadGemm, HeadOptions, owned, plan, product
 from ._tiles import add_bias, add_tile, column_blocks, hide_targets, inverse, logit, start_statistics, sum_at_targets
 from .finish_rows import finish_splits
-from .tuning import GemmTile, gemm_tile
-
-
-@triton.jit
-def _load_block(
-    matrix,
-    row,
-    d,
-    ROWS,
-    D,
-    row_stride,
-    d_stride,
-    EVEN_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """The block [BLOCK, BLOCK_D] of a matrix [ROWS, D] at (row, d), zero past the last feature."""
-    if row_stride is None:  # a descriptor
-        return matrix.load([row, d])
-    else:
-        # int64 for the start of a block, int32 inside it: 64-bit addresses per element would take too many registers.
-        start = matrix + tl.cast(row, tl.int64) * row_stride + tl.cast(d, tl.int64) * d_stride
-        # Rows past the end read the last row instead of being masked: cheaper in the inner loop.
-        rows = tl.minimum(tl.arange(0, BLOCK), ROWS - 1 - row)
-        features = tl.arange(0, BLOCK_D)
-        block = start + (rows[:, None] * row_stride + features[None, :] * d_stride)
-        if EVEN_D:
-            return tl.load(block)
-        else:
-            return tl.load(block, mask=(features < D - d)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["targets", "temperature"])
@@ -65,6 +30,7 @@ def _logprob_forward_kernel(
     targets,
     bias,
     temperature,
+    only,
     target_logit,
     maximum,
     total,
@@ -84,23 +50,15 @@ def _logprob_forward_kernel(
     WIDE: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """Grid: row tiles x splits, flattened; GROUP_N row tiles go through a split together, then the next split.
+    """Grid: see `_head_gemm.py`.
 
-    A program owns BLOCK_N rows of one split: it alone writes their statistics [split, rows], and it alone writes
-    target_logit for those rows whose target lies in its split; the first split also for those without a target.
-    `strides` are those of `hidden` and of `weight`, `cut` is (splits, tiles in each).
+    A program alone writes the statistics [split, rows] of its rows, and it alone writes target_logit for those rows
+    whose target lies in its split; the first split also for those without a target. If `only` is given, programs none
+    of whose rows is in it do nothing.
     """
     ENTROPY: tl.constexpr = weighted is not None
-    splits, tiles_per_split = cut
-    hidden_row, hidden_column, weight_row, weight_column = strides
-    row_tiles = tl.cdiv(N, BLOCK_N)
-    group = tl.program_id(0) // (GROUP_N * splits)
-    group_size = tl.minimum(row_tiles - group * GROUP_N, GROUP_N)
-    within = tl.program_id(0) % (GROUP_N * splits)
-    split = within // group_size
-    first_row = (group * GROUP_N + within % group_size) * BLOCK_N
+    first_row, row_exists, split, first_tile, last_tile = owned(N, V, cut, only, BLOCK_N, BLOCK_V, GROUP_N)
     rows = first_row + tl.arange(0, BLOCK_N)
-    row_exists = rows < N
     safe_rows = tl.minimum(rows, N - 1)
     target = tl.load(targets + safe_rows).to(tl.int32)
     inverse_temperature = inverse(tl.load(temperature + safe_rows))
@@ -111,15 +69,10 @@ def _logprob_forward_kernel(
         # Not 0, which times the -inf of masks would be NaN.
         factor = tl.maximum(logit_scale * inverse_temperature, 1e-37)
     row_target, row_maximum, row_total, row_weighted = start_statistics(target)
-    last_tile = tl.minimum((split + 1) * tiles_per_split, tl.cdiv(V, BLOCK_V))
     # Hoisting out of this loop would occupy registers that the epilogue needs.
-    for tile in tl.range(split * tiles_per_split, last_tile, disable_licm=True):
+    for tile in tl.range(first_tile, last_tile, disable_licm=True):
         first_column = tile * BLOCK_V
-        raw = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-        for d in range(0, D, BLOCK_D):
-            h = _load_block(hidden, first_row, d, N, D, hidden_row, hidden_column, EVEN_D, BLOCK_N, BLOCK_D)
-            w = _load_block(weight, first_column, d, V, D, weight_row, weight_column, EVEN_D, BLOCK_V, BLOCK_D)
-            raw = tl.dot(h, tl.trans(w), raw, input_precision="ieee")
+        raw = product(hidden, weight, strides, first_row, first_column, N, D, V, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D)
         # Masks cost more than the exponential, and most tiles need none.
         here = (target >= first_column) & (target < first_column + BLOCK_V)
         masked = (first_column + BLOCK_V > V) | (tl.max(here.to(tl.int32), 0) > 0)
@@ -137,7 +90,7 @@ def _logprob_forward_kernel(
             )
 
     tile_of_target = tl.maximum(target, 0) // BLOCK_V
-    owns_target = (tile_of_target >= split * tiles_per_split) & (tile_of_target < last_tile)
+    owns_target = (tile_of_target >= first_tile) & (tile_of_target < last_tile)
     tl.store(target_logit + rows, row_target, mask=row_exists & owns_target)
     statistics = split.to(tl.int64) * N + rows
     tl.store(maximum + statistics, row_maximum, mask=row_exists)
@@ -177,68 +130,36 @@ def logprob_forward(
     Memory: 2 (entropy: 3) fp32 numbers per row and split, at most 128 splits. No other temporary, but for a copy of an
     operand whose rows lie so far apart that a tile of it spans 2**31 elements.
     """
-    N, V, device = hidden.shape[0], weight.shape[0], hidden.device
-    if N == 1 and hidden.stride(1) == 1:  # the row stride is meaningless here, and must not select the tile
-        hidden = hidden.as_strided(hidden.shape, (hidden.shape[1], 1))
-    tile = gemm_tile(device, hidden.dtype, aligned=_is_aligned(hidden) and _is_aligned(weight))
-    cut = splits, _ = _splits(V, tile)
-    target_logit = torch.empty(N, dtype=torch.float32, device=device)
-    maximum, total, weighted = (target_logit.new_empty((splits, N)) if x else None for x in (True, True, entropy))
+    head = (bias, temperature, logit_scale, softcap)
+    return finish_splits(*split_statistics(plan(hidden, weight), targets, head, entropy=entropy))
+
+
+def split_statistics(
+    gemm: HeadGemm, targets: Tensor, head: HeadOptions, *, entropy: bool, only: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(target logit [N], maximum, total, and `weighted` with the entropy, each [splits, N]).
+
+    If `only` [N], bool, is given, some rows beside those in it may be left out, and their numbers undefined.
+    """
+    bias, temperature, logit_scale, softcap = head
+    N, D, V = gemm.shape
+    target_logit = torch.empty(N, dtype=torch.float32, device=targets.device)
+    maximum, total, weighted = (target_logit.new_empty((gemm.splits, N)) if x else None for x in (True, True, entropy))
     statistics = target_logit, maximum, total, weighted
     if N:
-        matrices = _operands(hidden, weight, tile)
-        vectors = targets.contiguous(), None if bias is None else bias.contiguous(), temperature.contiguous()
-        with launching_on(device):
-            _logprob_forward_kernel[(-(-N // tile.block_n) * splits,)](
-                *matrices,
+        vectors = (None if x is None else x.contiguous() for x in (targets, bias, temperature, only))
+        with launching_on(targets.device):
+            _logprob_forward_kernel[gemm.grid](
+                *gemm.matrices,
                 *vectors,
                 *statistics,
                 N,
-                hidden.shape[1],
+                D,
                 V,
                 logit_scale,
                 softcap,
-                cut,
+                gemm.cut,
                 POSITIVE=softcap is None and logit_scale > 0,
-                EVEN_D=hidden.shape[1] % tile.block_d == 0,
-                **tile.launch_options(),
+                **gemm.options,
             )
-    return finish_splits(*statistics)  # type: ignore[arg-type]
-
-
-def _splits(V: int, tile: GemmTile) -> tuple[int, int]:
-    """(number of splits, tiles in each) from V alone: the parts of a row's sum must not depend on N."""
-    tiles = -(-V // tile.block_v)
-    tiles_per_split = -(-tiles // tile.max_splits)
-    return -(-tiles // tiles_per_split), tiles_per_split
-
-
-def _is_aligned(matrix: Tensor) -> bool:
-    """Whether a tensor descriptor can describe this matrix."""
-    row, column = matrix.stride()
-    aligned = matrix.data_ptr() % 16 == 0 and row * matrix.element_size() % 16 == 0
-    return matrix.element_size() == 2 and matrix.numel() > 0 and column == 1 and row >= matrix.shape[1] and aligned
-
-
-def _operands(
-    hidden: Tensor, weight: Tensor, tile: GemmTile
-) -> tuple[Tensor | TensorDescriptor | tuple[int | None, ...], ...]:
-    """Both matrices, and their four strides: None where the kernel reads them through descriptors."""
-    if tile.tma:
-        descriptors = (
-            TensorDescriptor.from_tensor(matrix, [rows, tile.block_d])
-            for matrix, rows in ((hidden, tile.block_n), (weight, tile.block_v))
-        )
-        return *descriptors, (None, None, None, None)
-    hidden, weight = (
-        _within_int32(hidden, tile.block_n, tile.block_d),
-        _within_int32(weight, tile.block_v, tile.block_d),
-    )
-    return hidden, weight, (*hidden.stride(), *weight.stride())
-
-
-def _within_int32(matrix: Tensor, block_rows: int, block_columns: int) -> Tensor:
-    """The matrix, or a copy if offsets inside a block of it would overflow the kernel's int32."""
-    (rows, columns), (row, column) = matrix.shape, matrix.stride()
-    reach = (min(block_rows, rows) - 1) * row + (min(block_columns, columns) - 1) * column
-    return matrix if reach < 2**31 else matrix.contiguous()
+    return statistics  # type: ignore[return-value]

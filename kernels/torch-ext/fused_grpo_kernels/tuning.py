@@ -111,6 +111,13 @@ ALIGNED: dict[str, GemmTile] = {
     "interpreter": GemmTile(16, 32, 16, num_warps=1, num_stages=1, group_n=2, max_splits=4, narrow=16, tma=True),
 }
 
+# Of the kernel that writes softmax weights: with an epilogue that stores, blocks of `wide` columns must leave registers
+# for it. It has many rows, so short splits cost little, and fill the last wave of programs.
+WEIGHTS: dict[str, GemmTile] = {
+    "sm_90": GemmTile(128, 256, 64, num_warps=8, num_stages=4, max_splits=256, wide=64, narrow=16, tma=True),
+    "interpreter": GemmTile(16, 32, 16, num_warps=1, num_stages=1, group_n=2, max_splits=4, wide=16, narrow=16),
+}
+
 # fp32 products use the FMA units (TF32 would lose 13 bits), whose operands take registers. The tiles are small, and
 # they fit the smallest shared memory, so they are the same for all architectures.
 SINGLE: dict[str, GemmTile] = {
@@ -168,6 +175,33 @@ def prefers_tiles(hidden: Tensor) -> bool:
     return hidden.shape[0] >= known.rows and hidden.shape[1] >= known.hidden_size
 
 
+# A product of so many FLOP takes 1.5 ms on an H200, which hides that this kernel has six launches instead of two.
+WEIGHTS_FROM: dict[str, int] = {"sm_90": 2**40, "interpreter": 2**17}
+
+
+def prefers_weights(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether softmax weights of these hidden states [N, D] and weight [V, D] should be computed without logits.
+
+    On an H200 the GEMM of Triton is as fast as the vendor's, and the weights need neither a pass of their own nor four
+    bytes per logit. Other architectures have not been measured.
+    """
+    arch, (V, D) = architecture(hidden.device), weight.shape
+    if arch == "interpreter":
+        return 2 * len(hidden) * D * V >= WEIGHTS_FROM[arch]
+    if arch not in WEIGHTS or hidden.dtype != torch.bfloat16:
+        return False
+    # A weight of another dtype is cast, hidden states are copied if they have to.
+    described = is_aligned(weight) if weight.dtype == hidden.dtype else D % 8 == 0
+    return described and 2 * len(hidden) * D * V >= WEIGHTS_FROM[arch]
+
+
+def is_aligned(matrix: Tensor) -> bool:
+    """Whether a tensor descriptor can describe this matrix."""
+    row, column = matrix.stride()
+    aligned = matrix.data_ptr() % 16 == 0 and row * matrix.element_size() % 16 == 0
+    return matrix.element_size() == 2 and matrix.numel() > 0 and column == 1 and row >= matrix.shape[1] and aligned
+
+
 def gemm_tile(device: torch.device, dtype: torch.dtype, *, aligned: bool) -> GemmTile:
     """The tile of `logprob_forward` for inputs of `dtype`; `aligned` if tensor descriptors can describe them."""
     arch = architecture(device)
@@ -176,6 +210,11 @@ def gemm_tile(device: torch.device, dtype: torch.dtype, *, aligned: bool) -> Gem
     if aligned and arch in ALIGNED:
         return ALIGNED[arch]
     return HALF.get(arch, HALF["default"])
+
+
+def weights_tile(device: torch.device) -> GemmTile:
+    """The tile of `softmax_weights_forward`."""
+    return WEIGHTS[architecture(device)]
 
 
 def row_tile(device: torch.device) -> RowTile:
