@@ -39,7 +39,7 @@ one. `grpo_loss` takes the same two steps from log-probs that are given.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -55,11 +55,11 @@ from fused_grpo._maths.statistics import RowState, Statistics, Upstream, joined,
 from fused_grpo.config import GRPOLossConfig, TokenTerms
 from fused_grpo.head.checks import differentiated_once, leaves_out_rows, may_synchronize
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
-from fused_grpo.head.head import Gradients, Head, HeadGradients, Tile, Wanted
+from fused_grpo.head.head import Gradients, Head, HeadGradients, Tile, Wanted, softmax_weights_of
 from fused_grpo.head.logprob_plans import power_of_two_scale
 from fused_grpo.head.sharded import Shards
 from fused_grpo.passes import torch_passes
-from fused_grpo.passes.protocol import RowPasses, TileDivergence
+from fused_grpo.passes.protocol import RowPasses, SoftmaxWeightsForward, TileDivergence
 from fused_grpo.passes.torch_passes.row_passes import transformed
 
 Score = Literal["all", "needed"]
@@ -110,8 +110,13 @@ def chunked_loss(
     elif teacher is None:
         rows = head.blank(mask)
     two_phases = formulas.needs_other_tokens(inputs, config)
+    # The gradient of an entropy is no multiple of softmax weights.
+    weighted = any(plan.wanted) and rows.takes_weights and teacher is None and shards is None
+    weighted = weighted and not (two_phases or config.entropy_coef)
+    kernel = rows.weights_kernel(passes, plan.chunk_bytes, plan.wanted) if weighted else None
     if teacher is None:
-        memory = rows.chunk_memory(passes, plan.chunk_bytes, vocab_size=None if shards is None else max(shards.sizes))
+        vocab_size, dtype = None if shards is None else max(shards.sizes), rows.gemm_dtype if kernel else None
+        memory = rows.chunk_memory(passes, plan.chunk_bytes, plan.wanted, dtype=dtype, vocab_size=vocab_size)
     else:
         memory, own_memory = TwoHeads(rows, teacher.head.select(order)).chunk_memory(passes, plan.chunk_bytes)
         teacher = replace(teacher, memory=own_memory)
@@ -132,9 +137,8 @@ def chunked_loss(
         visitor = RevisitedRows(sweep, teacher) if two_phases else TaughtRows(sweep, teacher)
     elif shards is not None:
         visitor = ShardedRows(sweep, shards)
-    # The gradient of an entropy is no multiple of softmax weights.
-    elif sweep.gradients is not None and rows.takes_weights and not (two_phases or config.entropy_coef):
-        visitor = WeightedRows(sweep, gradients)
+    elif weighted:
+        visitor = WeightedRows(sweep, gradients, kernel)
     loop = _in_two_phases if two_phases else _one_by_one
     statistics, seen, upstream = loop(rows, memory, inputs, config, visitor)
     statistics = statistics if teacher is None else teacher.added_to(statistics)
@@ -155,7 +159,7 @@ def _one_by_one(
     """(statistics of the loss, of the rows, d loss / d of the rows): each chunk is visited once."""
     passes, visits = visitor.sweep.passes, []
     tokens = inputs.tokens if head.index is None else inputs.tokens.rows(head.index)
-    for tile in head.tiles(memory):
+    for tile in visitor.tiles(head, memory):
         seen = visitor.visit_(tile)
         inputs = replace(inputs, tokens=tokens.rows(tile.rows))
         upstream, sums = value_and_gradient(
@@ -265,6 +269,10 @@ class KnownRows:
 
     sweep: Sweep
 
+    def tiles(self, head: Head, memory: Tensor) -> Iterator[Tile]:
+        """The rows of a head that share the memory, one group after the other."""
+        return head.tiles(memory)
+
     def visit_(self, tile: Tile) -> Seen:
         """What the loss needs of the rows of a tile of raw logits, which may be overwritten."""
         return self._finished([self._state(tile)])
@@ -294,12 +302,17 @@ class WeightedRows(KnownRows):
     """Rows whose gradients are multiples of their softmax weights."""
 
     gradients: HeadGradients
+    kernel: SoftmaxWeightsForward | None
+
+    def tiles(self, head: Head, memory: Tensor) -> Iterator[Tile]:
+        return head.tiles(memory, multiply=self.kernel is None)
 
     def visit_(self, tile: Tile) -> Seen:
-        weights, scale, statistics = self.sweep.passes.softmax_weights_(
-            tile.logits, tile.targets, entropy=self.sweep.entropy, dtype=tile.hidden.dtype, **tile.transform
+        passes, _, entropy, _ = self.sweep
+        weights, scale, statistics = softmax_weights_of(
+            tile, passes, self.kernel, entropy=entropy, dtype=tile.hidden.dtype
         )
-        return Seen(Statistics(*statistics), weights=(weights, scale))
+        return Seen(statistics, weights=(weights, scale))
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
         assert seen.weights is not None

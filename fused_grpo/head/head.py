@@ -32,7 +32,7 @@ from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype
 from fused_grpo.errors import InputError
 from fused_grpo.head.checks import HeadOptions, check_head, check_temperature_values
 from fused_grpo.passes import buffers
-from fused_grpo.passes.protocol import RowPasses
+from fused_grpo.passes.protocol import RowPasses, SoftmaxWeightsForward
 
 logger = logging.getLogger("fused_grpo")
 
@@ -49,7 +49,7 @@ class Tile:
 
     rows: slice  # of the head's rows
     columns: slice  # of the vocabulary
-    logits: Tensor  # [R, C] in the dtype of accumulators
+    logits: Tensor  # [R, C] in the dtype of accumulators; or memory for softmax weights of whole rows
     hidden: Tensor  # [R, D] in the dtype of the GEMMs
     weight: Tensor  # [C, D], in the dtype of the hidden states
     targets: Tensor  # [R] or [R, K], relative to `columns`; outside of [0, C) where the target is in another tile
@@ -145,14 +145,45 @@ class Head:
             "softcap": self.softcap,
         }
 
-    def chunk_memory(self, passes: RowPasses, chunk_bytes: int | None, *, vocab_size: int | None = None) -> Tensor:
-        """[R, V] for the raw logits of whole rows, as many as the budget allows; `vocab_size` of the largest shard.
+    def weights_kernel(
+        self, passes: RowPasses, chunk_bytes: int | None, wanted: Wanted
+    ) -> SoftmaxWeightsForward | None:
+        """The kernel for the softmax weights of a chunk without its logits, where it is faster than those."""
+        if passes.softmax_weights_forward is None or self.targets.ndim == 2 or not self.takes_weights:
+            return None
+        rows = self.chunk_rows(chunk_bytes, wanted, dtype=self.gemm_dtype)
+        return passes.softmax_weights_forward if passes.prefers_weights(self.hidden, self.weight, rows) else None
 
-        If the default budget is more than the device has left, half as many rows are tried, with a warning.
+    def chunk_rows(
+        self, chunk_bytes: int | None, wanted: Wanted, *, dtype: torch.dtype, vocab_size: int | None = None
+    ) -> int:
+        """The rows of a chunk of logits, or of weights, of this dtype."""
+        narrower = self.dtype.itemsize - self.weight.dtype.itemsize
+        return buffers.chunk_rows(
+            self.targets.shape[0],  # len() would specialise a compiled graph to this number
+            len(self.weight) if vocab_size is None else vocab_size,
+            spared_bytes=self.hidden.shape[1] * narrower if wanted.weight else 0,
+            chunk_bytes=chunk_bytes,
+            **self.sizes() | {"itemsize": dtype.itemsize},
+        )
+
+    def chunk_memory(
+        self,
+        passes: RowPasses,
+        chunk_bytes: int | None,
+        wanted: Wanted,
+        *,
+        dtype: torch.dtype | None = None,
+        vocab_size: int | None = None,
+    ) -> Tensor:
+        """[R, V] for whole rows, as many as the budget allows: of raw logits, or of weights of this dtype.
+
+        `vocab_size` is that of the largest shard. If the default budget is more than the device has left, half as many
+        rows are tried, with a warning.
         """
-        width = len(self.weight) if vocab_size is None else vocab_size
-        rows = buffers.chunk_rows(len(self.targets), width, chunk_bytes=chunk_bytes, **self.sizes())
-        empty = functools.partial(passes.empty_tile, dtype=self.dtype, device=self.hidden.device)
+        dtype = self.dtype if dtype is None else dtype
+        rows = self.chunk_rows(chunk_bytes, wanted, dtype=dtype, vocab_size=vocab_size)
+        empty = functools.partial(passes.empty_tile, dtype=dtype, device=self.hidden.device)
         try:
             return empty(rows, len(self.weight))
         except torch.OutOfMemoryError:
@@ -198,10 +229,10 @@ class Head:
             "slice_bytes": SLICE_BYTES if widens else 0,  # which a GEMM widens
         }
 
-    def tiles(self, memory: Tensor, *, pad: bool = False) -> Iterator[Tile]:
+    def tiles(self, memory: Tensor, *, pad: bool = False, multiply: bool = True) -> Iterator[Tile]:
         """All logits, one row group after the other, each from left to right, in tiles of at most `memory` [R, C].
 
-        With `pad` every tile has R rows: rows of zeros fill the last one.
+        With `pad` every tile has R rows: rows of zeros fill the last one. Unless `multiply`, the logits are undefined.
         """
         height, width = memory.shape
         # Each tile of whole rows needs all of W, which is then cast once for all tiles.
@@ -219,7 +250,9 @@ class Head:
             for columns in buffers.chunks(len(head_weight), width):
                 weight = head_weight[columns].to(self.hidden.dtype)
                 logits = memory[:count, : len(weight)]
-                if hidden.dtype == weight.dtype:
+                if not multiply:
+                    pass
+                elif hidden.dtype == weight.dtype:
                     multiply_into(logits, hidden, weight.t())
                 else:
                     logits_by_slices(logits, hidden, weight)
@@ -303,6 +336,20 @@ def widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]
     count, hidden_size = weight.shape
     for columns in buffers.chunks(count, max(1, SLICE_BYTES // (hidden_size * dtype.itemsize))):
         yield columns, weight[columns].to(dtype)
+
+
+def softmax_weights_of(
+    tile: Tile, passes: RowPasses, kernel: SoftmaxWeightsForward | None, *, entropy: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Statistics]:
+    """(E [R, V] in the memory of a tile of whole rows, its scale, the statistics), by the kernel or from raw logits."""
+    if kernel is None:
+        weights, scale, statistics = passes.softmax_weights_(
+            tile.logits, tile.targets, entropy=entropy, dtype=dtype, **tile.transform
+        )
+        return weights, scale, Statistics(*statistics)
+    rows = tile.hidden, tile.weight, tile.targets
+    scale, statistics = kernel(*rows, out=tile.logits, entropy=entropy, **tile.transform)
+    return tile.logits, scale, Statistics(*statistics)
 
 
 class Wanted(NamedTuple):

@@ -3,6 +3,8 @@
 - `forward`, 1U: log-probs and entropy, by a Triton kernel that writes no logit to memory, or tile by tile.
 - `backward`, 1U for recomputed logits and 1U for each of dH and dW. Every tile is overwritten by its softmax weights.
   Rows whose upstream gradient is zero take no part.
+- `forward_with_weights`, 1U, and `backward_with_weights`, 2U: the softmax weights of all rows are kept, where one chunk
+  holds them and a kernel computes them without logits. The backward pass is two products.
 - `forward_with_gradient`, 2U: with a frozen head, d log p / d hidden does not depend on the upstream gradient. It is
   computed while a chunk of logits is in memory, and the backward pass is a product.
 
@@ -32,7 +34,16 @@ from fused_grpo._maths.statistics import (
 )
 from fused_grpo.head import several_targets
 from fused_grpo.head.checks import leaves_out_rows, may_synchronize
-from fused_grpo.head.head import INVARIANT_ROWS, NOTHING, Gradients, Head, HeadGradients, Wanted, local_targets
+from fused_grpo.head.head import (
+    INVARIANT_ROWS,
+    NOTHING,
+    Gradients,
+    Head,
+    HeadGradients,
+    Wanted,
+    local_targets,
+    softmax_weights_of,
+)
 from fused_grpo.passes import buffers
 from fused_grpo.passes.protocol import LogprobForward, RowPasses
 
@@ -174,22 +185,53 @@ def backward(
     return gradients.finish()
 
 
+def keeps_weights(head: Head, passes: RowPasses, options: Options) -> bool:
+    """Whether the softmax weights of all rows are kept for the backward pass; from shapes alone."""
+    if options.batch_invariant or not (options.wanted.weight or options.wanted.bias):
+        return False
+    if head.weights_kernel(passes, options.chunk_bytes, options.wanted) is None:
+        return False
+    return head.chunk_rows(options.chunk_bytes, options.wanted, dtype=head.gemm_dtype) >= head.targets.shape[0]
+
+
+def forward_with_weights(head: Head, passes: RowPasses, options: Options, memory: Tensor) -> tuple[Statistics, Tensor]:
+    """(`forward`, the scale [N] of the softmax weights that are now in the first rows of `memory`)."""
+    with full_precision(head.hidden):
+        (tile,) = head.tiles(memory, multiply=False)
+        kernel = passes.softmax_weights_forward
+        _, scale, statistics = softmax_weights_of(tile, passes, kernel, entropy=options.entropy, dtype=memory.dtype)
+    return statistics, scale
+
+
+def backward_with_weights(
+    head: Head, passes: RowPasses, weights: Tensor, scale: Tensor, grad_logprobs: Tensor, wanted: Wanted
+) -> Gradients:
+    """The gradients from what `forward_with_weights` left of these rows: weights [N, V] and their scale [N]."""
+    gradients = HeadGradients(head, wanted, one_group=True)
+    with full_precision(head.hidden):
+        (tile,) = head.tiles(weights, multiply=False)
+        gradients.add_weights(tile, passes, weights, scale, grad_logprobs)
+    return gradients.finish()
+
+
 def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tuple[Statistics, Tensor, Tensor]:
     """(`forward`, d log p / d hidden [N, D] in the dtype of accumulators, its targets [N]: of K, the largest)."""
-    memory, ones = head.chunk_memory(passes, options.chunk_bytes), torch.ones_like(head.temperature)
+    wanted = Wanted(hidden=True)
+    kernel = head.weights_kernel(passes, options.chunk_bytes, wanted)
+    memory = head.chunk_memory(passes, options.chunk_bytes, wanted, dtype=head.gemm_dtype if kernel else None)
+    ones = torch.ones_like(head.temperature)
     scale, entropy = power_of_two_scale(head, ones, exponent=_FP16_EXPONENT), options.entropy
-    gradients = HeadGradients(head, Wanted(hidden=True), one_group=False, scale=scale, hidden_dtype=head.dtype)
+    gradients = HeadGradients(head, wanted, one_group=False, scale=scale, hidden_dtype=head.dtype)
     groups, largest = [], []
     with full_precision(head.hidden):
-        for tile in head.tiles(memory):
+        for tile in head.tiles(memory, multiply=kernel is None):
             upstream, below = ones[tile.rows], None
             if tile.targets.ndim == 2:
                 tile, below = several_targets.largest_target(tile)
             if head.takes_weights:
-                weights, factor, results = passes.softmax_weights_(
-                    tile.logits, tile.targets, entropy=entropy, dtype=head.gemm_dtype, **tile.transform
+                weights, factor, statistics = softmax_weights_of(
+                    tile, passes, kernel, entropy=entropy, dtype=head.gemm_dtype
                 )
-                statistics = Statistics(*results)
                 gradients.add_weights(tile, passes, weights, factor, upstream)
             else:
                 statistics = several_targets.finish_rows(

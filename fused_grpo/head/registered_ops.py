@@ -29,12 +29,12 @@ _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor te
 
 torch.library.define(
     "fused_grpo::linear_logprobs",
-    f"({_INPUTS}, {_OPTIONS}) -> (Tensor logprobs, Tensor entropy, Tensor others, Tensor d_hidden, Tensor largest)",
+    f"({_INPUTS}, {_OPTIONS}) -> (Tensor logprobs, Tensor entropy, Tensor others, Tensor kept, Tensor largest)",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe),
 )
 torch.library.define(
     "fused_grpo::linear_logprobs_backward",
-    f"({_INPUTS}, Tensor logprobs, Tensor entropies, Tensor others, Tensor d_hidden, Tensor largest, "
+    f"({_INPUTS}, Tensor logprobs, Tensor entropies, Tensor others, Tensor kept, Tensor largest, "
     f"Tensor? grad_logprobs, Tensor? grad_entropy, {_OPTIONS}) -> Tensor[]",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe),
 )
@@ -55,10 +55,11 @@ def _linear_logprobs(
     batch_invariant: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(log p [N], entropy [N], m and s of `statistics.py` [2, N], d log p / d hidden [N, D], largest targets [N]).
+    """(log p [N], entropy [N], m and s of `statistics.py` [2, N], what is kept, largest targets [N]).
 
-    The entropy is [0] unless `entropy`, and m and s are [0] if no gradient is `wanted`. d log p / d hidden and
-    the targets it is of are [0] unless, of (hidden, weight, bias), only the gradient of hidden is.
+    The entropy is [0] unless `entropy`, and m and s are [0] if no gradient is `wanted`. If, of (hidden, weight, bias),
+    only the gradient of hidden is, d log p / d hidden [N, D] is kept, with the targets it is of. If `keeps_weights`,
+    softmax weights [N, V] are, those of rows that are not ignored first, and their scale is beside m and s: [3, N].
 
     With targets [N, K], log p is [N, K], and the others are those of the largest target that is not ignored. An ignored
     target has log p = 0, a row without any other also H = 0.
@@ -68,16 +69,19 @@ def _linear_logprobs(
     rows = rows_with(kept)
     chosen = choice.choose(impl, hidden)
     # Of no element, each with a memory of its own: PyTorch takes no output twice.
-    d_hidden, largest = hidden.new_empty(0, dtype=head.dtype), targets.new_empty(0)
+    memory, largest = hidden.new_empty(0, dtype=head.dtype), targets.new_empty(0)
     # A single launch needs no count of rows. Batch-invariant rows must stay in place.
     stay = (chosen == "triton" and not any(wanted)) or batch_invariant or not leaves_out_rows(rows)
     index = None if stay else logprob_plans.rows_of(rows)
     options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted))
+    passes, scale = choice.passes(chosen), None
     if _takes_gradient(wanted, batch_invariant):
-        plan = logprob_plans.forward_with_gradient
-        statistics, d_hidden, largest = plan(head.select(index), choice.passes(chosen), options)
+        statistics, memory, largest = logprob_plans.forward_with_gradient(head.select(index), passes, options)
+    elif logprob_plans.keeps_weights(head, passes, options):
+        memory = passes.empty_tile(len(targets), len(weight), dtype=head.gemm_dtype, device=hidden.device)
+        statistics, scale = logprob_plans.forward_with_weights(head.select(index), passes, options, memory)
     else:
-        statistics = logprob_plans.forward(head.select(index), choice.passes(chosen), options)
+        statistics = logprob_plans.forward(head.select(index), passes, options)
     logprobs, entropies, *others = statistics
 
     def all_rows(values: Tensor) -> Tensor:
@@ -87,13 +91,14 @@ def _linear_logprobs(
         return values.new_zeros(*values.shape[:-1], len(targets)).index_copy_(-1, index, values)
 
     logprobs = all_rows(logprobs.t()) if targets.ndim == 1 else torch.where(kept, all_rows(logprobs.t()).t(), 0.0)
-    shift_and_total = all_rows(torch.stack(others)) if any(wanted) else logprobs.new_empty(0)
+    others = others if scale is None else [*others, scale]
+    others = all_rows(torch.stack(others)) if any(wanted) else logprobs.new_empty(0)
     largest = all_rows(largest) if _takes_gradient(wanted, batch_invariant) else largest
     return (
         logprobs,
         logprobs.new_empty(0) if entropies is None else all_rows(entropies),
-        shift_and_total,
-        d_hidden,
+        others,
+        memory,
         largest,
     )
 
@@ -106,12 +111,21 @@ def _takes_gradient(wanted: list[bool], batch_invariant: bool) -> bool:
 def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options: Any) -> tuple[Tensor, ...]:
     # len() would specialise the compiled graph to this number of rows.
     count, dtype = targets.shape[0], compute_dtype(hidden)
-    entropy, frozen = options[4], _takes_gradient(options[8], options[7])
+    temperature, logit_scale, softcap, _, entropy, impl, chunk_bytes, batch_invariant, wanted = options
+    frozen, keeps_weights = _takes_gradient(wanted, batch_invariant), False
+    kept = torch.empty_like(hidden, dtype=dtype) if frozen else hidden.new_empty(0, dtype=dtype)
+    if not frozen and any(wanted):
+        head, passes = (
+            Head(hidden, weight, bias, targets, temperature, logit_scale, softcap),
+            choice.passes(choice.choose(impl, hidden)),
+        )
+        plan = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted))
+        if keeps_weights := logprob_plans.keeps_weights(head, passes, plan):
+            kept = passes.empty_tile(count, len(weight), dtype=head.gemm_dtype, device=hidden.device)
     logprobs = hidden.new_empty(targets.shape, dtype=dtype)
-    others = hidden.new_empty((2, count) if any(options[8]) else 0, dtype=dtype)
+    others = hidden.new_empty((2 + keeps_weights, count) if any(wanted) else 0, dtype=dtype)
     entropies = hidden.new_empty(count if entropy else 0, dtype=dtype)
-    d_hidden = torch.empty_like(hidden, dtype=dtype) if frozen else hidden.new_empty(0, dtype=dtype)
-    return logprobs, entropies, others, d_hidden, targets.new_empty(count if frozen else 0)
+    return logprobs, entropies, others, kept, targets.new_empty(count if frozen else 0)
 
 
 def _linear_logprobs_backward(
@@ -123,7 +137,7 @@ def _linear_logprobs_backward(
     logprobs: Tensor,
     entropies: Tensor,
     others: Tensor,
-    d_hidden: Tensor,
+    kept: Tensor,
     largest: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
@@ -137,8 +151,8 @@ def _linear_logprobs_backward(
     wanted: list[bool],
 ) -> list[Tensor]:
     """The gradients of hidden, weight and bias, in that order, without those that are not wanted."""
-    kept = targets != ignore_index
-    g = torch.zeros_like(logprobs) if grad_logprobs is None else torch.where(kept, grad_logprobs, 0.0)
+    counted = targets != ignore_index
+    g = torch.zeros_like(logprobs) if grad_logprobs is None else torch.where(counted, grad_logprobs, 0.0)
     if not entropy or (grad_entropy is not None and not may_synchronize(grad_entropy)):
         grad_entropy = grad_entropy if entropy else None
     elif grad_entropy is not None and not (grad_entropy != 0).any():
@@ -146,21 +160,30 @@ def _linear_logprobs_backward(
     frozen = _takes_gradient(wanted, batch_invariant) and grad_entropy is None
     if frozen and targets.ndim == 1:
         # Not a plain product: ignored rows may hold NaN, and 0 * NaN is NaN.
-        return [torch.where((g != 0)[:, None], d_hidden * g[:, None], 0.0).to(hidden.dtype)]
-    own = torch.where(kept, targets, 0 if targets.ndim == 1 else -1)
+        return [torch.where((g != 0)[:, None], kept * g[:, None], 0.0).to(hidden.dtype)]
+    own = torch.where(counted, targets, 0 if targets.ndim == 1 else -1)
     head = Head(hidden, weight, bias, own, temperature, logit_scale, softcap)
     if targets.ndim == 2:
-        logprobs = logprobs.masked_fill(~kept, -torch.inf)
+        logprobs = logprobs.masked_fill(~counted, -torch.inf)
     if frozen:
-        return [several_targets.hidden_gradient(head, d_hidden, largest, g).to(hidden.dtype)]
-    gradients = logprob_plans.backward(
-        head,
-        choice.passes(choice.choose(impl, hidden)),
-        Statistics(logprobs, entropies if entropy else None, *others),
-        Upstream(g, None if grad_entropy is None else torch.where(rows_with(kept), grad_entropy, 0.0)),
-        Wanted(*wanted),
-        chunk_bytes=chunk_bytes,
-    )
+        return [several_targets.hidden_gradient(head, kept, largest, g).to(hidden.dtype)]
+    passes = choice.passes(choice.choose(impl, hidden))
+    if len(others) == 3 and grad_entropy is None:
+        index = logprob_plans.rows_of(counted) if leaves_out_rows(counted) else None
+        rows = others[2], g
+        scale, g = rows if index is None else (x[index] for x in rows)
+        gradients = logprob_plans.backward_with_weights(
+            head.select(index), passes, kept[: len(g)], scale, g, Wanted(*wanted)
+        )
+    else:
+        gradients = logprob_plans.backward(
+            head,
+            passes,
+            Statistics(logprobs, entropies if entropy else None, *others[:2]),
+            Upstream(g, None if grad_entropy is None else torch.where(rows_with(counted), grad_entropy, 0.0)),
+            Wanted(*wanted),
+            chunk_bytes=chunk_bytes,
+        )
     return [gradient for gradient in gradients if gradient is not None]
 
 

@@ -37,8 +37,8 @@ from torch import Tensor
 DEFAULT_TILE_BYTES = 256 * 2**20
 """8192 rows by 8192 columns of logits."""
 
-# Of a chunk on a GPU: with so many rows its GEMMs, not the traffic of dW, set the time.
-MOST_ROWS = 4096
+# Of a column of a chunk on a GPU, 4096 rows in fp32: with so many its GEMMs, not the traffic of dW, set the time.
+MOST_BYTES = 4 * 4096
 MEMORY_SHARE = 48
 
 # A block that stays in the caches of a CPU. The passes of `torch_passes` use two of them.
@@ -96,9 +96,14 @@ def chunk_rows(
     itemsize: int,
     row_bytes: int = 0,
     slice_bytes: int = 0,
+    spared_bytes: int = 0,
     chunk_bytes: int | None = None,
 ) -> int:
-    """The rows of a chunk: as many as fit the budget (at least one), spread evenly over the chunks."""
+    """The rows of a chunk: as many as fit the budget (at least one), spread evenly over the chunks.
+
+    A GPU's default budget is not kept to if a single chunk of all rows is larger by no more than what it spares:
+    `spared_bytes` for each column, of the accumulator of dW.
+    """
     room = _room(chunk_budget(chunk_bytes, device), device, slice_bytes)
     most = room // max(1, vocab_size * itemsize + row_bytes)
     # Those that are too few to align stay.
@@ -106,7 +111,10 @@ def chunk_rows(
         most -= (most - _LINE) % (2 * _LINE) if most >= _LEAST_ALIGNED else 0
         rows = column_stride(_evened(num_rows, most))
     else:
-        most = most if chunk_bytes is not None else min(most, MOST_ROWS)
+        if chunk_bytes is None:
+            most = min(most, MOST_BYTES // itemsize)
+            if num_rows <= most + spared_bytes // itemsize:
+                return max(1, num_rows)
         most -= most % ALIGNMENT if most >= ALIGNMENT else 0
         rows = _evened(num_rows, most)
         rows += -rows % ALIGNMENT

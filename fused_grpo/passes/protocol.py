@@ -40,6 +40,22 @@ class LogprobForward(Protocol):
         """(log p, entropy or None, `RowState`)."""
 
 
+class SoftmaxWeightsForward(Protocol):
+    """The softmax weights and statistics of whole rows [N] straight from hidden [N, D] and weight [V, D]."""
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        out: Tensor,
+        entropy: bool = False,
+        **transform: Unpack[LogitTransform],
+    ) -> tuple[Tensor, Known]:
+        """(scale, the `Statistics`), as of `softmax_weights_`; `out` [N, V] has the weights."""
+
+
 class TileDivergence(Protocol):
     """The divergence [R] of the softmaxes of two tiles, and afterwards its gradient."""
 
@@ -84,6 +100,13 @@ class RowPasses(Protocol):
 
     def prefers_tiles(self, hidden: Tensor) -> bool:
         """Whether tiles are faster than `logprob_forward` for these hidden states."""
+
+    @property
+    def softmax_weights_forward(self) -> SoftmaxWeightsForward | None:
+        """The kernel for softmax weights without logits; None where there is none."""
+
+    def prefers_weights(self, hidden: Tensor, weight: Tensor, rows: int) -> bool:
+        """Whether that kernel is faster than logits and `softmax_weights_` for so many rows."""
 
     def empty_tile(self, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory [R, C] for the largest tile; smaller ones are its first rows and columns."""

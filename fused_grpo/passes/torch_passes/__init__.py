@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fused_grpo._maths.formulas import token_statistics
 from fused_grpo._maths.statistics import finish_rows
-from fused_grpo.passes.protocol import LogprobForward
+from fused_grpo.passes.protocol import LogprobForward, SoftmaxWeightsForward
 from fused_grpo.passes.torch_passes.divergence import Divergence, divergence_gradient_
 from fused_grpo.passes.torch_passes.kept_tokens import entry_logits, weighted_rows_
 from fused_grpo.passes.torch_passes.row_passes import (
@@ -36,18 +36,27 @@ __all__ = [
     "logits_gradient_",
     "logprob_forward",
     "prefers_tiles",
+    "prefers_weights",
     "row_statistics",
     "scale_",
     "scale_hidden",
     "softmax_weights_",
+    "softmax_weights_forward",
     "token_statistics",
     "weighted_rows_",
 ]
 
 logprob_forward: LogprobForward | None = None
 """There is no pass without tiles."""
+softmax_weights_forward: SoftmaxWeightsForward | None = None
+"""Nor one without logits."""
 
 
 def prefers_tiles(hidden: Tensor) -> bool:
     """Always."""
     return True
+
+
+def prefers_weights(hidden: Tensor, weight: Tensor, rows: int) -> bool:
+    """Never."""
+    return False

@@ -249,13 +249,16 @@ def softmax_weights_forward(
         (scale [N] fp32, (logprobs, entropy or None, shift, total)), as `softmax_weights_` returns them. Rows without a
         finite total have weights of 0.
 
-    Memory: at most 256 splits of 3 (entropy: 4) fp32 numbers per row.
+    Memory: at most 256 splits of 2 (entropy: 3) fp32 numbers per row; a copy of a matrix that a descriptor cannot
+    describe.
     """
     (N, V), device, head = out.shape, out.device, (bias, temperature, logit_scale, softcap)
     targets, temperature = targets.contiguous(), temperature.contiguous()
     bias = None if bias is None else bias.contiguous()
     tile = weights_tile(device)
-    gemm = plan(hidden.contiguous() if tile.tma and not is_aligned(hidden) else hidden, weight, tile)
+    if tile.tma:
+        hidden, weight = (x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (hidden, weight))
+    gemm = plan(hidden, weight, tile)
     target_logit, shift, merged_total, logprobs, scale = (
         torch.empty(N, dtype=torch.float32, device=device) for _ in range(5)
     )

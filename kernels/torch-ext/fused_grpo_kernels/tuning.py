@@ -179,20 +179,19 @@ def prefers_tiles(hidden: Tensor) -> bool:
 WEIGHTS_FROM: dict[str, int] = {"sm_90": 2**40, "interpreter": 2**17}
 
 
-def prefers_weights(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether softmax weights of these hidden states [N, D] and weight [V, D] should be computed without logits.
+def prefers_weights(hidden: Tensor, weight: Tensor, rows: int) -> bool:
+    """Whether softmax weights of so many rows of hidden [N, D], and weight [V, D], should be computed without logits.
 
     On an H200 the GEMM of Triton is as fast as the vendor's, and the weights need neither a pass of their own nor four
-    bytes per logit. Other architectures have not been measured.
+    bytes per logit. Other architectures have not been measured. The answer does not depend on where memory starts.
     """
     arch, (V, D) = architecture(hidden.device), weight.shape
-    if arch == "interpreter":
-        return 2 * len(hidden) * D * V >= WEIGHTS_FROM[arch]
-    if arch not in WEIGHTS or hidden.dtype != torch.bfloat16:
+    if arch not in WEIGHTS or (arch != "interpreter" and hidden.dtype != torch.bfloat16):
         return False
-    # A weight of another dtype is cast, hidden states are copied if they have to.
-    described = is_aligned(weight) if weight.dtype == hidden.dtype else D % 8 == 0
-    return described and 2 * len(hidden) * D * V >= WEIGHTS_FROM[arch]
+    # A descriptor needs rows at multiples of 16 bytes. A weight of another dtype is cast, which makes them adjacent.
+    row, column = weight.stride() if weight.dtype == hidden.dtype else (D, 1)
+    described = arch == "interpreter" or (column == 1 and row % 8 == 0 and D % 8 == 0)
+    return described and 2 * rows * D * V >= WEIGHTS_FROM[arch]
 
 
 def is_aligned(matrix: Tensor) -> bool:
