@@ -50,7 +50,7 @@ USUAL = (
 )
 POINTERS_BESIDE_TMA = ("bfloat16", "none", "odd"), ("float16", "all", "columns")
 # Whose listings tests read. The disassembler takes half a second for each.
-DISASSEMBLED = ("_logprob_forward_kernel", "_softmax_weights_kernel")
+DISASSEMBLED = ("_logprob_forward_kernel", "_softmax_weights_forward_kernel", "_softmax_weights_kernel")
 BARRIER = re.compile(r"\b(?:ttg|gpu)\.barrier\b")  # Triton 3.6 says gpu
 # "dppo_tv" and "gmpo" have no instruction that the others lack.
 FORMS = ("clipped", "cispo", "sapo", "vespo", "dppo_kl")
@@ -83,6 +83,9 @@ def call_head(dtype: torch.dtype, layout: str, *, full: bool) -> None:
         weight = torch.empty(D, V, dtype=dtype).T if layout == "columns" else torch.empty(V, D, dtype=dtype)
         options = {"bias": torch.empty(V, dtype=dtype), "softcap": 30.0} if full else {}
     kernels.logprob_forward(hidden, weight, targets, temperature=row, entropy=full, **options)
+    if dtype == torch.bfloat16 and layout == "aligned" and tuning.architecture(hidden.device) in tuning.WEIGHTS:
+        out = kernels.empty_tile(N, V, dtype=dtype, device=hidden.device)
+        kernels.softmax_weights_forward(hidden, weight, targets, out=out, temperature=row, entropy=full, **options)
 
 
 def call_divergence(dtype: torch.dtype, *, full: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 from compile_all import record_launches, specialise
 
 from fused_grpo import kernels
+from fused_grpo.kernels import tuning
 
 D, V = 64, 304
 
@@ -24,6 +25,13 @@ def vector(N: int, offset: int, dtype: torch.dtype = torch.float32) -> torch.Ten
 def call_head(N: int, offset: int, dtype: torch.dtype) -> None:
     hidden, weight = torch.ones(N + 16, D, dtype=dtype)[offset : offset + N], torch.ones(V, D, dtype=dtype)
     kernels.logprob_forward(hidden, weight, vector(N, offset, torch.int64), temperature=vector(N, offset), entropy=True)
+
+
+def call_weights(N: int, offset: int, dtype: torch.dtype) -> None:
+    hidden, weight = torch.ones(N + 16, D, dtype=dtype)[offset : offset + N], torch.ones(V, D, dtype=dtype)
+    if dtype == torch.bfloat16 and tuning.architecture(hidden.device) in tuning.WEIGHTS:
+        out, targets = kernels.empty_tile(N, V, dtype=dtype, device=hidden.device), vector(N, offset, torch.int64)
+        kernels.softmax_weights_forward(hidden, weight, targets, out=out, temperature=vector(N, offset), entropy=True)
 
 
 def call_passes(N: int, offset: int, dtype: torch.dtype) -> None:
@@ -61,10 +69,10 @@ def main(arch: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for N in (512, 513, 1000, 1):
             for offset in (0, 1, 2, 5):
-                for call in (call_head, call_passes, call_support):
+                for call in (call_head, call_passes, call_support, call_weights):
                     launches = record_launches(lambda: call(N, offset, dtype), arch)  # noqa: B023
                     for number, launch in enumerate(launches):
-                        facts = {"dtype": str(dtype), "N": N, "offset": offset, "number": number}
+                        facts = {"dtype": str(dtype), "N": N, "offset": offset, "number": f"{call.__name__} {number}"}
                         print(json.dumps(facts | describe(launch, arch)))
 
 

@@ -129,7 +129,9 @@ calls = {
         some, some, kind="jsd", beta=0.5, student_head=of_rows, teacher_head=of_rows, targets=ids
     ).divergence,
     "grpo_token_loss": lambda f: f(ones, inputs=dict.fromkeys(["advantages", "weights", "mask"], ones), terms=TERMS),
+    "softmax_weights_forward": lambda f: f(some, some, ids, out=some, **of_rows),
     "prefers_tiles": lambda f: f(some),
+    "prefers_weights": lambda f: f(some, some, 5),
     "scale_": lambda f: f(some, ones[0]),
     "scale_hidden": lambda f: f(some, ones, ones),
     "entry_logits": lambda f: f(some, some, ids, ids, dtype=some.dtype),

@@ -12,7 +12,7 @@ from fused_grpo.kernels import logprob_forward, tuning
 
 pytestmark = pytest.mark.grid
 
-MODULE = importlib.import_module("fused_grpo.kernels.logprob_forward")
+MODULE = importlib.import_module("fused_grpo.kernels._head_gemm")
 SHAPES = [(1, 1, 1), (7, 2, 16), (33, 5, 40), (7, 127, 16), (33, 130, 16), (7, 257, 40), (1, 257, 1), (33, 257, 16)]
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 OPTIONS = ["", "bias", "softcap", "scale temperature", "bias softcap scale temperature"]
@@ -148,7 +148,7 @@ def test_descriptor_neither_reads_past_the_features_nor_past_the_rows(oracle: An
         around = torch.full((len(matrix) + 3, 48), float("nan"), dtype=torch.float16)
         around[: len(matrix), :40] = matrix
         inputs.append(around[: len(matrix), :40])
-        assert MODULE._is_aligned(inputs[-1])
+        assert tuning.is_aligned(inputs[-1])
     check(oracle, *inputs, targets, **head_options(7, 130))
 
 
@@ -156,14 +156,14 @@ def test_descriptor_neither_reads_past_the_features_nor_past_the_rows(oracle: An
 def test_only_a_matrix_that_a_descriptor_can_describe_gets_one() -> None:
     memory = torch.zeros(4096, dtype=torch.float16)
     suits = {
-        strides: MODULE._is_aligned(memory.as_strided((8, 16), strides)) for strides in [(16, 1), (24, 1), (256, 1)]
+        strides: tuning.is_aligned(memory.as_strided((8, 16), strides)) for strides in [(16, 1), (24, 1), (256, 1)]
     }
     assert all(suits.values())
-    assert not MODULE._is_aligned(memory.as_strided((8, 16), (16, 1), 1))
-    assert not MODULE._is_aligned(memory.float().as_strided((8, 16), (16, 1)))
-    assert not MODULE._is_aligned(memory[:0].view(0, 16))
+    assert not tuning.is_aligned(memory.as_strided((8, 16), (16, 1), 1))
+    assert not tuning.is_aligned(memory.float().as_strided((8, 16), (16, 1)))
+    assert not tuning.is_aligned(memory[:0].view(0, 16))
     for strides in [(20, 1), (1, 8), (32, 2), (0, 1), (8, 1)]:
-        assert not MODULE._is_aligned(memory.as_strided((8, 16), strides))
+        assert not tuning.is_aligned(memory.as_strided((8, 16), strides))
 
 
 @pytest.mark.cpu_only(reason="it is about strides, which are the same anywhere")

@@ -66,7 +66,7 @@ def _anchor_kernel(
         x += tl.load(bias + target).to(tl.float32)
     z = logit(x, logit_scale, softcap, inverse(tl.load(temperature + row)))
     tl.store(target_logit + row, z)
-    tl.store(shift + row, z + ABOVE)
+    tl.store(shift + row, tl.where(tl.abs(z) < float("inf"), z + ABOVE, 0.0))
     if slope is not None:
         tl.store(slope + row, softcap_slope(x, logit_scale, softcap))
 
@@ -145,28 +145,28 @@ def _softmax_weights_forward_kernel(
 
 
 @triton.jit
-def _parts(values, N, splits, SPLITS: tl.constexpr, ROWS: tl.constexpr, NONE: tl.constexpr):
-    """(the rows of this program, which of them exist, the values [SPLITS, ROWS] of their splits)."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def _of_splits(values, rows, needed, N, splits, SPLITS: tl.constexpr, NONE: tl.constexpr):
+    """The values [SPLITS, ROWS] of those rows that are `needed`; NONE elsewhere."""
     split = tl.arange(0, SPLITS)[:, None]
-    exists = (split < splits) & (rows < N)[None, :]
-    return rows, rows < N, tl.load(values + split.to(tl.int64) * N + rows[None, :], mask=exists, other=NONE)
+    at = values + split.to(tl.int64) * N + rows[None, :]
+    return tl.load(at, mask=(split < splits) & needed[None, :], other=NONE)
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=VECTORS)
 def _far_rows_kernel(total, far, N, splits, SPLITS: tl.constexpr, ROWS: tl.constexpr):
     """Grid: tiles of ROWS rows. A program alone writes whether its rows are far."""
-    rows, row_exists, totals = _parts(total, N, splits, SPLITS, ROWS, 0.0)
-    row_total = tl.sum(totals, 0)
-    tl.store(far + rows, ((row_total > LEAST) & (row_total < MOST)) == 0, mask=row_exists)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_total = tl.sum(_of_splits(total, rows, rows < N, N, splits, SPLITS, 0.0), 0)
+    tl.store(far + rows, ((row_total > LEAST) & (row_total < MOST)) == 0, mask=rows < N)
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=VECTORS)
 def _raise_shift_kernel(maximum, far, shift, N, splits, SPLITS: tl.constexpr, ROWS: tl.constexpr):
     """Grid: tiles of ROWS rows. A program alone writes m of its far rows: their largest logit, if that is finite."""
-    rows, row_exists, maxima = _parts(maximum, N, splits, SPLITS, ROWS, float("-inf"))
-    highest, is_far = tl.max(maxima, 0), tl.load(far + rows, mask=row_exists, other=0).to(tl.int32) > 0
-    tl.store(shift + rows, highest, mask=row_exists & is_far & (tl.abs(highest) < float("inf")))
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_far = tl.load(far + rows, mask=rows < N, other=0).to(tl.int32) > 0
+    highest = tl.max(_of_splits(maximum, rows, is_far, N, splits, SPLITS, float("-inf")), 0)
+    tl.store(shift + rows, highest, mask=is_far & (tl.abs(highest) < float("inf")))
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=[*VECTORS, *FINISHED])
@@ -194,12 +194,14 @@ def _finish_weights_kernel(
 ):
     """Grid: tiles of ROWS rows. A program alone writes the results of its rows, and their weights of their targets."""
     ENTROPY: tl.constexpr = entropy is not None
-    rows, row_exists, totals = _parts(total, N, splits, SPLITS, ROWS, 0.0)
-    row_total = tl.sum(totals, 0)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_exists = rows < N
+    row_total = tl.sum(_of_splits(total, rows, row_exists, N, splits, SPLITS, 0.0), 0)
     row_weighted = row_total
     if ENTROPY:
-        row_weighted = tl.sum(_parts(weighted, N, splits, SPLITS, ROWS, 0.0)[2], 0)
-    m = tl.load(shift + rows, mask=row_exists, other=0.0)
+        row_weighted = tl.sum(_of_splits(weighted, rows, row_exists, N, splits, SPLITS, 0.0), 0)
+    # Without another token the target is certain.
+    m = tl.where(row_total == 0.0, float("-inf"), tl.load(shift + rows, mask=row_exists, other=0.0))
     z = tl.load(target_logit + rows, mask=row_exists, other=0.0)
     logprob, row_entropy = finish_row(m, row_total, row_weighted, z, ENTROPY)
     tl.store(merged_total + rows, row_total, mask=row_exists)
