@@ -346,10 +346,10 @@ def softmax_weights_of(
         weights, scale, statistics = passes.softmax_weights_(
             tile.logits, tile.targets, entropy=entropy, dtype=dtype, **tile.transform
         )
-        return weights, scale, Statistics(*statistics)
-    rows = tile.hidden, tile.weight, tile.targets
-    scale, statistics = kernel(*rows, out=tile.logits, entropy=entropy, **tile.transform)
-    return tile.logits, scale, Statistics(*statistics)
+    else:
+        rows = tile.hidden, tile.weight, tile.targets
+        weights, scale, statistics = kernel(*rows, out=tile.logits, entropy=entropy, **tile.transform)
+    return weights, scale, Statistics(*statistics)
 
 
 class Wanted(NamedTuple):

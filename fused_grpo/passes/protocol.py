@@ -52,8 +52,8 @@ class SoftmaxWeightsForward(Protocol):
         out: Tensor,
         entropy: bool = False,
         **transform: Unpack[LogitTransform],
-    ) -> tuple[Tensor, Known]:
-        """(scale, the `Statistics`), as of `softmax_weights_`; `out` [N, V] has the weights."""
+    ) -> tuple[Tensor, Tensor, Known]:
+        """(E in the memory `out` [N, V], scale, the `Statistics`), as of `softmax_weights_`."""
 
 
 class TileDivergence(Protocol):

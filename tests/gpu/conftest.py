@@ -11,6 +11,15 @@ import pytest
 import torch
 from device_under_test import NAME
 
+from fused_grpo.kernels import tuning
+
+
+@pytest.fixture(params=["logits", "without logits"])
+def weights_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softmax weights from logits, or by the kernel without logits wherever it can run: sizes decide elsewhere."""
+    for arch in tuning.WEIGHTS_FROM:
+        monkeypatch.setitem(tuning.WEIGHTS_FROM, arch, 2**62 if request.param == "logits" else 0)
+
 
 @pytest.fixture(autouse=True)
 def memory_given_back() -> Iterator[None]:

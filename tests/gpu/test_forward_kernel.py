@@ -6,9 +6,12 @@ import pytest
 import torch
 from device_under_test import DEVICE
 from gpu_problems import SIZES, Problem, assert_as_exact, make_problem
+from torch.testing import assert_close
 
 from fused_grpo import kernels
 from fused_grpo._maths import distributions
+from fused_grpo._maths.statistics import full_precision
+from fused_grpo.head.head import multiply_into
 
 pytestmark = pytest.mark.rehearsed
 
@@ -44,6 +47,32 @@ def test_products_of_16_bits_are_as_exact_as_fp32(D, V, dtypes, names):
     for N in SIZES.rows:
         problem = make_problem(N, D, V, dtypes, off_policy=False)
         check(problem, options_of(names, N, V), entropy=names == "all")
+
+
+@pytest.mark.parametrize(("D", "V"), SIZES.heads)
+@pytest.mark.parametrize("names", ["none", "all"])
+def test_softmax_weights_without_logits_are_those_of_logits(D, V, names):
+    """Row by row: a token that is almost certain has small weights, which are as exact as any. Some rows are far."""
+    for N in SIZES.rows:
+        problem, options = make_problem(N, D, V, off_policy=False), options_of(names, N, V)
+        if not kernels.prefers_weights(problem.hidden, problem.weight, 10**9):
+            continue
+        targets = problem.targets.clamp_min(0)
+        problem.hidden[N // 2] *= 40
+        logits, out = (kernels.empty_tile(N, V, dtype=dtype, device=DEVICE) for dtype in (torch.float32, problem.dtype))
+        with full_precision(logits):
+            multiply_into(logits, problem.hidden, problem.weight.t())
+        given = {"entropy": True, **options}
+        expected = kernels.softmax_weights_(logits, targets, dtype=problem.dtype, **given)
+        rows = problem.hidden, problem.weight, targets
+        out, scale, statistics = kernels.softmax_weights_forward(*rows, out=out, **given)
+        for mine, others in zip(statistics[:2], expected[2][:2], strict=True):
+            assert_close(mine, others, rtol=1e-4, atol=1e-4)
+        ours, theirs = scale[:, None] * out.float(), expected[1][:, None] * expected[0].float()
+        wrong, size = (ours - theirs).abs().amax(1), theirs.abs().amax(1)
+        assert (wrong <= 2e-2 * size).all()
+        again = kernels.empty_tile(N, V, dtype=problem.dtype, device=DEVICE)
+        assert torch.equal(kernels.softmax_weights_forward(*rows, out=again, **given)[0], out)
 
 
 def test_hidden_states_beyond_the_reach_of_32_bits_are_read_where_they_are():

@@ -40,7 +40,7 @@ def leaves_of(problem: Problem) -> int:
 def test_a_loss_holds_a_chunk_and_gradients_with_their_accumulators(mib, plan):
     problem, head = make_problem(N, D, V, off_policy=False), V * D
     total = torch.cuda.get_device_properties(0).total_memory
-    chunk = min(buffers.MOST_ROWS * V * 4, total // buffers.MEMORY_SHARE) if mib is None else mib * MIB
+    chunk = min(buffers.MOST_BYTES * V, total // buffers.MEMORY_SHARE) if mib is None else mib * MIB
     peak = peak_of(lambda: loss_of(problem, plan, chunk_bytes=None if mib is None else mib * MIB))
     # dW in fp32 beside a chunk, then beside dW in bf16; dH, hidden states gathered, scaled and in fp32.
     of_weight = max(4 * head + chunk, 6 * head) if plan == "trainable" else chunk
@@ -56,6 +56,16 @@ def test_log_probs_without_gradient_hold_no_logits_beyond_the_budget(mib):
     peak = peak_of(lambda: logprobs_of(problem, "no gradient", chunk_bytes=None if mib is None else mib * MIB))
     allowed = budget + 128 * 3 * 4 * N + leaves_of(problem) + SLACK
     report(f"peak of log-probs, chunk of {mib} MiB", peak / MIB, "MiB", promised=allowed / MIB)
+    assert peak <= allowed
+
+
+def test_trainable_log_probs_hold_softmax_weights_and_gradients():
+    """In 16 bits, where the budget of a chunk has room for them, instead of logits and an accumulator of dW."""
+    problem = make_problem(N, D, V, off_policy=False)
+    peak = peak_of(lambda: logprobs_of(problem, "trainable"))
+    # dW in bf16; dH, hidden states scaled and in fp32; the sums of splits.
+    allowed = 2 * N * (V + 64) + 2 * V * D + 12 * N * D + leaves_of(problem) + SLACK
+    report("peak of log-probs, trainable", peak / MIB, "MiB", promised=allowed / MIB)
     assert peak <= allowed
 
 

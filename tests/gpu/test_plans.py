@@ -21,7 +21,7 @@ from gpu_problems import (
 from fused_grpo import kernels
 from fused_grpo.head import head, logprob_plans
 
-pytestmark = [pytest.mark.rehearsed, pytest.mark.grid]
+pytestmark = [pytest.mark.rehearsed, pytest.mark.grid, pytest.mark.usefixtures("weights_from")]
 
 
 def check(problem: Problem, plan: str, *, entropy: bool = False, **options: object) -> None:

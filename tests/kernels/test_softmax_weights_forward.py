@@ -39,9 +39,10 @@ def run(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> tupl
     out = empty_tile(len(hidden), len(weight), dtype=DTYPE, device=hidden.device)
     assert out._base is not None
     out._base.fill_(-7.0)
-    scale, (logprobs, entropy, _, total) = softmax_weights_forward(
+    same, scale, (logprobs, entropy, _, total) = softmax_weights_forward(
         hidden, weight, targets, out=out, entropy=True, **options
     )
+    assert same.data_ptr() == out.data_ptr()
     assert entropy is not None
     assert (out._base[:, len(weight) :] == -7.0).all()
     assert torch.equal(out[torch.arange(len(out)), targets].isfinite(), torch.ones(len(out), dtype=torch.bool))
@@ -136,7 +137,7 @@ def test_they_are_the_weights_of_logits(head_options: Any) -> None:
 
 def test_no_rows_are_no_results(head_options: Any) -> None:
     hidden, weight, targets = problem(0, 5, 16)
-    scale, (logprobs, entropy, *_) = softmax_weights_forward(
+    _, scale, (logprobs, entropy, *_) = softmax_weights_forward(
         hidden, weight, targets, out=torch.empty(0, 64, dtype=DTYPE)[:, :5], **head_options(0, 5)
     )
     assert (len(scale), len(logprobs), entropy) == (0, 0, None)

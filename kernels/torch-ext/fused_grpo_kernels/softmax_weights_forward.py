@@ -238,7 +238,7 @@ def softmax_weights_forward(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor, Tensor]]:
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor | None, Tensor, Tensor]]:
     """The softmax weights of whole rows of a linear head.
 
     Args:
@@ -248,8 +248,8 @@ def softmax_weights_forward(
             too little range.
 
     Returns:
-        (scale [N] fp32, (logprobs, entropy or None, shift, total)), as `softmax_weights_` returns them. Rows without a
-        finite total have weights of 0.
+        (out, scale [N] fp32, (logprobs, entropy or None, shift, total)), as `softmax_weights_` returns them. Rows
+        without a finite total have weights of 0.
 
     Memory: at most 256 splits of 2 (entropy: 3) fp32 numbers per row; a copy of a matrix that a descriptor cannot
     describe.
@@ -267,7 +267,7 @@ def softmax_weights_forward(
     entropies, slope = (torch.empty_like(scale) if x else None for x in (entropy, softcap is not None))
     total, weighted = (scale.new_empty((gemm.splits, N)) if x else None for x in (True, entropy))
     far = torch.empty(N, dtype=torch.bool, device=device)
-    results = scale, (logprobs, entropies, shift, merged_total)
+    results = out, scale, (logprobs, entropies, shift, merged_total)
     if N == 0:
         return results
     descriptor = TensorDescriptor.from_tensor(out, [tile.block_n, tile.wide])
