@@ -111,10 +111,19 @@ def forward(scale: Scale) -> Iterator[Figure]:
             alone = line.seconds(flop=flop / line.triton_gemm, moved=moved)
             gemm, read = line.seconds(flop=flop, moved=moved + 4 * N * V), line.seconds(moved=4 * N * V)
             reduced = None if gemm is None or read is None else gemm + read
-            for what, op, expected in (
+            passed = line.seconds(moved=6 * N * V)
+            ops: list[tuple[str, Callable[..., object], float | None]] = [
                 ("kernel without logits", triton().logprob_forward, alone),
                 ("GEMM and a reduction", through_logits, reduced),
-            ):
+            ]
+            if triton().prefers_weights(hidden, weight, 10**9):
+                out = triton().empty_tile(N, V, dtype=hidden.dtype, device=hidden.device)
+                straight = line.seconds(flop=flop / line.triton_gemm, moved=moved + 2 * N * V)
+                ops += [
+                    ("weights without logits", functools.partial(triton().softmax_weights_forward, out=out), straight),
+                    ("GEMM and weights", weights_of_logits, None if gemm is None else gemm + (passed or 0)),
+                ]
+            for what, op, expected in ops:
                 seconds = clock.seconds(functools.partial(op, hidden, weight, targets, **options))
                 yield figure_of(what, seconds * 1e3, "ms", scaled(expected, 1e3), N=N, D=D, V=V)
         for rows, columns in scale.tiles:
@@ -151,6 +160,18 @@ def through_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperatu
             state = kernels.row_statistics(logits, targets[some], temperature=temperature[some])
             found.append(kernels.finish_rows([state], entropy=False))
     return found
+
+
+def weights_of_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: Tensor) -> None:
+    """Softmax weights by the vendor's GEMM and a pass over each chunk of logits."""
+    rows = min(4096, len(hidden))
+    memory = triton().empty_tile(rows, len(weight), dtype=torch.float32, device=hidden.device)
+    with full_precision(hidden):
+        for some in (slice(first, first + rows) for first in range(0, len(hidden), rows)):
+            logits = memory[: len(hidden[some])]
+            head.multiply_into(logits, hidden[some], weight.t())
+            given = {"temperature": temperature[some], "dtype": hidden.dtype}
+            triton().softmax_weights_(logits, targets[some], **given)
 
 
 def triton() -> Any:

@@ -69,8 +69,8 @@ NO_LAUNCH = {
 }
 # Their last two tensors are multiplied.
 GEMMS = {"mm", "addmm", "addmm_"}
-# By the name of the kernel, the names of its arguments N, D and V.
-TRITON_GEMMS = {"_logprob_forward_kernel": ("N", "D", "V")}
+# With arguments N and (D, V).
+TRITON_GEMMS = {"_logprob_forward_kernel", "_softmax_weights_forward_kernel"}
 # Arguments that TRL's kernels (of log-probs and of divergences) read and write although they get them once.
 TRITON_IN_PLACE = {"_backward_kernel": ("mm_ptr", "s_ptr")}
 # Matrices of which a kernel reads or writes one row for each element of another argument.
@@ -193,8 +193,10 @@ class Trace(TorchDispatchMode):
         moved = _sizes(tensors) + sum(_sizes(given[x]) for x in TRITON_IN_PLACE.get(name, ()) if x in given)
         for matrix, picked in TRITON_ROWS.get(name, {}).items():
             moved += (len(given[picked]) - len(given[matrix])) * given[matrix][:1].nbytes
-        moved = 0 if name in TRITON_UNTOUCHED else moved
-        flops = 2 * math.prod(given[size] for size in TRITON_GEMMS[name]) if name in TRITON_GEMMS else 0
+        # Nor those for rows far from the others: there is none.
+        idle = name in TRITON_UNTOUCHED or given.get("only") is not None
+        moved = 0 if idle else moved
+        flops = 2 * given["N"] * math.prod(given["sizes"]) if name in TRITON_GEMMS and not idle else 0
         dtype = tensors[0].dtype if flops else None
         self.operations.append(Operation(name, moved, flops, dtype, triton=True))
         self.kernels.append((kernel, tuple(stand_in(x) for x in args), kwargs))

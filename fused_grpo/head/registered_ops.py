@@ -91,13 +91,13 @@ def _linear_logprobs(
         return values.new_zeros(*values.shape[:-1], len(targets)).index_copy_(-1, index, values)
 
     logprobs = all_rows(logprobs.t()) if targets.ndim == 1 else torch.where(kept, all_rows(logprobs.t()).t(), 0.0)
-    others = others if scale is None else [*others, scale]
-    others = all_rows(torch.stack(others)) if any(wanted) else logprobs.new_empty(0)
+    of_rows = others if scale is None else [*others, scale]
+    shift_and_total = all_rows(torch.stack(of_rows)) if any(wanted) else logprobs.new_empty(0)
     largest = all_rows(largest) if _takes_gradient(wanted, batch_invariant) else largest
     return (
         logprobs,
         logprobs.new_empty(0) if entropies is None else all_rows(entropies),
-        others,
+        shift_and_total,
         memory,
         largest,
     )

@@ -106,7 +106,7 @@ HeadOptions = tuple[Tensor | None, Tensor, float, float | None]
 class HeadGemm(NamedTuple):
     """How a kernel multiplies hidden states with a head."""
 
-    shape: tuple[int, int, int]  # N, D, V
+    sizes: tuple[int, int]  # D, V
     grid: tuple[int]
     splits: int
     cut: tuple[int, int]  # (splits, tiles in each)
@@ -124,7 +124,7 @@ def plan(hidden: Tensor, weight: Tensor, tile: GemmTile | None = None) -> HeadGe
     cut = splits, _ = _splits(V, tile)
     options = {"EVEN_D": D % tile.block_d == 0, **tile.launch_options()}
     matrices = _operands(hidden, weight, tile) if N else ()
-    return HeadGemm((N, D, V), (-(-N // tile.block_n) * splits,), splits, cut, matrices, options)
+    return HeadGemm((D, V), (-(-N // tile.block_n) * splits,), splits, cut, matrices, options)
 
 
 def _splits(V: int, tile: GemmTile) -> tuple[int, int]:

@@ -36,8 +36,7 @@ def _logprob_forward_kernel(
     total,
     weighted,
     N,
-    D,
-    V,
+    sizes,
     logit_scale: tl.float32,
     softcap,
     cut,
@@ -50,13 +49,14 @@ def _logprob_forward_kernel(
     WIDE: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """Grid: see `_head_gemm.py`.
+    """Grid: see `_head_gemm.py`; `sizes` are (D, V).
 
     A program alone writes the statistics [split, rows] of its rows, and it alone writes target_logit for those rows
     whose target lies in its split; the first split also for those without a target. If `only` is given, programs none
     of whose rows is in it do nothing.
     """
     ENTROPY: tl.constexpr = weighted is not None
+    D, V = sizes
     first_row, row_exists, split, first_tile, last_tile = owned(N, V, cut, only, BLOCK_N, BLOCK_V, GROUP_N)
     rows = first_row + tl.arange(0, BLOCK_N)
     safe_rows = tl.minimum(rows, N - 1)
@@ -142,7 +142,7 @@ def split_statistics(
     If `only` [N], bool, is given, some rows beside those in it may be left out, and their numbers undefined.
     """
     bias, temperature, logit_scale, softcap = head
-    N, D, V = gemm.shape
+    N = len(targets)
     target_logit = torch.empty(N, dtype=torch.float32, device=targets.device)
     maximum, total, weighted = (target_logit.new_empty((gemm.splits, N)) if x else None for x in (True, True, entropy))
     statistics = target_logit, maximum, total, weighted
@@ -154,8 +154,7 @@ def split_statistics(
                 *vectors,
                 *statistics,
                 N,
-                D,
-                V,
+                gemm.sizes,
                 logit_scale,
                 softcap,
                 gemm.cut,

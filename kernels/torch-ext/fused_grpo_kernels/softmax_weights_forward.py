@@ -85,8 +85,7 @@ def _softmax_weights_forward_kernel(
     total,
     weighted,
     N,
-    D,
-    V,
+    sizes,
     logit_scale: tl.float32,
     softcap,
     cut,
@@ -98,12 +97,13 @@ def _softmax_weights_forward_kernel(
     WIDE: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """Grid: see `_head_gemm.py`.
+    """Grid: see `_head_gemm.py`; `sizes` are (D, V).
 
     A program alone writes the weights and the sums [split, rows] of its rows and split; the weight of a target is 0. If
     `only` [N] is given, programs none of whose rows is in it do nothing.
     """
     ENTROPY: tl.constexpr = weighted is not None
+    D, V = sizes
     first_row, row_exists, split, first_tile, last_tile = owned(N, V, cut, only, BLOCK_N, BLOCK_V, GROUP_N)
     rows = first_row + tl.arange(0, BLOCK_N)
     safe_rows = tl.minimum(rows, N - 1)
@@ -276,22 +276,34 @@ def softmax_weights_forward(
 
     def compute(only: Tensor | None) -> None:
         rows, sums = (targets, bias, temperature, only, shift), (total, weighted)
-        numbers = *gemm.shape, logit_scale, softcap, gemm.cut
+        numbers = N, gemm.sizes, logit_scale, softcap, gemm.cut
         _softmax_weights_forward_kernel[gemm.grid](*gemm.matrices, *rows, descriptor, *sums, *numbers, **gemm.options)
 
     with launching_on(device):
-        strides, options = (*hidden.stride(), *weight.stride()), {"num_warps": WARPS, **FUSED_MULTIPLY_ADD}
-        rows = targets, bias, temperature, target_logit, slope, shift
-        numbers = hidden.shape[1], logit_scale, softcap
-        _anchor_kernel[(N,)](hidden, weight, strides, *rows, *numbers, BLOCK_D=BLOCK_D, **options)
+        _anchor_kernel[(N,)](
+            hidden,
+            weight,
+            (*hidden.stride(), *weight.stride()),
+            *(targets, bias, temperature, target_logit, slope, shift),
+            hidden.shape[1],
+            logit_scale,
+            softcap,
+            BLOCK_D=BLOCK_D,
+            num_warps=WARPS,
+            **FUSED_MULTIPLY_ADD,
+        )
         compute(None)
         _far_rows_kernel[row_tiles](total, far, N, gemm.splits, **merged)
         _, maximum, *_ = split_statistics(gemm, targets, head, entropy=False, only=far)
         _raise_shift_kernel[row_tiles](maximum, far, shift, N, gemm.splits, **merged)
         compute(far)
-        rows = targets, temperature, target_logit, slope, shift, total, weighted
-        written = out, logprobs, entropies, merged_total, scale
-        numbers = N, V, gemm.splits, out.stride(0), logit_scale
         # If a product were fused into the sum over two threads, the two threads would round differently.
-        _finish_weights_kernel[row_tiles](*rows, *written, *numbers, **merged, BLOCK_V=BLOCK_V, enable_fp_fusion=False)
+        _finish_weights_kernel[row_tiles](
+            *(targets, temperature, target_logit, slope, shift, total, weighted),
+            *(out, logprobs, entropies, merged_total, scale),
+            *(N, V, gemm.splits, out.stride(0), logit_scale),
+            **merged,
+            BLOCK_V=BLOCK_V,
+            enable_fp_fusion=False,
+        )
     return results
