@@ -28,11 +28,11 @@ from torch import Tensor
 from ._device import launching_on
 from ._tiles import exp, inverse, log1p, logit, logit_slope
 from .finish_rows import finish_rows
-from .softmax_weights import row_statistics
+from .softmax_weights import load_logits, row_statistics
 from .tuning import pair_tile
 
-# For jsd, e^c is not smaller: it is not 0, and no quotient is out of range. Twice as far down it is 0.
-LEAST = tl.constexpr(-60.0)
+# Of c: e^c is 0 there, and its product with c too. Of a logit: the largest one is found from there on.
+LEAST, LOWEST = tl.constexpr(-128.0), tl.constexpr(-2e38)
 REVERSE, FORWARD, JSD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 KINDS = {"reverse_kl": REVERSE, "forward_kl": FORWARD, "jsd": JSD}
 
@@ -44,31 +44,50 @@ ROW_VECTORS = ["student_temperature", "teacher_temperature", "upstream", "target
 
 
 @triton.jit
-def _logits(model, columns, V):
-    """(h.w + bias, the transformed logits) of a row of a model at these columns; -inf past the end."""
+def _logits(model, first, V, BLOCK_V: tl.constexpr):
+    """(h.w + bias, the transformed logits) of a block of a row of a model; -inf past the end."""
     start, bias, logit_scale, softcap, inverse_temperature = model
-    x = tl.load(start + columns, mask=columns < V, other=0.0)
-    if bias is not None:
-        x += tl.load(bias + columns, mask=columns < V, other=0.0).to(tl.float32)
-    z = logit(x, logit_scale, softcap, inverse_temperature)
-    return x, tl.where(columns < V, z, float("-inf"))
+    columns = first + tl.arange(0, BLOCK_V)
+    # Masks cost as much as the maths, and only the last block needs them.
+    if first + BLOCK_V > V:
+        x = load_logits(start, bias, columns, V, True)
+        z = tl.where(columns < V, logit(x, logit_scale, softcap, inverse_temperature), float("-inf"))
+    else:
+        x = load_logits(start, bias, columns, V, False)
+        z = logit(x, logit_scale, softcap, inverse_temperature)
+    return x, z
 
 
 @triton.jit
-def _terms(c_s, c_t, rho, at_peaks, beta, KIND: tl.constexpr):
-    """(e_s, e_t, X, Y). `at_peaks` is f - e_s where both logits are the largest: the difference would lose it."""
-    least = LEAST if KIND == JSD else 2.0 * LEAST
+def _log_of_mixture(gap, weight):
+    """log(1 - weight + weight e^-gap) for gap >= 0, without the cancellation of 1 - e^-gap."""
+    # Fitted to (1 - e^-g) / g on [0, 0.25] for the least relative error, 1e-8. Fused by hand, as in `tanh`.
+    poly = tl.fma(gap, 7.6724701e-3, -4.1565122e-2)
+    poly = tl.fma(poly, gap, 1.6666163e-1)
+    poly = tl.fma(poly, gap, -0.49999996)
+    fall = tl.where(gap < 0.25, gap * tl.fma(poly, gap, 1.0), 1.0 - exp(-gap))
+    y = weight * fall
+    u = 1.0 - y
+    # What the rounding of u took from the logarithm: near 1 its slope is 1, and elsewhere u is nearly exact.
+    return tl.log(u) + ((1.0 - u) - y)
+
+
+@triton.jit
+def _terms(c_s, c_t, log_rho, beta, KIND: tl.constexpr):
+    """(e_s, e_t or f, X, Y) of a block."""
     if KIND != FORWARD:
-        c_s = tl.maximum(c_s, least, propagate_nan=tl.PropagateNan.ALL)
+        c_s = tl.maximum(c_s, LEAST, propagate_nan=tl.PropagateNan.ALL)
     if KIND != REVERSE:
-        c_t = tl.maximum(c_t, least, propagate_nan=tl.PropagateNan.ALL)
-    e_s, e_t = exp(c_s), exp(c_t)
+        c_t = tl.maximum(c_t, LEAST, propagate_nan=tl.PropagateNan.ALL)
     if KIND == JSD:
-        f = e_t * rho
-        difference = tl.where((c_s == 0.0) & (c_t == 0.0), at_peaks, f - e_s)
-        x = e_s * log1p(beta * (difference / e_s))
-        y = f * log1p((beta - 1.0) * (difference / f))
+        e_s, e_t, d = exp(c_s), exp(c_t + log_rho), (c_s - c_t) - log_rho
+        gap, is_student_larger = tl.abs(d), d > 0.0
+        log_larger = _log_of_mixture(gap, tl.where(is_student_larger, beta, 1.0 - beta))
+        log_smaller = log_larger + gap
+        x = e_s * tl.where(is_student_larger, log_larger, log_smaller)
+        y = e_t * tl.where(is_student_larger, log_smaller, log_larger)
     else:
+        e_s, e_t = exp(c_s), exp(c_t)
         # A token of probability 0 adds nothing; 0 * inf would be NaN.
         d = tl.where((e_s if KIND == REVERSE else e_t) == 0.0, 0.0, c_s - c_t)
         x = e_s * d if KIND == REVERSE else e_t
@@ -77,32 +96,47 @@ def _terms(c_s, c_t, rho, at_peaks, beta, KIND: tl.constexpr):
 
 
 @triton.jit
-def _largest(model, V, BLOCK_V: tl.constexpr):
-    """The largest logit of a row."""
-    top = tl.full([BLOCK_V], float("-inf"), tl.float32)
-    for first in range(0, V, BLOCK_V):
-        top = tl.maximum(top, _logits(model, first + tl.arange(0, BLOCK_V), V)[1])
-    return tl.max(top, 0)
+def _sums(student, teacher, m_s, m_t, log_rho, beta, V, KIND: tl.constexpr, BLOCK_V: tl.constexpr):
+    """(m_s, m_t, s, t, X without the student's largest logit, X there, Y) of a row.
 
-
-@triton.jit
-def _sums(student, teacher, m_s, m_t, rho, at_peaks, beta, V, KIND: tl.constexpr, BLOCK_V: tl.constexpr):
-    """(s, t, X without the student's largest logit, X there, Y) of a row. Equal largest logits but one are in s, t."""
+    The largest logits are found on the way, but for jsd, which is given them. The sums are relative to those so far.
+    Equal largest logits but one are in s and t.
+    """
     zero = tl.zeros([BLOCK_V], tl.float32)
     s, t, x, x_peak, y, peaks_s, peaks_t = zero, zero, zero, zero, zero, zero, zero
     for first in range(0, V, BLOCK_V):
-        columns = first + tl.arange(0, BLOCK_V)
-        c_s, c_t = _logits(student, columns, V)[1] - m_s, _logits(teacher, columns, V)[1] - m_t
-        e_s, e_t, of_x, of_y = _terms(c_s, c_t, rho, at_peaks, beta, KIND)
-        s += tl.where(c_s == 0.0, 0.0, e_s)
-        t += tl.where(c_t == 0.0, 0.0, e_t)
-        peaks_s += tl.where(c_s == 0.0, 1.0, 0.0)
-        peaks_t += tl.where(c_t == 0.0, 1.0, 0.0)
-        x += tl.where(c_s == 0.0, 0.0, of_x)
-        x_peak += tl.where(c_s == 0.0, of_x, 0.0)
+        z_s, z_t = _logits(student, first, V, BLOCK_V)[1], _logits(teacher, first, V, BLOCK_V)[1]
+        c_s, c_t = z_s - m_s, z_t - m_t
+        # Few blocks have a logit as large as the largest so far.
+        has_peaks = tl.max(tl.maximum(c_s, c_t), 0) >= 0.0
+        if has_peaks and KIND != JSD:
+            top_s, top_t = tl.maximum(m_s, tl.max(z_s, 0)), tl.maximum(m_t, tl.max(z_t, 0))
+            rise_s, rise_t = top_s - m_s, top_t - m_t
+            m_s, m_t, by_s, by_t, fall = top_s, top_t, exp(-rise_s), exp(-rise_t), rise_t - rise_s
+            by_x = by_s if KIND == REVERSE else by_t
+            if KIND == REVERSE:
+                x, x_peak = x + fall * s, x_peak + fall * peaks_s
+            # A sum may be inf, of tokens without probability in the other model.
+            x, x_peak = tl.where(by_x == 0.0, 0.0, by_x * x), tl.where(by_x == 0.0, 0.0, by_x * x_peak)
+            y = tl.where(by_t == 0.0, 0.0, by_t * (y - fall * (t + peaks_t)))
+            # Former peaks are others.
+            x, x_peak = tl.where(rise_s > 0.0, x + x_peak, x), tl.where(rise_s > 0.0, 0.0, x_peak)
+            s, peaks_s = tl.where(rise_s > 0.0, by_s * (s + peaks_s), s), tl.where(rise_s > 0.0, 0.0, peaks_s)
+            t, peaks_t = tl.where(rise_t > 0.0, by_t * (t + peaks_t), t), tl.where(rise_t > 0.0, 0.0, peaks_t)
+            c_s, c_t = z_s - m_s, z_t - m_t
+        e_s, e_t, of_x, of_y = _terms(c_s, c_t, log_rho, beta, KIND)
+        if has_peaks:
+            peaks_s += tl.where(c_s == 0.0, 1.0, 0.0)
+            peaks_t += tl.where(c_t == 0.0, 1.0, 0.0)
+            x_peak += tl.where(c_s == 0.0, of_x, 0.0)
+            e_s, of_x = tl.where(c_s == 0.0, 0.0, e_s), tl.where(c_s == 0.0, 0.0, of_x)
+            e_t = tl.where(c_t == 0.0, 0.0, e_t)
+        s += e_s
+        t += e_t
+        x += of_x
         y += of_y
     ties_s, ties_t = tl.sum(peaks_s, 0) - 1.0, tl.sum(peaks_t, 0) - 1.0
-    return tl.sum(s, 0) + ties_s, tl.sum(t, 0) + ties_t, tl.sum(x, 0), tl.sum(x_peak, 0), tl.sum(y, 0)
+    return m_s, m_t, tl.sum(s, 0) + ties_s, tl.sum(t, 0) + ties_t, tl.sum(x, 0), tl.sum(x_peak, 0), tl.sum(y, 0)
 
 
 @triton.jit
@@ -150,13 +184,13 @@ def _divergence_kernel(
     cold_s, cold_t = inverse(tl.load(student_temperature + row)), inverse(tl.load(teacher_temperature + row))
     of_s = (student + row * student_row, student_bias, student_scale, student_softcap, cold_s)
     of_t = (teacher + row * teacher_row, teacher_bias, teacher_scale, teacher_softcap, cold_t)
-    m_s, m_t = _largest(of_s, V, BLOCK_V), _largest(of_t, V, BLOCK_V)
-    rho, at_peaks = 1.0, 0.0
+    m_s, m_t, log_rho = tl.full([], LOWEST, tl.float32), tl.full([], LOWEST, tl.float32), 0.0
     if KIND == JSD:
-        sums = _sums(of_s, of_t, m_s, m_t, rho, at_peaks, beta, V, FORWARD, BLOCK_V)
-        # Correctly rounded: 1 where both models have the same logits.
-        rho, at_peaks = tl.math.div_rn(1.0 + sums[0], 1.0 + sums[1]), (sums[0] - sums[1]) / (1.0 + sums[1])
-    s, t, x_others, x_peak, y = _sums(of_s, of_t, m_s, m_t, rho, at_peaks, beta, V, KIND, BLOCK_V)
+        m_s, m_t, s, t = _sums(of_s, of_t, m_s, m_t, log_rho, beta, V, FORWARD, BLOCK_V)[:4]
+        log_rho = log1p((s - t) / (1.0 + t))
+        x_others, x_peak, y = _sums(of_s, of_t, m_s, m_t, log_rho, beta, V, KIND, BLOCK_V)[4:]
+    else:
+        m_s, m_t, s, t, x_others, x_peak, y = _sums(of_s, of_t, m_s, m_t, log_rho, beta, V, KIND, BLOCK_V)
     tl.store(divergence + row, _divergence_of(s, t, x_others + x_peak, y, beta, KIND))
     if gradient is not None:
         weight, g, target = tl.load(upstream + row), 0.0, -1
@@ -173,9 +207,9 @@ def _divergence_kernel(
         confident = tl.where(s < 1.0, 0.0, 1.0)
         for first in range(0, V, BLOCK_V):
             columns = first + tl.arange(0, BLOCK_V)
-            raw, z = _logits(of_s, columns, V)
-            c_s, c_t = z - m_s, _logits(of_t, columns, V)[1] - m_t
-            terms = _terms(c_s, c_t, rho, at_peaks, beta, KIND)
+            raw, z = _logits(of_s, first, V, BLOCK_V)
+            c_s, c_t = z - m_s, _logits(of_t, first, V, BLOCK_V)[1] - m_t
+            terms = _terms(c_s, c_t, log_rho, beta, KIND)
             dz = by_x * terms[2] - by_e * terms[0]
             # Minus the gradient of all the others, with that of the target.
             at_target = tl.where(columns == target, g, 0.0)

@@ -24,7 +24,7 @@ ROW_VECTORS = ["targets", "temperature", "shift", "total", "weighted", "target_l
 
 
 @triton.jit
-def _load(start, bias, columns, C, MASKED: tl.constexpr):
+def load_logits(start, bias, columns, C, MASKED: tl.constexpr):
     """h.w + bias at these columns, fp32; 0 past the end."""
     if MASKED:
         x = tl.load(start + columns, mask=columns < C, other=0.0)
@@ -48,7 +48,7 @@ def _store(start, columns, values, C, MASKED: tl.constexpr):
 @triton.jit
 def _logits(start, bias, target, columns, C, logit_scale, softcap, inverse_temperature, MASKED: tl.constexpr):
     """(h.w + bias, the transformed logits) of a tile; with MASKED, -inf at the target and past the end."""
-    x = _load(start, bias, columns, C, MASKED)
+    x = load_logits(start, bias, columns, C, MASKED)
     z = logit(x, logit_scale, softcap, inverse_temperature)
     if MASKED:
         z = tl.where((columns < C) & (columns != target), z, float("-inf"))
@@ -82,7 +82,7 @@ def _at_target(start, bias, target, C, logit_scale, softcap, inverse_temperature
     """(the target's logit, dsoftcap there); (-inf, 1) without a target."""
     row_target, slope = float("-inf"), 1.0
     if target >= 0:
-        at_target = _load(start, bias, target, C, False)
+        at_target = load_logits(start, bias, target, C, False)
         row_target = logit(at_target, logit_scale, softcap, inverse_temperature)
         if softcap is not None:
             slope = softcap_slope(at_target, logit_scale, softcap)
