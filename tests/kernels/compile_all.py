@@ -4,10 +4,10 @@ Run as a script in a process without TRITON_INTERPRET: `compile_all.py quick|usu
 launchers are called with meta tensors while `JITFunction.run` records what they would launch, and Triton's own binder
 turns that into a specialisation, so what is compiled here cannot drift from what ships. Prints one JSON object per
 kernel: what it was compiled for, the bytes of shared memory and of stack (spilled registers) it takes, its registers,
-its barriers, its Hopper matrix instructions, its fused multiply-adds, and whether it computes in fp64. Of two kernels
-also, for each logit, the instructions of the shortest way through the loop over tiles: one that holds neither a target
-nor the end of the row. Of the GEMM it is what follows the products. Of the pass over rows there are the barriers on
-that way, too.
+its barriers, its Hopper matrix instructions, its sums and products that may be fused, and whether it computes in fp64.
+Of two kernels also, for each logit, the instructions of the shortest way through the loop over tiles: one that holds
+neither a target nor the end of the row. Of the GEMM it is what follows the products. Of the pass over rows there are
+the barriers on that way, too.
 """
 
 import functools
@@ -167,8 +167,8 @@ def measure(launch: Launch, arch: str) -> dict[str, Any]:
         usage = dump("--dump-resource-usage", file.name)
         sass = dump("--dump-sass", file.name) if source.fn.__name__ in DISASSEMBLED else ""
     facts |= {"hgmma": sorted(set(re.findall(r"HGMMA\.[\w.]+", sass))), "fp64": ".f64" in compiled.asm["ptx"]}
-    # Those of a logarithm flush subnormal numbers.
-    facts["fused"] = len(re.findall(r"\bfma\.rn\.f32", compiled.asm["ptx"]))
+    # Without a rounding mode: those that a compiler may fuse.
+    facts["fusible"] = len(re.findall(r"\b(?:add|sub|mul)\.(?:ftz\.)?f32", compiled.asm["ptx"]))
     if sass and (found := shortest_loop(sass)):
         rows = launch[2].get("BLOCK_N", 1)
         instructions, barriers = found

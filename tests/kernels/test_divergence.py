@@ -106,6 +106,64 @@ def test_statistics_of_the_sweep_are_as_exact_as_autograd(
                 oracle.assert_as_exact_as_torch(mine, plain, exact)
 
 
+def rows_with_largest_logits(where: str) -> tuple[Tensor, Tensor]:
+    """Logits of both models over many blocks, whose largest come late, not at all, or often."""
+    student, teacher = problem(4, 1300)
+    if where == "in every block":
+        rise = torch.linspace(-40, 20, 1300)
+        return rise + 0.3 * student, 1.1 * rise + 0.3 * teacher
+    if where == "from end to end":
+        student[:, ::130], teacher[:, 65::130] = 15.0, 14.0
+    elif where == "after blocks of neither":
+        student[:, :260] = teacher[:, :260] = -torch.inf
+    elif where == "of the student last":
+        student[:, 1299], teacher[:, 3] = 18.0, 17.0
+    return student, teacher
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "where", ["in every block", "from end to end", "after blocks of neither", "of the student last"]
+)
+def test_largest_logits_are_found_wherever_they_are(
+    oracle: Any, head_options: Any, pass_: Any, kind: str, where: str
+) -> None:
+    heads, given = given_to(4, 1300, kind, "", head_options, target=True)
+    logits = rows_with_largest_logits(where)
+    ours = pass_(*(x.clone() for x in logits), **heads, **given)
+    plain, exact = (oracle_of(*(x.to(d) for x in logits), heads, **given) for d in (torch.float32, torch.float64))
+    for mine, torchs, wanted in zip(ours, plain, exact, strict=True):
+        oracle.assert_as_exact_as_torch(mine, torchs, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("unlikely", [0, 1])
+def test_what_has_no_probability_adds_nothing_though_its_kl_was_infinite(
+    head_options: Any, pass_: Any, kind: str, unlikely: int
+) -> None:
+    """Of the first blocks, one model has e^-200, which is 0, and the other allows none."""
+    heads, given = given_to(4, 1300, kind, "", head_options, target=False)
+    logits, expected = rows_with_largest_logits("after blocks of neither"), None
+    for value in (-torch.inf, -200.0):
+        logits[unlikely][:, :260] = value - torch.arange(260) % 7
+        ours = pass_(*(x.clone() for x in logits), **heads, **given)
+        expected = expected or ours
+        assert all(torch.equal(mine, wanted) for mine, wanted in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("apart", [1e-3, 1e-2, 0.1])
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_jsd_of_almost_equal_models_keeps_its_digits(head_options: Any, pass_: Any, apart: float, beta: float) -> None:
+    """The error of a difference of exponentials, 2**-24 / apart, would be that of the square of `apart` otherwise."""
+    heads, given = given_to(4, 1300, "jsd", "", head_options, target=False)
+    student, noise = problem(4, 1300)
+    logits, given = (student, student + apart * noise / 3), given | {"beta": beta}
+    ours = pass_(*(x.clone() for x in logits), **heads, **given)
+    exact = oracle_of(*(x.double() for x in logits), heads, **given)
+    for mine, wanted, share in zip(ours, exact, (min(beta, 1 - beta), 1.0), strict=True):
+        assert (mine - wanted).norm() <= 2e-7 / (apart * share) * wanted.norm()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_confident_target_keeps_both_of_its_gradients(head_options: Any, pass_: Any, kind: str) -> None:
     """Both are of the size of 1 - p, which a difference of probabilities would lose."""

@@ -5,14 +5,18 @@ d = c_s - c_t and rho = S_s / S_t, p the student's softmax and q the teacher's,
 
     reverse_kl   KL(p | q) = X / S_s - log rho               X_v = e_s d
     forward_kl   KL(q | p) = log rho + Y / S_t               X_v = e_t      Y_v = -e_t d
-    jsd          -((1 - beta) X + beta Y) / S_s              X_v = e_s log1p(beta (f - e_s) / e_s)
-                                                             Y_v = f log1p((beta - 1) (f - e_s) / f)     f = rho e_t
+    jsd          -((1 - beta) X + beta Y) / S_s              X_v = e_s log(M / e_s)      Y_v = f log(M / f)
 
-without an index v for sums over the row, and d divergence / dz_v = x X_v - y e_s,v with two numbers of the row.
+with f = rho e_t and M = (1 - beta) e_s + beta f, without an index v for sums over the row, and
+d divergence / dz_v = x X_v - y e_s,v with two numbers of the row. One logarithm, of M over the larger of e_s and f,
+gives both of jsd: the other is |d - log rho| more.
 
 The largest logits take no part in the sums: S - 1 is a sum of its own, log rho is log1p((s - t) / S_t) with the two
 sums of the others, and where the student's most probable token has more than half of the probability, its gradient is
 minus the sum of the others', which a difference of two probabilities near 1 would lose.
+
+The sums start with the first block and are relative to the largest logits so far. Where a block has larger ones, they
+are rescaled, and X and Y move with d: no sweep finds the largest logits first.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -32,7 +36,7 @@ from .softmax_weights import load_logits, row_statistics
 from .tuning import pair_tile
 
 # Of c: e^c is 0 there, and its product with c too. Of a logit: the largest one is found from there on.
-LEAST, LOWEST = tl.constexpr(-128.0), tl.constexpr(-2e38)
+LEAST, LOWEST = tl.constexpr(-128.0), tl.constexpr(-1e30)
 REVERSE, FORWARD, JSD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 KINDS = {"reverse_kl": REVERSE, "forward_kl": FORWARD, "jsd": JSD}
 
@@ -90,8 +94,7 @@ def _terms(c_s, c_t, log_rho, beta, KIND: tl.constexpr):
         e_s, e_t = exp(c_s), exp(c_t)
         # A token of probability 0 adds nothing; 0 * inf would be NaN.
         d = tl.where((e_s if KIND == REVERSE else e_t) == 0.0, 0.0, c_s - c_t)
-        x = e_s * d if KIND == REVERSE else e_t
-        y = -e_t * d
+        x, y = (e_s * d, e_t) if KIND == REVERSE else (e_t, -e_t * d)
     return e_s, e_t, x, y
 
 
@@ -113,12 +116,13 @@ def _sums(student, teacher, m_s, m_t, log_rho, beta, V, KIND: tl.constexpr, BLOC
             top_s, top_t = tl.maximum(m_s, tl.max(z_s, 0)), tl.maximum(m_t, tl.max(z_t, 0))
             rise_s, rise_t = top_s - m_s, top_t - m_t
             m_s, m_t, by_s, by_t, fall = top_s, top_t, exp(-rise_s), exp(-rise_t), rise_t - rise_s
-            by_x = by_s if KIND == REVERSE else by_t
+            # A sum may be inf, of tokens without probability in the other model: 0 * inf is to be 0.
             if KIND == REVERSE:
-                x, x_peak = x + fall * s, x_peak + fall * peaks_s
-            # A sum may be inf, of tokens without probability in the other model.
-            x, x_peak = tl.where(by_x == 0.0, 0.0, by_x * x), tl.where(by_x == 0.0, 0.0, by_x * x_peak)
-            y = tl.where(by_t == 0.0, 0.0, by_t * (y - fall * (t + peaks_t)))
+                x = by_s * tl.where(by_s == 0.0, 0.0, x + fall * s)
+                x_peak = by_s * tl.where(by_s == 0.0, 0.0, x_peak + fall * peaks_s)
+            else:
+                x, x_peak = by_t * x, by_t * x_peak
+                y = by_t * tl.where(by_t == 0.0, 0.0, y - fall * (t + peaks_t))
             # Former peaks are others.
             x, x_peak = tl.where(rise_s > 0.0, x + x_peak, x), tl.where(rise_s > 0.0, 0.0, x_peak)
             s, peaks_s = tl.where(rise_s > 0.0, by_s * (s + peaks_s), s), tl.where(rise_s > 0.0, 0.0, peaks_s)
@@ -175,7 +179,7 @@ def _divergence_kernel(
     KIND: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Grid: rows. A program owns the memory of one row of both tiles, which it reads three times, or four for jsd.
+    """Grid: rows. A program owns the memory of one row of both tiles, which it reads twice, or three times for jsd.
 
     `gradient` is the same memory as `student`, in elements of the same or of half the size, written left to right
     behind a barrier: see `_logits_gradient_kernel`. None is no gradient, and one read less.

@@ -139,10 +139,11 @@ ENTRY: dict[str, EntryTile] = {
     "default": EntryTile(8, 256, num_warps=4),
 }
 
-# For passes over the rows of two tiles, with sums of several kinds: four warps have registers for them.
+# For passes over the rows of two tiles, with sums of several kinds: eight warps have registers for them, and agree on
+# the largest logits once for eight logits of each thread.
 PAIR: dict[str, RowTile] = {
     "interpreter": ROW["interpreter"],
-    "default": RowTile(1024, num_warps=8),
+    "default": RowTile(2048, num_warps=8),
 }
 
 # Two tokens per thread of the loss kernel: with more, triton 3.6 spills registers.
