@@ -42,7 +42,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_grpo.head import registered_ops
+from fused_grpo.head import head, registered_ops
 from fused_grpo.passes import buffers
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
@@ -357,6 +357,7 @@ def fake_gpu(*, capability: tuple[int, int], memory: int) -> Iterator[None]:
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (buffers, "total_memory", lambda device: memory),
+            (head, "keeps_sums", lambda device, dtype: True),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(FakeTensorMode())

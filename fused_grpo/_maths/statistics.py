@@ -194,8 +194,9 @@ class _ExactMatmul:
             if self._inside > 1:
                 return
             matmul = torch.backends.cuda.matmul
-            self._before = {"fp32_precision": matmul.fp32_precision}
-            matmul.fp32_precision = "ieee"
+            for name, exact in (("fp32_precision", "ieee"), ("allow_fp16_accumulation", False)):
+                self._before[name] = getattr(matmul, name)
+                setattr(matmul, name, exact)
             for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
                 # The second of the pair allows split-K; setting a bool would set it to True.
                 self._before[name] = getattr(matmul, name), getattr(matmul, f"{name}_split_k")

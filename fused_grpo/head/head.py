@@ -2,8 +2,8 @@
 
 The vendor library computes the GEMMs. This file guarantees that products of bf16 or fp16 inputs are accumulated and
 *kept* in fp32 (logits are never rounded before the log-sum-exp, gradients never between tiles), without a temporary of
-size N x V and without a second copy of W. CUDA does this in one call (`out_dtype`); elsewhere one slice of W at a time
-is widened to fp32.
+size N x V and without a second copy of W. CUDA does this in one call (`out_dtype`); elsewhere, and where a build of
+torch refuses that, one slice of W at a time is widened to fp32.
 
 Letters: N rows, D hidden size, V vocabulary; a tile of the logits has R rows and C columns.
 
@@ -88,7 +88,8 @@ class Head:
     @property
     def gemm_dtype(self) -> torch.dtype:
         """The dtype of d-logits: that of the tensor cores' operands on a GPU, that of the accumulators elsewhere."""
-        return self.hidden.dtype if self.hidden.is_cuda else self.dtype
+        narrow = self.hidden.is_cuda and keeps_sums(self.hidden.device, self.hidden.dtype)
+        return self.hidden.dtype if narrow else self.dtype
 
     @property
     def takes_weights(self) -> bool:
@@ -317,6 +318,21 @@ def multiply_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+@functools.cache
+def keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a GEMM of this dtype can write its sums in fp32; builds for ROCm may refuse. Asked once."""
+    if dtype.itemsize > 2:
+        return True
+    operand, out = (torch.zeros(16, 16, dtype=x, device=device) for x in (dtype, torch.float32))
+    try:
+        torch.mm(operand, operand, out_dtype=out.dtype, out=out)
+        torch.addmm(out, operand, operand, out_dtype=out.dtype, out=out)
+    except RuntimeError as error:
+        logger.warning("on %s all operands of GEMMs are widened to fp32, which takes longer: %s", device, error)
+        return False
+    return True
 
 
 def logits_by_slices(out: Tensor, hidden: Tensor, weight: Tensor) -> None:

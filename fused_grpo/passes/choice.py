@@ -48,6 +48,10 @@ def why_not_triton(hidden: Tensor) -> str | None:
         return "its interpreter has no bf16 arithmetic (use fp32 or fp16 there)"
     if not hidden.is_cuda and not interpreted:
         return f"it needs a GPU and the tensors are on {hidden.device.type!r}"
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16 and not torch.version.hip:
+        major, minor = torch.cuda.get_device_capability(hidden.device)
+        if major < 8:
+            return f"bf16 needs compute capability 8.0 and this GPU has {major}.{minor} (use fp16 or fp32 there)"
     return None
 
 

@@ -8,8 +8,9 @@ from device_under_test import DEVICE
 from gpu_problems import SIZES
 from torch import Tensor
 
-from fused_grpo import kernels
+from fused_grpo import kernels, linear_logprobs
 from fused_grpo._maths.statistics import full_precision
+from fused_grpo.head import head
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +47,19 @@ def check(ours: Tensor, exact: Tensor) -> None:
     error = ((ours.double() - exact).norm() / exact.norm()).item()
     print(f"error {error:.2e}")
     assert error <= 7e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_build_whose_gemms_keep_no_sums_has_the_same_results(monkeypatch, dtype):
+    monkeypatch.setattr(head, "keeps_sums", lambda device, dtype: False)
+    leaves = [normal(R, D, dtype=dtype).requires_grad_(), normal(997, D, dtype=dtype).requires_grad_()]
+    targets, g = torch.arange(R, device=DEVICE), torch.sin(torch.arange(R, device=DEVICE))
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = (exact[0] @ exact[1].t() / D**0.5).log_softmax(1).gather(1, targets[:, None])[:, 0]
+    ours = linear_logprobs(*leaves, targets, temperature=D**0.5, chunk_bytes=2**19)
+    torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
+    for mine, other in zip(torch.autograd.grad(ours, leaves, g), torch.autograd.grad(wanted, exact, g), strict=True):
+        assert (mine - other).norm() <= torch.finfo(dtype).eps * other.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

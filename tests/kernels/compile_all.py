@@ -31,7 +31,8 @@ from triton.runtime.jit import JITFunction, compute_cache_key, create_function_f
 from fused_grpo import kernels
 from fused_grpo.kernels import _device, tuning
 
-TARGETS = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 86, 89, 90, 100, 120)}
+CAPABILITIES = (75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
+TARGETS = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in CAPABILITIES}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -67,7 +68,7 @@ def record_launches(call: Callable[[], None], arch: str) -> list[Launch]:
         launches.append((self, args, kwargs))
 
     original, JITFunction.run = JITFunction.run, record
-    tuning.architecture = lambda device: arch
+    tuning.architecture = lambda device: _device.FAMILY.get(arch, arch)
     _device._check_device = lambda device: None  # the tensors are of no GPU
     try:
         call()
@@ -216,8 +217,10 @@ def dump(what: str, path: str) -> str:
 
 def jobs(arch: str, which: str) -> Iterator[tuple[dict[str, Any], Launch]]:
     """(what it is, the launch) of every kernel in the cases to compile."""
-    usual = USUAL + (POINTERS_BESIDE_TMA if arch in tuning.ALIGNED else ())
+    usual = USUAL + (POINTERS_BESIDE_TMA if _device.FAMILY.get(arch, arch) in tuning.ALIGNED else ())
     for name, options, layout in {"quick": QUICK, "usual": usual, "every": EVERY}[which]:
+        if arch == "sm_75" and name == "bfloat16":  # which fused_grpo refuses there
+            continue
         facts = {"arch": arch, "dtype": name, "options": options, "layout": layout}
         dtype, full = DTYPES[name], options == "all"
         calls = [functools.partial(call_head, dtype, layout, full=full)]

@@ -1,7 +1,8 @@
 """The keys under which Triton would look for compiled kernels, for row counts and slices that must share them.
 
-Run as a script in a process without TRITON_INTERPRET. Prints one JSON object per launch: its call, its kernel, and the
-specialisation key together with the signature, constants and attributes that it would be compiled from.
+Run as a script in a process without TRITON_INTERPRET: `launch_keys.py architecture [plans]`. Prints one JSON object per
+launch: its call, its kernel, and the specialisation key together with the signature, constants and attributes that it
+would be compiled from. With `plans`, those of the calls of each plan through the head, for many more row counts.
 """
 
 import json
@@ -60,12 +61,55 @@ def call_support(N: int, offset: int, dtype: torch.dtype) -> None:
     kernels.weighted_rows_(weight, tokens, ends, rows, vector(N, offset), hidden, cast=dtype)
 
 
+def call_loss(N: int) -> None:
+    row, targets, hidden = torch.ones(N), torch.ones(N, dtype=torch.int64), torch.ones(N, D, dtype=torch.bfloat16)
+    scale = kernels.softmax_weights_(torch.ones(N, V), targets, temperature=row, dtype=torch.bfloat16)[1]
+    inputs = {"advantages": row, "weights": row, "mask": row.bool(), "old_logprobs": row}
+    terms = ("clipped", 0.2, 0.2, None, (1.0, 1.05), 0.0, "k3", False, None, None, None)
+    kernels.token_statistics([kernels.grpo_token_loss(row, inputs=inputs, terms=terms)[2]])
+    kernels.scale_hidden(hidden, scale, row)
+    kernels.scale_(hidden, row[0], torch.ones(V, D, dtype=torch.bfloat16))
+
+
+def call_logprobs(N: int) -> None:
+    """By tiles, of which a row has the more the more rows there are."""
+    row, targets, logits = torch.ones(N), torch.ones(N, dtype=torch.int64), torch.ones(N, V)
+    parts = [kernels.row_statistics(logits, targets, temperature=row) for _ in range(1 + N % 8)]
+    known = kernels.finish_rows(parts, entropy=False)
+    kernels.softmax_weights_(logits, targets, statistics=known, temperature=row, dtype=torch.bfloat16)
+    kernels.scale_hidden(torch.ones(N, D, dtype=torch.bfloat16), row, row)
+
+
+def call_without_gradient(N: int) -> None:
+    """By the kernel, and by tiles."""
+    row, targets = torch.ones(N), torch.ones(N, dtype=torch.int64)
+    hidden, weight = torch.ones(N, D, dtype=torch.bfloat16), torch.ones(V, D, dtype=torch.bfloat16)
+    kernels.logprob_forward(hidden, weight, targets, temperature=row)
+    parts = [kernels.row_statistics(torch.ones(N, V), targets, temperature=row) for _ in range(1 + N % 8)]
+    kernels.finish_rows(parts, entropy=False)
+
+
+PLANS = {"loss": call_loss, "log-probs": call_logprobs, "no gradient": call_without_gradient}
+# On both sides of what a specialisation may depend on: 1, multiples of 16, and the sizes of blocks.
+ROW_COUNTS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300, 500)
+ROW_COUNTS += (511, 512, 513, 700, 777, 1000, 1023, 1024, 1025, 1500, 2047, 2048, 2049, 4096)
+
+
 def describe(launch: Any, arch: str) -> dict[str, str]:
     source, _, key = specialise(launch, arch)
     return {"kernel": launch[0].__name__, "key": f"{key} {source.signature} {source.constants} {source.attrs}"}
 
 
-def main(arch: str) -> None:
+def print_plans(arch: str) -> None:
+    for plan, call in PLANS.items():
+        for N in ROW_COUNTS:
+            for launch in record_launches(lambda: call(N), arch):  # noqa: B023
+                print(json.dumps({"plan": plan, "N": N} | describe(launch, arch)))
+
+
+def main(arch: str, which: str = "") -> None:
+    if which == "plans":
+        return print_plans(arch)
     for dtype in (torch.bfloat16, torch.float32):
         for N in (512, 513, 1000, 1):
             for offset in (0, 1, 2, 5):

@@ -12,7 +12,7 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.parametrize(
     ("capability", "arch"),
-    [((9, 0), "sm_90"), ((8, 7), "sm_86"), ((10, 3), "sm_100"), ((12, 1), "sm_120"), ((7, 5), "sm_75")],
+    [((9, 0), "sm_90"), ((8, 7), "sm_86"), ((10, 3), "sm_100"), ((11, 0), "sm_100"), ((12, 1), "sm_120")],
 )
 def test_an_architecture_without_a_row_has_that_of_its_family(monkeypatch, capability, arch):
     monkeypatch.setattr(_device, "INTERPRETED", False)

@@ -32,7 +32,7 @@ def _check_device(device: torch.device) -> None:
 
 
 # Architectures of one generation with the same shared memory use the same tiles.
-FAMILY = {"sm_87": "sm_86", "sm_103": "sm_100", "sm_121": "sm_120", "gfx950": "gfx942"}
+FAMILY = {"sm_87": "sm_86", "sm_103": "sm_100", "sm_110": "sm_100", "sm_121": "sm_120", "gfx950": "gfx942"}
 
 
 def architecture(device: torch.device) -> str:

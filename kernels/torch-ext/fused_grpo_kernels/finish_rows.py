@@ -18,7 +18,10 @@ from ._tiles import finish_row, merge_statistics
 ROWS_PER_PROGRAM = 16
 
 
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["target_logit", "maximum", "total", "weighted"])
+@triton.jit(
+    do_not_specialize=["N", "splits"],
+    do_not_specialize_on_alignment=["target_logit", "maximum", "total", "weighted"],
+)
 def _finish_rows_kernel(
     target_logit,
     maximum,
@@ -93,7 +96,8 @@ def finish_splits(
     results = logprobs, entropies, (shift, merged_total, merged_weighted, target_logit)
     if N == 0:
         return results
-    options = {"SPLITS": 1 << (parts - 1).bit_length(), "ROWS": ROWS_PER_PROGRAM}
+    # Few parts share a binary: how many tiles a row has depends on N.
+    options = {"SPLITS": max(8, 1 << (parts - 1).bit_length()), "ROWS": ROWS_PER_PROGRAM}
     inputs = target_logit, maximum, total, weighted
     outputs = logprobs, entropies, shift, merged_total, merged_weighted
     # If a product were fused into the sum over two threads, the two threads would round differently.

@@ -6,8 +6,8 @@ checked: `tests/kernels/test_compile.py` compiles each row of it for its archite
 
 The GEMM tiles are bounded: the fp32 accumulator block_n x block_v / (threads) must leave registers for the epilogue,
 and num_stages * (block_n + block_v) * block_d * bytes must fit shared memory: 163 KiB on sm_80, 99 KiB on sm_86, sm_89
-and sm_120, 227 KiB on sm_90 and sm_100, 64 KiB on gfx942. Where D or the strides are not multiples of 16 bytes, loads
-through pointers pass through registers, hence smaller tiles there than with the tensor memory accelerator.
+and sm_120, 227 KiB on sm_90 and sm_100, 64 KiB on sm_75 and gfx942. Where D or the strides are not multiples of 16
+bytes, loads through pointers pass through registers, hence smaller tiles there than with the tensor memory accelerator.
 """
 
 from dataclasses import dataclass
@@ -87,6 +87,8 @@ class EntryTile:
 
 
 HALF: dict[str, GemmTile] = {
+    # Triton multiplies by FMA units there, whose operands take registers.
+    "sm_75": GemmTile(64, 64, 16, num_warps=8, num_stages=2),
     "sm_80": GemmTile(128, 128, 32, num_warps=8, num_stages=4),
     "sm_86": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
     "sm_89": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
@@ -163,6 +165,7 @@ class TilesFrom:
 
 # For 16-bit heads: the gain of the vendor's GEMM, 2*D/3 FLOP per logit, must exceed the cost of 4 bytes per logit.
 TILES_FROM: dict[str, TilesFrom] = {
+    "sm_75": TilesFrom(rows=1, hidden_size=1, measured=False),  # the vendor's GEMM alone has tensor cores
     "sm_80": TilesFrom(rows=256, hidden_size=896, measured=False),
     "sm_100": TilesFrom(rows=512, hidden_size=1536, measured=False),
 }

@@ -1,0 +1,86 @@
+"""What some GPUs and some builds of torch lack or allow, on a CPU that pretends to be one of them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fused_grpo._maths.statistics import full_precision
+from fused_grpo.errors import UnavailableError
+from fused_grpo.head import head
+from fused_grpo.passes import choice
+
+pytestmark = pytest.mark.cpu_only(reason="it pretends to be on each GPU")
+PRODUCTS = {"mm": torch.mm, "addmm": torch.addmm}
+
+
+def on_gpu(dtype: torch.dtype) -> Any:
+    """What the ops ask of hidden states, of some on a GPU."""
+    return SimpleNamespace(dtype=dtype, device=torch.device("cpu"), is_cuda=True)
+
+
+def rows(dtype: torch.dtype) -> head.Head:
+    blank = torch.empty(0)
+    return head.Head(on_gpu(dtype), blank, None, blank, blank, 1.0, None)
+
+
+@pytest.fixture(autouse=True)
+def unasked() -> None:
+    head.keeps_sums.cache_clear()
+
+
+@pytest.mark.parametrize("refused", [(), ("mm",), ("addmm",), ("mm", "addmm")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_where_no_gemm_writes_fp32_all_operands_are_widened(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    asked = []
+
+    def product(name: str) -> Any:
+        def multiply(*operands: Any, out_dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
+            assert out.dtype == out_dtype == torch.float32
+            asked.append(name)
+            if name in refused:
+                raise RuntimeError("gemm input type at::BFloat16 and output type float is not supported for ROCm")
+            return out
+
+        return multiply
+
+    for name in PRODUCTS:
+        monkeypatch.setattr(torch, name, product(name))
+    expected = torch.float32 if refused else dtype
+    assert [rows(dtype).gemm_dtype for _ in range(3)] == 3 * [expected]
+    assert len(asked) == (1 if "mm" in refused else 2), "asked once"
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(refused)
+
+
+def test_a_build_that_refuses_is_this_one_and_fp32_asks_nothing() -> None:
+    assert rows(torch.bfloat16).gemm_dtype == torch.float32
+    assert rows(torch.float32).gemm_dtype == torch.float32
+    assert head.keeps_sums.cache_info().misses == 2
+
+
+@pytest.mark.parametrize(("capability", "dtype", "runs"), [(75, "bfloat16", "torch"), (75, "float16", "triton")])
+def test_bf16_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch, capability: int, dtype: str, runs: str) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
+    hidden = on_gpu(getattr(torch, dtype))
+    assert choice.choose("auto", hidden) == runs
+    if runs == "triton":
+        assert choice.choose("triton", hidden) == runs
+        return
+    with pytest.raises(UnavailableError, match=r"bf16 needs compute capability 8\.0 and this GPU has 7\.5"):
+        choice.choose("triton", hidden)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_while_an_op_runs_no_gemm_adds_up_in_fp16(allowed: bool) -> None:
+    settings = torch.backends.cuda.matmul
+    before, settings.allow_fp16_accumulation = settings.allow_fp16_accumulation, allowed
+    try:
+        with full_precision(on_gpu(torch.float16)), full_precision(on_gpu(torch.float16)):
+            assert not settings.allow_fp16_accumulation
+        assert settings.allow_fp16_accumulation == allowed
+    finally:
+        settings.allow_fp16_accumulation = before
