@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype
@@ -325,10 +326,11 @@ def keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a GEMM of this dtype can write its sums in fp32; builds for ROCm may refuse. Asked once."""
     if dtype.itemsize > 2:
         return True
-    operand, out = (torch.zeros(16, 16, dtype=x, device=device) for x in (dtype, torch.float32))
     try:
-        torch.mm(operand, operand, out_dtype=out.dtype, out=out)
-        torch.addmm(out, operand, operand, out_dtype=out.dtype, out=out)
+        with unset_fake_temporarily():  # under a compiler the device would not be asked
+            operand, out = (torch.zeros(16, 16, dtype=x, device=device) for x in (dtype, torch.float32))
+            torch.mm(operand, operand, out_dtype=out.dtype, out=out)
+            torch.addmm(out, operand, operand, out_dtype=out.dtype, out=out)
     except RuntimeError as error:
         logger.warning("on %s all operands of GEMMs are widened to fp32, which takes longer: %s", device, error)
         return False
