@@ -206,7 +206,13 @@ def forward_with_weights(head: Head, passes: RowPasses, options: Options, memory
 def backward_with_weights(
     head: Head, passes: RowPasses, weights: Tensor, scale: Tensor, grad_logprobs: Tensor, wanted: Wanted
 ) -> Gradients:
-    """The gradients from what `forward_with_weights` left of these rows: weights [N, V] and their scale [N]."""
+    """The gradients from what `forward_with_weights` left of these rows: weights [N, V] and their scale [N].
+
+    If at most half of the rows have a gradient, the products are those of copies of their weights.
+    """
+    some = rows_of(grad_logprobs != 0) if leaves_out_rows(grad_logprobs) else None
+    if some is not None and 2 * len(some) <= len(scale):
+        head, weights, scale, grad_logprobs = head.select(some), weights[some], scale[some], grad_logprobs[some]
     gradients = HeadGradients(head, wanted, one_group=True)
     with full_precision(head.hidden):
         (tile,) = head.tiles(weights, multiply=False)

@@ -77,7 +77,7 @@ def _linear_logprobs(
     passes, scale = choice.passes(chosen), None
     if _takes_gradient(wanted, batch_invariant):
         statistics, memory, largest = logprob_plans.forward_with_gradient(head.select(index), passes, options)
-    elif logprob_plans.keeps_weights(head, passes, options):
+    elif may_synchronize(targets) and logprob_plans.keeps_weights(head, passes, options):
         memory = passes.empty_tile(len(targets), len(weight), dtype=head.gemm_dtype, device=hidden.device)
         statistics, scale = logprob_plans.forward_with_weights(head.select(index), passes, options, memory)
     else:
@@ -168,7 +168,8 @@ def _linear_logprobs_backward(
     if frozen:
         return [several_targets.hidden_gradient(head, kept, largest, g).to(hidden.dtype)]
     passes = choice.passes(choice.choose(impl, hidden))
-    if len(others) == 3 and grad_entropy is None:
+    # What is captured cannot know which rows the forward pass left out.
+    if len(others) == 3 and grad_entropy is None and may_synchronize(counted):
         index = logprob_plans.rows_of(counted) if leaves_out_rows(counted) else None
         rows = others[2], g
         scale, g = rows if index is None else (x[index] for x in rows)
