@@ -204,15 +204,26 @@ def forward_with_weights(head: Head, passes: RowPasses, options: Options, memory
 
 
 def backward_with_weights(
-    head: Head, passes: RowPasses, weights: Tensor, scale: Tensor, grad_logprobs: Tensor, wanted: Wanted
+    head: Head,
+    passes: RowPasses,
+    weights: Tensor,
+    scale: Tensor,
+    grad_logprobs: Tensor,
+    wanted: Wanted,
+    *,
+    kept: Tensor,
 ) -> Gradients:
-    """The gradients from what `forward_with_weights` left of these rows: weights [N, V] and their scale [N].
+    """The gradients from the scale [N] and the weights [N, V] that `forward_with_weights` left of the rows `kept` [N].
 
-    If at most half of the rows have a gradient, the products are those of copies of their weights.
+    Their weights are the first ones. If at most half of all rows have a gradient, they are copied for the products.
     """
-    some = rows_of(grad_logprobs != 0) if leaves_out_rows(grad_logprobs) else None
-    if some is not None and 2 * len(some) <= len(scale):
-        head, weights, scale, grad_logprobs = head.select(some), weights[some], scale[some], grad_logprobs[some]
+    rows, some = None, rows_of(grad_logprobs != 0) if leaves_out_rows(kept) else None
+    if some is not None and 2 * len(some) <= len(kept):
+        rows, weights = some, weights[kept.cumsum(0)[some] - 1]
+    elif some is not None and (rows := rows_of(kept)) is not None:
+        weights = weights[: len(rows)]
+    if rows is not None:
+        head, scale, grad_logprobs = head.select(rows), scale[rows], grad_logprobs[rows]
     gradients = HeadGradients(head, wanted, one_group=True)
     with full_precision(head.hidden):
         (tile,) = head.tiles(weights, multiply=False)

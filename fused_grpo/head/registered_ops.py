@@ -170,12 +170,8 @@ def _linear_logprobs_backward(
     passes = choice.passes(choice.choose(impl, hidden))
     # What is captured cannot know which rows the forward pass left out.
     if len(others) == 3 and grad_entropy is None and may_synchronize(counted):
-        index = logprob_plans.rows_of(counted) if leaves_out_rows(counted) else None
-        rows = others[2], g
-        scale, g = rows if index is None else (x[index] for x in rows)
-        gradients = logprob_plans.backward_with_weights(
-            head.select(index), passes, kept[: len(g)], scale, g, Wanted(*wanted)
-        )
+        rows = kept, others[2], g, Wanted(*wanted)
+        gradients = logprob_plans.backward_with_weights(head, passes, *rows, kept=counted)
     else:
         gradients = logprob_plans.backward(
             head,

@@ -1,0 +1,103 @@
+"""Trainable log-probs that keep softmax weights: whichever rows are ignored or idle, and when they do not."""
+
+import pytest
+import torch
+
+from fused_grpo import linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo.head import logprob_plans
+
+N, D, V = 48, 32, 200
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of the products of each backward pass from kept weights."""
+    seen: list[int] = []
+    add = logprob_plans.HeadGradients.add_weights
+
+    def counted(self, tile, passes, weights, *rest):
+        seen.append(len(weights))
+        add(self, tile, passes, weights, *rest)
+
+    monkeypatch.setattr(logprob_plans.HeadGradients, "add_weights", counted)
+    return seen
+
+
+def problem(ignored: int = 0, idle: int = 0) -> tuple[torch.Tensor, ...]:
+    """(hidden, weight, bias, targets, upstream gradients)."""
+    generator = torch.Generator().manual_seed(ignored + 100 * idle)
+    hidden, weight, bias, upstream = (torch.randn(size, generator=generator) for size in ((N, D), (V, D), (V,), (N,)))
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[torch.randperm(N, generator=generator)[:ignored]] = -100
+    upstream[torch.randperm(N, generator=generator)[:idle]] = 0.0
+    return hidden, weight, bias, targets, upstream
+
+
+def gradients(inputs: tuple[torch.Tensor, ...], impl: str, *, dtype: torch.dtype = torch.float32, **options):
+    hidden, weight, bias, targets, upstream = inputs
+    leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+    logprobs = linear_logprobs(leaves[0], leaves[1], targets, bias=leaves[2], impl=impl, **options)
+    return torch.autograd.grad((logprobs * upstream.to(dtype)).sum(), leaves)
+
+
+def check(inputs: tuple[torch.Tensor, ...], **options) -> None:
+    ours, exact = gradients(inputs, "triton", **options), gradients(inputs, "reference", dtype=torch.float64)
+    for mine, wanted in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine.double(), wanted, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("ignored", "idle", "rows"), [(0, 0, N), (7, 0, N - 7), (0, 10, N), (30, 0, 18), (0, 40, 8)])
+def test_products_take_rows_that_have_a_gradient(products, ignored, idle, rows):
+    check(problem(ignored, idle))
+    assert products == [rows]
+
+
+@pytest.mark.parametrize("ignored", [7, 30, N])
+@pytest.mark.parametrize("idle", [10, 40, N])
+def test_rows_that_are_ignored_or_idle_in_any_mixture(ignored, idle):
+    check(problem(ignored, idle))
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradient_again():
+    hidden, weight, _, targets, upstream = problem(ignored=5)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    loss = (linear_logprobs(hidden, weight, targets, impl="triton") * upstream).sum()
+    first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+    again = torch.autograd.grad(loss, [hidden, weight])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_nothing_is_kept_that_the_budget_has_no_room_for(products, monkeypatch):
+    check(problem(ignored=5), chunk_bytes=V * 4 * N // 2)
+    check(problem(ignored=5), batch_invariant=True)
+    monkeypatch.setattr(logprob_plans, "backward_with_weights", None)  # not called
+    check(problem(ignored=5), chunk_bytes=V * 4 * N // 2)
+
+
+def test_an_entropy_with_a_gradient_recomputes_logits(products):
+    hidden, weight, bias, targets, upstream = problem(ignored=5)
+    found = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+        logprobs, entropy = linear_logprobs_and_entropy(*leaves[:2], targets, bias=leaves[2], impl=impl)
+        loss = (logprobs * upstream.to(dtype)).sum() + 0.1 * entropy.sum()
+        found.append(torch.autograd.grad(loss, leaves))
+    assert products == []
+    for mine, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(mine.double(), wanted, rtol=1e-5, atol=2e-5)
+
+
+def test_a_compiled_call_keeps_them_as_well(products):
+    hidden, weight, bias, targets, upstream = problem(ignored=5)
+    eager = gradients(problem(ignored=5), "triton")[:2]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def loss(hidden, weight):
+        return (linear_logprobs(hidden, weight, targets, bias=bias, impl="triton") * upstream).sum()
+
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    compiled = torch.autograd.grad(loss(*leaves), leaves)
+    assert products == [N - 5, N - 5]
+    for mine, others in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(mine, others, rtol=1e-5, atol=1e-5)
