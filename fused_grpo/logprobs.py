@@ -5,6 +5,7 @@ With U = 2*N*D*V FLOP, one GEMM over the head, the cost depends on the gradients
     no gradient     1U    one pass; no temporary of size N x V
     frozen head     2U    d log p / d hidden does not depend on the loss: taken in the forward, scaled in the backward
     trainable head  4U    the backward pass recomputes the logits, tile by tile
+                    3U    on Hopper, where one chunk holds the softmax weights of all rows in 16 bits, which are kept
 
 A log-prob op does not know its upstream gradient in the forward pass; recomputation keeps its memory at one tile. A
 loss that is known in the forward pass needs 3U: see `fused_loss.py`. K targets per row cost what one does: see
