@@ -43,6 +43,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_grpo.head import head, registered_ops
+from fused_grpo.kernels._device import architecture
 from fused_grpo.passes import buffers
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
@@ -360,5 +361,7 @@ def fake_gpu(*, capability: tuple[int, int], memory: int) -> Iterator[None]:
             (head, "keeps_sums", lambda device, dtype: True),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
+        architecture.cache_clear()
+        stack.callback(architecture.cache_clear)
         stack.enter_context(FakeTensorMode())
         yield

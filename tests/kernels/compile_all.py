@@ -121,7 +121,7 @@ def call_passes(dtype: torch.dtype, *, full: bool) -> None:
         correction = "sampler" if form.startswith("dppo") else "truncate"
         terms = (form, 0.2, 0.2, 2.0, (1.0, 1.05), 0.1, "k3", full, correction if full else None, 0.5, 3.0)
         sums = kernels.grpo_token_loss(row, log_ratio=optional, inputs=given, terms=terms)[2]
-    kernels.token_statistics([sums])
+    kernels.token_statistics([sums, sums])
 
 
 def call_support(dtype: torch.dtype, layout: str, *, full: bool) -> None:

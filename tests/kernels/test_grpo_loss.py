@@ -188,6 +188,6 @@ def test_counts_beyond_fp32_integers_stay_exact() -> None:
     from fused_grpo.kernels.grpo_loss import STATISTICS
 
     # 2^24 + 4096 is an fp32, but adding 1 to 2^24 in fp32 gives 2^24.
-    partials = torch.ones(4097, STATISTICS)
-    partials[0, 2] = 2**24
+    partials = torch.ones(4097 * STATISTICS + 15)
+    partials[2] = 2**24
     assert token_statistics([partials])["loss_tokens"].item() == 2**24 + 4096

@@ -10,10 +10,18 @@ pytestmark = pytest.mark.cpu_only(reason="it pretends to be on each GPU")
 CUDA = torch.device("cuda")
 
 
+@pytest.fixture
+def another_gpu():
+    _device.architecture.cache_clear()
+    yield
+    _device.architecture.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("capability", "arch"),
     [((9, 0), "sm_90"), ((8, 7), "sm_86"), ((10, 3), "sm_100"), ((11, 0), "sm_100"), ((12, 1), "sm_120")],
 )
+@pytest.mark.usefixtures("another_gpu")
 def test_an_architecture_without_a_row_has_that_of_its_family(monkeypatch, capability, arch):
     monkeypatch.setattr(_device, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

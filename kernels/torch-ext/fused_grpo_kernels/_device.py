@@ -7,6 +7,7 @@ here, at the same time.
 # mypy: disable-error-code="import-untyped"
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 import triton
@@ -35,6 +36,7 @@ def _check_device(device: torch.device) -> None:
 FAMILY = {"sm_87": "sm_86", "sm_103": "sm_100", "sm_110": "sm_100", "sm_121": "sm_120", "gfx950": "gfx942"}
 
 
+@cache
 def architecture(device: torch.device) -> str:
     """The key of the tile tables: "sm_90" and the like, "gfx942" and the like, or "interpreter"."""
     _check_device(device)

@@ -18,10 +18,11 @@ from ._tiles import finish_row, merge_statistics
 ROWS_PER_PROGRAM = 16
 
 
-@triton.jit(
-    do_not_specialize=["N", "splits"],
-    do_not_specialize_on_alignment=["target_logit", "maximum", "total", "weighted"],
-)
+ROW_VECTORS = ["target_logit", "maximum", "total", "weighted"]
+ROW_VECTORS += ["logprobs", "entropy", "merged_maximum", "merged_total", "merged_weighted"]
+
+
+@triton.jit(do_not_specialize=["N", "splits"], do_not_specialize_on_alignment=ROW_VECTORS)
 def _finish_rows_kernel(
     target_logit,
     maximum,
@@ -76,8 +77,7 @@ def finish_rows(
     Memory: 4 numbers per row and part where there is more than one.
     """
     if len(parts) == 1:
-        *of_parts, target_logit = parts[0]
-        shift, total, weighted = (x[None] for x in of_parts)
+        shift, total, weighted, target_logit = parts[0]
     else:
         shift, total, weighted, target_logits = map(torch.stack, zip(*parts, strict=True))
         target_logit = target_logits.amax(0)
@@ -88,11 +88,12 @@ def finish_rows(
 def finish_splits(
     target_logit: Tensor, maximum: Tensor, total: Tensor, weighted: Tensor | None
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """(logprobs [N], entropy [N] if the parts are `weighted`, the merged state) from parts [P, N] of rows."""
-    parts, N = maximum.shape
-    # Separate tensors, not rows of one tensor: the alignment of a vector must not depend on N.
-    logprobs, shift, merged_total, merged_weighted = (torch.empty_like(target_logit) for _ in range(4))
-    entropies = None if weighted is None else torch.empty_like(logprobs)
+    """(logprobs [N], entropy [N] if the parts are `weighted`, the merged state) from parts [P, N], or [N], of rows."""
+    N, parts = target_logit.shape[0], 1 if maximum.ndim == 1 else maximum.shape[0]
+    # An allocation costs more than a view.
+    vectors = torch.empty((3 if weighted is None else 5, N), dtype=torch.float32, device=maximum.device).unbind()
+    logprobs, shift, merged_total = vectors[:3]
+    merged_weighted, entropies = (merged_total, None) if weighted is None else vectors[3:]
     results = logprobs, entropies, (shift, merged_total, merged_weighted, target_logit)
     if N == 0:
         return results

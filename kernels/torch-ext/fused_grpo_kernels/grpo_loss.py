@@ -187,7 +187,7 @@ def _sampling_correction(current, old, sampled, correction_bounds, CORRECTION: t
 
 @triton.jit
 def _store_partials(row, on, total, policy, kl, entropies, ratio, low, high, rho, difference, gradient):
-    """The numbers of a program in the order of SUMS, LARGEST and SMALLEST."""
+    """The numbers of a program in the order of SUMS, LARGEST and SMALLEST; after those of the only one, the results."""
     tl.store(row + 0, tl.sum(total))
     tl.store(row + 1, tl.sum(policy))
     tl.store(row + 2, tl.sum(on.to(tl.float32)))
@@ -202,6 +202,22 @@ def _store_partials(row, on, total, policy, kl, entropies, ratio, low, high, rho
     tl.store(row + 11, tl.max(difference))
     tl.store(row + 12, tl.max(tl.where(on, ratio, float("-inf"))))
     tl.store(row + 13, tl.min(tl.where(on, ratio, float("inf"))))
+    if tl.num_programs(0) == 1:
+        tl.debug_barrier()
+        column = tl.arange(0, 16)
+        _store_results(row + PARTIALS, tl.load(row + column, mask=column < PARTIALS, other=0.0))
+
+
+@triton.jit
+def _store_results(results, total):
+    """The results [15] from the numbers [16] of all tokens, in the order of partials."""
+    column = tl.arange(0, 16)
+    exists, is_sum = column < PARTIALS, column < TOTALS
+    tokens = tl.maximum(tl.sum(tl.where(column == LOSS_TOKENS, total, 0.0)), 1.0)
+    mean = tl.math.div_rn(tl.where(is_sum, total, 0.0), tl.full([16], 1.0, tl.float32) * tokens)
+    result = tl.where((column > LOSS_TOKENS) & is_sum, mean, total)
+    clipped = tl.sum(tl.where((column == CLIP_LOW) | (column == CLIP_HIGH), mean, 0.0))
+    tl.store(results + column, tl.where(exists, result, clipped), mask=column <= PARTIALS)
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=TOKEN_VECTORS)
@@ -292,7 +308,7 @@ def _grpo_loss_kernel(
     _store_partials(row, on, total, weight * policy, kl, entropies, ratio, low, high, rho, difference, gradient)
 
 
-@triton.jit(do_not_specialize=["programs"])
+@triton.jit(do_not_specialize=["programs"], do_not_specialize_on_alignment=["results"])
 def _token_statistics_kernel(partials, results, programs, BLOCK: tl.constexpr):
     """Grid: one program, for partials [programs, 14] and results [15]. It adds in fp64 and in a fixed order, so a count
     of tokens is exact."""
@@ -307,11 +323,7 @@ def _token_statistics_kernel(partials, results, programs, BLOCK: tl.constexpr):
         signed = tl.where(is_smallest[None, :], -part, part)
         largest = tl.maximum(largest, tl.max(tl.where(there, signed, float("-inf")), 0))
     total = tl.where(is_sum, sums.to(tl.float32), tl.where(is_smallest, -largest, largest))
-    tokens = tl.maximum(tl.sum(tl.where(column == LOSS_TOKENS, total, 0.0)), 1.0)
-    mean = tl.math.div_rn(tl.where(is_sum, total, 0.0), tl.full([16], 1.0, tl.float32) * tokens)
-    result = tl.where((column > LOSS_TOKENS) & is_sum, mean, total)
-    clipped = tl.sum(tl.where((column == CLIP_LOW) | (column == CLIP_HIGH), mean, 0.0))
-    tl.store(results + column, tl.where(exists, result, clipped), mask=column <= PARTIALS)
+    _store_results(results, total)
 
 
 def grpo_token_loss(
@@ -335,9 +347,10 @@ def grpo_token_loss(
             of rho), with form "clipped" | "cispo" | "sapo" | "vespo" | "gmpo" | "dppo_tv" | "dppo_kl".
 
     Returns:
-        (dL/dlogprobs [N] fp32, dL/dlog_ratio [N] fp32 or None, partial sums for `token_statistics`).
+        (dL/dlogprobs [N] fp32, dL/dlog_ratio [N] fp32 or None, sums for `token_statistics`: 14 for each of P programs,
+        and 15 for its results, which are there already if P is 1).
 
-    Memory: 14 fp32 numbers per 512 tokens.
+    Memory: 14 fp32 numbers per 512 tokens, and 15.
     """
     N, device = logprobs.shape[0], logprobs.device
     form, epsilon_low, epsilon_high, delta, taus, beta, estimator, corrected, correction, clip_min, clip_max = terms
@@ -346,7 +359,7 @@ def grpo_token_loss(
     grad_log_ratio = None if log_ratio is None else torch.empty_like(grad_logprobs)
     # One program even for no tokens: it writes zero sums.
     programs = max(1, -(-N // TOKENS_PER_PROGRAM))
-    partials = torch.empty(programs, STATISTICS, dtype=torch.float32, device=device)
+    partials = torch.empty(programs * STATISTICS + len(RESULTS), dtype=torch.float32, device=device)
     vectors = (logprobs, log_ratio, *(inputs.get(name) for name in INPUTS))
     with launching_on(device):
         _grpo_loss_kernel[(programs,)](
@@ -370,7 +383,7 @@ def grpo_token_loss(
 
 
 def token_statistics(partials: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The statistics of the tokens of several calls, by name, each 0-d fp32, from the sums [P, 14] of each call.
+    """The statistics of the tokens of several calls, by name, each 0-d fp32, from the sums of each call.
 
     "loss" and "policy_term" are weighted sums, "loss_tokens" is the number of unmasked tokens, and
     "sampling_difference_max", "ratio_min" and "ratio_max" are extremes over them (the ratio's are inf and -inf where
@@ -378,12 +391,12 @@ def token_statistics(partials: Sequence[Tensor]) -> dict[str, Tensor]:
     "clip_ratio_high" and their sum "clip_ratio_region", "effective_weight", "zero_gradient_fraction" (of the gradient
     in `logprobs`), "entropy", "kl" and "sampling_difference_mean".
 
-    Memory: 15 numbers.
+    Memory: with several calls, a copy of their sums.
     """
-    parts = partials[0] if len(partials) == 1 else torch.cat(list(partials))
-    results = torch.empty(len(RESULTS), dtype=torch.float32, device=parts.device)
-    with launching_on(parts.device):
-        _token_statistics_kernel[(1,)](
-            parts, results, parts.shape[0], BLOCK=PROGRAMS, num_warps=4, **FUSED_MULTIPLY_ADD
-        )
+    results, parts = partials[0][-len(RESULTS) :], partials[0]
+    if len(partials) > 1:
+        parts = torch.cat([*(part[: -len(RESULTS)] for part in partials), results])
+    if (programs := parts.shape[0] // STATISTICS - 1) > 1:
+        with launching_on(parts.device):
+            _token_statistics_kernel[(1,)](parts, results, programs, BLOCK=PROGRAMS, num_warps=4, **FUSED_MULTIPLY_ADD)
     return dict(zip(RESULTS, results.unbind(), strict=True))

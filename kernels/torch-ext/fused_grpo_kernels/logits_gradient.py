@@ -19,7 +19,7 @@ from .tuning import row_tile
 ROW_VECTORS = ["targets", "temperature", "shift", "total", "logprobs", "entropy", "grad_logprobs", "grad_entropy"]
 
 
-@triton.jit(do_not_specialize_on_alignment=ROW_VECTORS)
+@triton.jit(do_not_specialize=["temperature_row"], do_not_specialize_on_alignment=ROW_VECTORS)
 def _logits_gradient_kernel(
     logits,
     gradient,
@@ -35,6 +35,7 @@ def _logits_gradient_kernel(
     V,
     logits_row,
     gradient_row,
+    temperature_row,
     logit_scale: tl.float32,
     softcap,
     BLOCK_V: tl.constexpr,
@@ -49,7 +50,7 @@ def _logits_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * logits_row
     target = tl.load(targets + row).to(tl.int32)
-    inverse_temperature = inverse(tl.load(temperature + row))
+    inverse_temperature = inverse(tl.load(temperature + row * temperature_row))
     row_logprob = tl.load(logprobs + row)
     g = tl.load(grad_logprobs + row)
     # Without another token, or with all others at -inf: 0 / 1, and with a finite shift -inf - shift is not NaN.
@@ -118,18 +119,22 @@ def logits_gradient_(
     if R == 0:
         return gradient
     logprobs, entropy, shift, total = statistics
-    rows = [
+    rows = (
         None if vector is None else vector.contiguous()
-        for vector in (targets, bias, temperature, shift, total, logprobs, entropy, grad_logprobs, grad_entropy)
-    ]
+        for vector in (shift, total, logprobs, entropy, grad_logprobs, grad_entropy)
+    )
     with launching_on(logits.device):
         _logits_gradient_kernel[(R,)](
             logits,
             gradient,
+            targets.contiguous(),
+            None if bias is None else bias.contiguous(),
+            temperature,
             *rows,
             V,
             logits.stride(0),
             gradient.stride(0),
+            temperature.stride(0),
             logit_scale,
             softcap,
             **row_tile(logits.device).launch_options(),

@@ -119,7 +119,7 @@ def _write_target(written, target, row_total, slope, C, BLOCK_V: tl.constexpr):
         tl.store(written + target, (-row_total * slope).to(written.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize_on_alignment=ROW_VECTORS)
+@triton.jit(do_not_specialize=["temperature_row"], do_not_specialize_on_alignment=ROW_VECTORS)
 def _softmax_weights_kernel(
     logits,
     weights,
@@ -136,6 +136,7 @@ def _softmax_weights_kernel(
     C,
     logits_row,
     weights_row,
+    temperature_row,
     logit_scale: tl.float32,
     softcap,
     KNOWN: tl.constexpr,
@@ -153,7 +154,7 @@ def _softmax_weights_kernel(
     start = logits + row * logits_row
     target = tl.load(targets + row).to(tl.int32)
     target = tl.where(target < C, target, -1)
-    inverse_temperature = inverse(tl.load(temperature + row))
+    inverse_temperature = inverse(tl.load(temperature + row * temperature_row))
     row_target, slope = _at_target(start, bias, target, C, logit_scale, softcap, inverse_temperature)
     written = None if weights is None else weights + row * weights_row
     m = tl.full([], float("-inf"), tl.float32)
@@ -212,7 +213,8 @@ def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.dev
 
     Rows lie a multiple of 256 bytes apart: GEMMs with any other leading dimension are two to four times slower.
     """
-    return torch.empty((rows, columns + -columns % 64), dtype=dtype, device=device)[:, :columns]
+    memory = torch.empty((rows, columns + -columns % 64), dtype=dtype, device=device)
+    return memory if memory.shape[1] == columns else memory[:, :columns]
 
 
 def row_statistics(
@@ -240,9 +242,8 @@ def row_statistics(
 
     Memory: none.
     """
-    state = tuple(torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(4))
     head = (bias, temperature, logit_scale, softcap)
-    shift, total, weighted, target_logit = state
+    shift, total, weighted, target_logit = _vectors(logits)
     rows = (shift, total, weighted if entropy else None, target_logit, None, None, None)
     _launch(logits, None, targets, head, rows)
     return shift, total, weighted, target_logit
@@ -276,9 +277,7 @@ def softmax_weights_(
     Memory: none.
     """
     weights = logits.view(dtype)[:, : logits.shape[1]]
-    scale, logprobs, shift, total = (
-        torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(4)
-    )
+    scale, logprobs, shift, total = _vectors(logits)
     is_known = statistics is not None
     result = statistics or (logprobs, torch.empty_like(scale) if entropy else None, shift, total)
     logprobs, entropies, shift, total = result
@@ -288,20 +287,28 @@ def softmax_weights_(
     return weights, scale, result
 
 
+def _vectors(logits):
+    """Four numbers per row: an allocation costs more than a view."""
+    return torch.empty((4, logits.shape[0]), dtype=torch.float32, device=logits.device).unbind()
+
+
 def _launch(logits, weights, targets, head, rows, *, is_known=False):
     R, C = logits.shape
     bias, temperature, logit_scale, softcap = head
     if R == 0 or C == 0:
         return
-    inputs = (targets, bias, temperature, *rows)
     with launching_on(logits.device):
         _softmax_weights_kernel[(R,)](
             logits,
             weights,
-            *(None if vector is None else vector.contiguous() for vector in inputs),
+            targets.contiguous(),
+            None if bias is None else bias.contiguous(),
+            temperature,
+            *(None if vector is None else vector.contiguous() for vector in rows),
             C,
             logits.stride(0),
             None if weights is None else weights.stride(0),
+            temperature.stride(0),
             logit_scale,
             softcap,
             KNOWN=is_known,
