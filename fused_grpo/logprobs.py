@@ -169,7 +169,7 @@ def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) ->
         values = supported_logprobs(head, kept, options, ignore_index=ignore_index, impl=impl)
     else:
         inputs = (head.hidden, head.weight, head.bias, head.targets, head.temperature, head.logit_scale, head.softcap)
-        values = torch.ops.fused_grpo.linear_logprobs(
+        values = torch.ops.fused_grpo.linear_logprobs.default(
             *inputs, ignore_index, entropy, impl, chunk_bytes, batch_invariant, [*Wanted.of(head)]
         )
     return values[: 2 if entropy else 1]

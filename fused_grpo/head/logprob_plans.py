@@ -259,7 +259,7 @@ def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tu
             largest.append(tile.targets)
     (gradient, _, _) = gradients.finish()
     assert gradient is not None
-    return joined(groups), gradient, torch.cat(largest)
+    return joined(groups), gradient, largest[0] if len(largest) == 1 else torch.cat(largest)
 
 
 def power_of_two_scale(head: Head, *upstream: Tensor | None, exponent: int) -> Tensor | None:
