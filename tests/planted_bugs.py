@@ -63,7 +63,7 @@ BUGS = {
         "fused_grpo/head/head.py", "targets - columns.start if", "targets - columns.start - 1 if", REAL
     ),
     "every tile gets the bias of the first": Bug(
-        "fused_grpo/head/head.py", "self.bias[columns],", "self.bias[: columns.stop - columns.start],", EXACT
+        "fused_grpo/head/head.py", "picked(self.bias, columns),", "self.bias[: columns.stop - columns.start],", EXACT
     ),
     "dH of later tiles replaces that of earlier ones": Bug(
         "fused_grpo/head/head.py",

@@ -59,6 +59,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_grpo._maths.statistics import are_all
 from fused_grpo.config import DPPO, GRPOLossConfig, TokenTerms
 
 
@@ -82,7 +83,7 @@ class Sequences:
     def spread(self, values: Tensor, count: int) -> Tensor:
         """[N] from [B]: the value of a sequence at each of its tokens, N = `count`."""
         if isinstance(self.lengths, tuple):
-            return values[:, None].expand(self.lengths).reshape(-1)
+            return values.repeat_interleave(self.lengths[1])
         return values.repeat_interleave(self.lengths, output_size=count)
 
     def mean(self, values: Tensor, mask: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ class TokenInputs:
 
     def rows(self, rows: slice | Tensor) -> TokenInputs:
         """The inputs of some tokens."""
-        if isinstance(rows, slice) and rows == slice(0, self.mask.shape[0]):
+        if are_all(rows, self.mask.shape[0]):
             return self
         fields: Any = {name: None if value is None else value[rows] for name, value in vars(self).items()}
         return TokenInputs(**fields)
@@ -139,16 +140,17 @@ def token_weights(
     [0.25, 0.25, 0.25, 0.25]
     [0.5, 0.1667, 0.1667, 0.1667]
     """
-    on = mask.double()
     if config.loss_type in ("bnpo", "dapo", "cispo", "vespo", *DPPO):
-        return on / (on.sum().clamp_min(1.0) if num_tokens is None else num_tokens)
+        # The quotient is fp64 in both, but a number of Python's alone would not make it so.
+        return mask / mask.sum(dtype=torch.float64).clamp_min(1.0) if num_tokens is None else mask.double() / num_tokens
+    on = mask.double()
     num_sequences = max(1, sequences.count) if num_sequences is None else num_sequences
     if config.loss_type == "luspo":
         return on / num_sequences
     if config.loss_type == "dr_grpo":
         assert config.max_completion_length is not None
         return on / (num_sequences * config.max_completion_length)
-    return on / (sequences.spread(sequences.sum(mask).clamp_min(1.0), len(mask)) * num_sequences)
+    return on / (sequences.spread(sequences.sum(mask).clamp_min(1.0), mask.shape[0]) * num_sequences)
 
 
 def token_loss(

@@ -118,6 +118,7 @@ def is_number(value: Any, low: float, high: float) -> bool:
 def check_tensors(optional: Mapping[str, Any] | None = None, /, **tensors: Any) -> None:
     """Check that all are dense local tensors with values on one device; those in `optional` may be None."""
     given = tensors | {name: tensor for name, tensor in (optional or {}).items() if tensor is not None}
+    inside_transform = transformed()
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"got {name} of type {type(tensor).__name__}, want a torch.Tensor")
@@ -133,14 +134,14 @@ def check_tensors(optional: Mapping[str, Any] | None = None, /, **tensors: Any) 
                 "the forward of the module that FSDP wraps, where weights are plain tensors; those of a module with "
                 "a fully_shard of its own are after module.unshard()"
             )
-        if transformed():
+        if inside_transform:
             _check_has_values(name, tensor)
-    devices = {name: tensor.device for name, tensor in given.items()}
-    if len(set(devices.values())) > 1:
-        listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise InputError(f"got {listing}; want all on one device; fix: .to({next(iter(devices.values()))!s})")
-    if any(device.type == "meta" for device in devices.values()):
-        raise InputError(f"got {', '.join(devices)} on the device meta, want tensors with values; fix: load them")
+    (first, *others) = [tensor.device for tensor in given.values()]
+    if any(device != first for device in others):
+        listing = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
+        raise InputError(f"got {listing}; want all on one device; fix: .to({first!s})")
+    if first.type == "meta":
+        raise InputError(f"got {', '.join(given)} on the device meta, want tensors with values; fix: load them")
 
 
 @outside_graphs

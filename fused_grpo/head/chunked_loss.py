@@ -40,14 +40,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from fused_grpo._maths import factors, formulas
 from fused_grpo._maths.formulas import LossInputs
@@ -60,7 +58,6 @@ from fused_grpo.head.logprob_plans import power_of_two_scale
 from fused_grpo.head.sharded import Shards
 from fused_grpo.passes import torch_passes
 from fused_grpo.passes.protocol import RowPasses, SoftmaxWeightsForward, TileDivergence
-from fused_grpo.passes.torch_passes.row_passes import transformed
 
 Score = Literal["all", "needed"]
 
@@ -378,10 +375,7 @@ def value_and_gradient(
     logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, config: GRPOLossConfig, passes: RowPasses
 ) -> tuple[Upstream, Any]:
     """The gradients, and sums for `statistics_of`, from the log-probs [N] and entropies [N] of some tokens."""
-    # The torch path runs a small backward pass of its own. Hooks of the caller must not see its saved tensors: those
-    # of activation checkpointing would run the whole region again to recompute them.
-    hooks = nullcontext() if transformed() else saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.no_grad(), hooks:
+    with torch.no_grad():
         logprobs, entropy = logprobs.detach(), None if entropy is None else entropy.detach()
         many: dict[str, Tensor | None] = {}
         if config.entropy_coef or formulas.needs_other_tokens(inputs, config):

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fused_grpo._maths.distributions import LogitTransform
-from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype
+from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype, picked
 from fused_grpo.errors import InputError
 from fused_grpo.head.checks import HeadOptions, check_head, check_temperature_values
 from fused_grpo.passes import buffers
@@ -59,7 +59,7 @@ class Tile:
 
     def first(self, count: int) -> Tile:
         """The first `count` rows of the tile."""
-        if count >= len(self.logits):
+        if count >= self.logits.shape[0]:
             return self
         transform: LogitTransform = {**self.transform, "temperature": self.transform["temperature"][:count]}
         rows = slice(self.rows.start, self.rows.start + count)
@@ -106,7 +106,7 @@ class Head:
 
     def hidden_of(self, rows: slice = slice(None)) -> Tensor:
         """The hidden states of some of the N rows that take part."""
-        return self.hidden[rows if self.index is None else self.index[rows]]
+        return picked(self.hidden, rows) if self.index is None else self.hidden[self.index[rows]]
 
     def blank(self, kept: Tensor) -> Head:
         """The same head, all of whose rows take part, with hidden states of 0 in those that are not `kept` [N]."""
@@ -125,7 +125,7 @@ class Head:
         kept = self.targets != ignore_index
         targets = self.targets * kept
         if not torch.compiler.is_compiling():
-            vocab_size = len(self.weight) if vocab_size is None else vocab_size
+            vocab_size = self.weight.shape[0] if vocab_size is None else vocab_size
             want = f"want 0 <= target < V={vocab_size}, or ignore_index={ignore_index}"
             allowed = targets == targets.clamp(0, vocab_size - 1)
             if targets.is_cuda:
@@ -134,15 +134,15 @@ class Head:
                 at = (~allowed).nonzero()[0].tolist()
                 raise InputError(f"got target {targets[tuple(at)].item()} at {at}; {want}")
             # One number, expanded, was checked before.
-            if self.temperature.stride() != (0,) or len(self.temperature) < 2:
+            if self.temperature.stride() != (0,) or self.temperature.shape[0] < 2:
                 check_temperature_values(self.temperature)
         return kept, replace(self, targets=targets if targets.ndim == 1 else torch.where(kept, targets, -1))
 
     def transform(self, rows: slice = slice(None), columns: slice = slice(None)) -> LogitTransform:
         """How raw h.w of these rows and columns become logits."""
         return {
-            "bias": None if self.bias is None else self.bias[columns],
-            "temperature": self.temperature[rows],
+            "bias": None if self.bias is None else picked(self.bias, columns),
+            "temperature": picked(self.temperature, rows),
             "logit_scale": self.logit_scale,
             "softcap": self.softcap,
         }
@@ -187,13 +187,13 @@ class Head:
         rows = self.chunk_rows(chunk_bytes, wanted, dtype=dtype, vocab_size=vocab_size)
         empty = functools.partial(passes.empty_tile, dtype=dtype, device=self.hidden.device)
         try:
-            return empty(rows, len(self.weight))
+            return empty(rows, self.weight.shape[0])
         except torch.OutOfMemoryError:
             # All ranks of a sharded head need chunks of the same rows.
             if chunk_bytes is not None or vocab_size is not None or rows == 1:
                 raise
         logger.warning("no memory for %d rows of logits: chunks of half as many; fix: set chunk_bytes", rows)
-        return empty(-(-rows // 2), len(self.weight))
+        return empty(-(-rows // 2), self.weight.shape[0])
 
     def tile_memory(
         self,
@@ -210,7 +210,7 @@ class Head:
         direct = self.weight.dtype == self.dtype or (self.takes_weights and self.weight.dtype == self.gemm_dtype)
         column_bytes = hidden_size * (self.hidden.dtype.itemsize * cast + size * (weight_gradient and not direct))
         shape = buffers.tile_shape(
-            len(self.targets) if num_rows is None else num_rows,
+            self.targets.shape[0] if num_rows is None else num_rows,
             self.weight.shape[0],
             column_bytes=column_bytes,
             chunk_bytes=chunk_bytes,
@@ -236,29 +236,29 @@ class Head:
 
         With `pad` every tile has R rows: rows of zeros fill the last one. Unless `multiply`, the logits are undefined.
         """
-        height, width = memory.shape
+        (height, width), gemm_dtype = memory.shape, self.gemm_dtype
         # Each tile of whole rows needs all of W, which is then cast once for all tiles.
-        head_weight = self.weight.to(self.hidden.dtype) if width == len(self.weight) else self.weight
-        for rows in buffers.chunks(len(self.targets), height):
+        head_weight = self.weight.to(self.hidden.dtype) if width == self.weight.shape[0] else self.weight
+        for rows in buffers.chunks(self.targets.shape[0], height):
             count = height if pad else rows.stop - rows.start
-            index = None if self.index is None else self.index[rows]
-            hidden = self.hidden[rows if index is None else index].to(self.gemm_dtype)
-            targets, temperature = self.targets[rows], self.temperature[rows]
+            index = None if self.index is None else picked(self.index, rows)
+            hidden = (picked(self.hidden, rows) if index is None else self.hidden[index]).to(gemm_dtype)
+            targets, temperature = picked(self.targets, rows), picked(self.temperature, rows)
             if pad:
                 hidden, targets, temperature = (
                     _padded(values, count, fill) for values, fill in ((hidden, 0.0), (targets, 0), (temperature, 1.0))
                 )
             group = slice(rows.start, rows.start + count)
-            for columns in buffers.chunks(len(head_weight), width):
-                weight = head_weight[columns].to(self.hidden.dtype)
-                logits = memory[:count, : len(weight)]
+            for columns in buffers.chunks(head_weight.shape[0], width):
+                weight = picked(head_weight, columns).to(self.hidden.dtype)
+                logits = memory if weight.shape[0] == width and count == height else memory[:count, : weight.shape[0]]
                 if not multiply:
                     pass
                 elif hidden.dtype == weight.dtype:
                     multiply_into(logits, hidden, weight.t())
                 else:
                     logits_by_slices(logits, hidden, weight)
-                bias = None if self.bias is None else self.bias[columns]
+                bias = None if self.bias is None else picked(self.bias, columns)
                 transform: LogitTransform = {"bias": bias, "temperature": temperature}
                 transform |= {"logit_scale": self.logit_scale, "softcap": self.softcap}
                 here = targets - columns.start if columns.start else targets
@@ -412,7 +412,7 @@ class HeadGradients:
     ) -> None:
         self._head, self.scale, self._rounded = head, scale, rounded
         # No tile writes the gradient of rows that take no part, nor of any row of an empty shard.
-        every_row = every_row and head.index is None and len(head.weight) > 0
+        every_row = every_row and head.index is None and head.weight.shape[0] > 0
         allocate = torch.empty_like if every_row else torch.zeros_like
         self._hidden = allocate(head.hidden, dtype=hidden_dtype) if wanted.hidden else None
         self._rows: Tensor | None = None  # the accumulator of the current row group
@@ -456,11 +456,11 @@ class HeadGradients:
     def add_gradient(self, tile: Tile, values: Tensor, factor: Tensor | None = None) -> None:
         """Add d(h.w) [R, C] of a tile, which includes the scale, or its weights and their factors [R]."""
         dtype, index = self._head.dtype, tile.index
-        first, last = tile.columns.start == 0, tile.columns.stop == len(self._head.weight)
+        first, last = tile.columns.start == 0, tile.columns.stop == self._head.weight.shape[0]
         if self._hidden is not None:
             if first:
                 in_place = index is None and self._hidden.dtype == dtype
-                self._rows = self._hidden[tile.rows] if in_place else torch.empty_like(tile.hidden, dtype=dtype)
+                self._rows = picked(self._hidden, tile.rows) if in_place else torch.empty_like(tile.hidden, dtype=dtype)
             assert self._rows is not None
             if values.dtype == tile.weight.dtype:
                 multiply_into(self._rows, values, tile.weight, accumulate=not first)
@@ -471,16 +471,17 @@ class HeadGradients:
                 if factor is not None:
                     # A GPU rounds the product as it writes it; elsewhere another dtype takes a temporary.
                     at_once = index is None and d_rows.is_cuda
-                    d_rows = torch.mul(d_rows, factor[:, None], out=self._hidden[tile.rows] if at_once else d_rows)
+                    out = picked(self._hidden, tile.rows) if at_once else d_rows
+                    d_rows = torch.mul(d_rows, factor[:, None], out=out)
                 if self.scale is not None:
                     d_rows.div_(self.scale)
                 if index is not None:
                     self._hidden[index] = d_rows.to(self._hidden.dtype)
                 elif d_rows.dtype != self._hidden.dtype:
-                    self._hidden[tile.rows].copy_(d_rows)
+                    picked(self._hidden, tile.rows).copy_(d_rows)
                 del d_rows  # before the product of dW
         if self._weight is not None:
-            out = self._weight[tile.columns]
+            out = picked(self._weight, tile.columns)
             # A GEMM on tensor cores accumulates in fp32 and rounds its result once.
             direct = out.dtype == dtype or (out.dtype == values.dtype and self.scale is None)
             product = out if direct else torch.empty_like(out, dtype=dtype)
@@ -491,7 +492,7 @@ class HeadGradients:
             if not direct:
                 out.copy_(product if self.scale is None else product.div_(self.scale))
         if self._bias is not None:
-            columns = self._bias[tile.columns]
+            columns = picked(self._bias, tile.columns)
             if factor is None:
                 columns += values.sum(0, dtype=dtype)
             elif values.dtype == dtype:

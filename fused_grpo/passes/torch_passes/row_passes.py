@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from fused_grpo._maths import formulas
 from fused_grpo._maths.distributions import LogitTransform, cap_slope
@@ -177,7 +179,10 @@ def grpo_token_loss(
     `inputs` are the other [N] arguments of `formulas.token_loss`.
     """
     everything = {"logprobs": logprobs, "log_ratio": log_ratio, **inputs}
-    with torch.inference_mode(False), torch.enable_grad():
+    # This is a small backward pass of our own. Hooks of the caller must not see its saved tensors: those of activation
+    # checkpointing would run the whole region again to recompute them.
+    hooks = nullcontext() if transformed() else saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(False), torch.enable_grad(), hooks:
         # Autograd does not accept tensors of inference mode, but it accepts copies of them.
         ours: Any = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}
         leaves = {name: ours[name].detach() for name in ("logprobs", "log_ratio") if ours[name] is not None}
