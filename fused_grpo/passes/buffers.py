@@ -10,7 +10,8 @@ A chunk or tile of the [N, V] logits is the only large temporary of this library
   narrow tiles would spend more time on dH than another sweep over the vocabulary costs.
 
 Without a budget from the caller, a chunk on a GPU has up to 4096 rows of fp32, where the GEMMs hide the traffic of dW,
-within a 48th of the device's total memory. Free memory is not used for this: the order of a sum would change from run to run.
+within a 48th of the device's total memory. Free memory is not used for this: the order of a sum would change from run
+to run.
 
 On a CPU, the memory of a chunk and of a head's gradient comes from a cache. Fresh memory costs a page fault for every
 4 KiB, which is a twentieth of the time of a loss, or more. On a GPU, PyTorch's caching allocator reuses memory; on a

@@ -42,7 +42,7 @@ def run(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> tupl
     same, scale, (logprobs, entropy, _, total) = softmax_weights_forward(
         hidden, weight, targets, out=out, entropy=True, **options
     )
-    assert same.data_ptr() == out.data_ptr()
+    assert torch.equal(same.nan_to_num(), out.nan_to_num())
     assert entropy is not None
     assert (out._base[:, len(weight) :] == -7.0).all()
     assert torch.equal(out[torch.arange(len(out)), targets].isfinite(), torch.ones(len(out), dtype=torch.bool))
