@@ -121,8 +121,9 @@ WEIGHTS: dict[str, GemmTile] = {
 }
 
 # fp32 products use the FMA units (TF32 would lose 13 bits), whose operands take registers. The tiles are small, and
-# they fit the smallest shared memory, so they are the same for all architectures.
+# they fit the smallest shared memory, so they are the same for all architectures but one, which spills registers.
 SINGLE: dict[str, GemmTile] = {
+    "sm_75": HALF["sm_75"],
     "interpreter": HALF["interpreter"],
     "default": GemmTile(128, 64, 16, num_warps=8, num_stages=2),
 }
