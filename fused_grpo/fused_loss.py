@@ -123,7 +123,8 @@ def fused_linear_grpo_loss(
     if distillation is not None:
         check_together(distillation, config, score=score, support=support, process_group=process_group)
     shards = None if process_group is None else shards_of(head, process_group, impl=impl, chunk_bytes=chunk_bytes or 0)
-    kept, head = head.without_ignored(ignore_index, vocab_size=None if shards is None else sum(shards.sizes))
+    passes, vocab_size = choice.passes(chosen), None if shards is None else sum(shards.sizes)
+    kept, head = head.without_ignored(passes, ignore_index, vocab_size=vocab_size)
     head = head if shards is None else shards.own(head)
     given = LossArguments(
         advantages=advantages,
@@ -147,7 +148,6 @@ def fused_linear_grpo_loss(
         if chosen == "reference":
             loss, logprobs, statistics = _reference_loss(head, inputs, config, restricted, teacher)
         else:
-            passes = choice.passes(chosen)
             plan = LossPlan(chunk_bytes, Wanted.of(head), score, entropy, rounded=weight_main_grad is None)
             with torch.no_grad():
                 if restricted is None:

@@ -177,7 +177,7 @@ def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) ->
 
 def _reference(head: Head, ignore_index: int, support: Support | None) -> tuple[Tensor, Tensor]:
     """(log p [N] or [N, K], entropy [N]) through full logits and autograd."""
-    kept, head = head.without_ignored(ignore_index)
+    kept, head = head.without_ignored(choice.passes("reference"), ignore_index)
     mask = None if support is None else kept_mask(support, len(head.weight))
     with full_precision(head.hidden):
         logprobs, entropy = distributions.logprobs_and_entropy(

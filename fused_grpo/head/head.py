@@ -30,9 +30,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype, picked
-from fused_grpo.errors import InputError
 from fused_grpo.head.checks import HeadOptions, check_head, check_temperature_values
-from fused_grpo.passes import buffers
+from fused_grpo.passes import buffers, torch_passes
 from fused_grpo.passes.protocol import RowPasses, SoftmaxWeightsForward
 
 logger = logging.getLogger("fused_grpo")
@@ -113,7 +112,9 @@ class Head:
         assert self.index is None
         return replace(self, hidden=torch.where(kept[:, None], self.hidden, 0.0))
 
-    def without_ignored(self, ignore_index: int, *, vocab_size: int | None = None) -> tuple[Tensor, Head]:
+    def without_ignored(
+        self, passes: RowPasses, ignore_index: int, *, vocab_size: int | None = None
+    ) -> tuple[Tensor, Head]:
         """(which targets are not `ignore_index`, bool of their shape; this head with 0 in the place of those that are).
 
         In the place of one of several targets of a row is -1. Values are checked: targets against `vocab_size`, that of
@@ -122,20 +123,14 @@ class Head:
         Raises:
             InputError: a target or a temperature is out of range; on a GPU, an assertion of the device.
         """
-        kept = self.targets != ignore_index
-        targets = self.targets * kept
-        if not torch.compiler.is_compiling():
-            vocab_size = self.weight.shape[0] if vocab_size is None else vocab_size
-            want = f"want 0 <= target < V={vocab_size}, or ignore_index={ignore_index}"
-            allowed = targets == targets.clamp(0, vocab_size - 1)
-            if targets.is_cuda:
-                torch._assert_async(allowed.all(), f"a target is out of range; {want}")
-            elif not allowed.all():
-                at = (~allowed).nonzero()[0].tolist()
-                raise InputError(f"got target {targets[tuple(at)].item()} at {at}; {want}")
-            # One number, expanded, was checked before.
-            if self.temperature.stride() != (0,) or self.temperature.shape[0] < 2:
-                check_temperature_values(self.temperature)
+        vocab_size = self.weight.shape[0] if vocab_size is None else vocab_size
+        # Where the host can see a target that is wrong, its error says which.
+        clean_targets = (passes if self.targets.is_cuda else torch_passes).clean_targets
+        kept, targets = clean_targets(self.targets, ignore_index=ignore_index, vocab_size=vocab_size)
+        # One number, expanded, was checked before.
+        one_number = self.temperature.stride() == (0,) and self.temperature.shape[0] > 1
+        if not (one_number or torch.compiler.is_compiling()):
+            check_temperature_values(self.temperature)
         return kept, replace(self, targets=targets if targets.ndim == 1 else torch.where(kept, targets, -1))
 
     def transform(self, rows: slice = slice(None), columns: slice = slice(None)) -> LogitTransform:

@@ -222,8 +222,8 @@ def supported_logprobs(
     head: Head, support: Support, options: logprob_plans.Options, *, ignore_index: int, impl: str
 ) -> tuple[Tensor, Tensor]:
     """(log p [N], entropy [N] or zeros) over the kept tokens; targets may be `ignore_index`."""
-    kept, head = head.without_ignored(ignore_index)
     passes = choice.passes(choice.choose(impl, head.hidden))
+    kept, head = head.without_ignored(passes, ignore_index)
     wanted, leaves = Wanted.of(head), (head.hidden, head.weight, head.bias)
     bias = None if head.bias is None else head.bias.detach()
     head = replace(head, hidden=head.hidden.detach(), weight=head.weight.detach(), bias=bias)

@@ -65,16 +65,16 @@ def _linear_logprobs(
     target has log p = 0, a row without any other also H = 0.
     """
     head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
-    kept, head = head.without_ignored(ignore_index)
-    rows = rows_with(kept)
     chosen = choice.choose(impl, hidden)
+    passes, scale = choice.passes(chosen), None
+    kept, head = head.without_ignored(passes, ignore_index)
+    rows = rows_with(kept)
     # Of no element, each with a memory of its own: PyTorch takes no output twice.
     memory, largest = hidden.new_empty(0, dtype=head.dtype), targets.new_empty(0)
     # A single launch needs no count of rows. Batch-invariant rows must stay in place.
     stay = (chosen == "triton" and not any(wanted)) or batch_invariant or not leaves_out_rows(rows)
     index = None if stay else logprob_plans.rows_of(rows)
     options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted))
-    passes, scale = choice.passes(chosen), None
     if _takes_gradient(wanted, batch_invariant):
         statistics, memory, largest = logprob_plans.forward_with_gradient(head.select(index), passes, options)
     elif may_synchronize(targets) and logprob_plans.keeps_weights(head, passes, options):

@@ -93,9 +93,10 @@ def vocab_parallel_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log p [N] or [N, K], entropy [N]) of `head` whose weight and bias are this rank's shard."""
     shards = shards_of(head, group, impl=impl)
-    kept, head = head.without_ignored(ignore_index, vocab_size=sum(shards.sizes))
+    passes = choice.passes(choice.choose(impl, head.hidden))
+    kept, head = head.without_ignored(passes, ignore_index, vocab_size=sum(shards.sizes))
     head = shards.own(head)
-    passes, tensors = choice.passes(choice.choose(impl, head.hidden)), (head.hidden, head.weight, head.bias)
+    tensors = head.hidden, head.weight, head.bias
     logprobs, entropies = _VocabParallel.apply(*tensors, head, shards, passes, options)  # type: ignore[no-untyped-call]
     return torch.where(kept, logprobs, 0.0), torch.where(several_targets.rows_with(kept), entropies, 0.0)
 

@@ -183,6 +183,9 @@ class RowPasses(Protocol):
     def token_statistics(self, partials: Sequence[Any]) -> dict[str, Tensor]:
         """The loss and the metrics (`formulas.token_statistics`) of the tokens of several calls."""
 
+    def clean_targets(self, targets: Tensor, *, ignore_index: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """(which targets are not `ignore_index`, the targets, checked, with 0 in the place of those that are)."""
+
     def entry_logits(
         self, hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, *, dtype: torch.dtype
     ) -> Tensor:

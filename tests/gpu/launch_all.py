@@ -50,6 +50,7 @@ def launch(device: str, dtype: torch.dtype, size: tuple[int, int, int], **option
         kernels.divergence_gradient_(normal(N, V), normal(N, V), **how, **heads)
     kernels.scale_hidden(hidden, rows, rows)
     kernels.scale_(hidden, rows[0])
+    kernels.clean_targets(targets, ignore_index=0, vocab_size=V)
     tokens = targets.unique()
     kernels.entry_logits(hidden, weight, targets % N, targets, dtype=torch.float32)
     ends = torch.tensor([0, *[1] * (len(tokens) - 1), N], device=device)

@@ -114,6 +114,7 @@ def call_passes(dtype: torch.dtype, *, full: bool) -> None:
     kernels.logits_gradient_(logits, targets, statistics=known, **upstream, **head)
     for some in (None, known):
         kernels.softmax_weights_(logits, targets, statistics=some, entropy=full, dtype=dtype, **head)
+    kernels.clean_targets(targets, ignore_index=-100, vocab_size=V)
     kernels.scale_hidden(hidden, row, row)
     kernels.scale_(hidden, row[0])
     given = dict.fromkeys(GIVEN, optional) | {"advantages": row, "weights": row, "mask": mask}

@@ -44,6 +44,7 @@ def call_passes(N: int, offset: int, dtype: torch.dtype) -> None:
         kernels.softmax_weights_(logits, targets, statistics=some, temperature=vector(N, offset), dtype=dtype)
     kernels.logits_gradient_(logits, targets, statistics=known, temperature=vector(N, offset), dtype=dtype, **grads)
     hidden = torch.ones(N, D, dtype=dtype)
+    kernels.clean_targets(targets, ignore_index=-100, vocab_size=V)
     kernels.scale_hidden(hidden, vector(N, offset), vector(N, offset))
     kernels.scale_(hidden, vector(N, offset)[0])
     kernels.finish_rows([known], entropy=True)

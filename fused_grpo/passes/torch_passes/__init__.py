@@ -25,9 +25,11 @@ from fused_grpo.passes.torch_passes.row_passes import (
     scale_hidden,
     softmax_weights_,
 )
+from fused_grpo.passes.torch_passes.targets import clean_targets
 
 __all__ = [
     "Divergence",
+    "clean_targets",
     "divergence_gradient_",
     "empty_tile",
     "entry_logits",

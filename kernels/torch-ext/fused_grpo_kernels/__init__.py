@@ -15,10 +15,12 @@ from .scale_hidden import scale_, scale_hidden
 from .softmax_weights import empty_tile, row_statistics, softmax_weights_
 from .softmax_weights_forward import softmax_weights_forward
 from .support import entry_logits, weighted_rows_
+from .targets import clean_targets
 from .tuning import prefers_tiles, prefers_weights
 
 __all__ = [
     "Divergence",
+    "clean_targets",
     "divergence_gradient_",
     "empty_tile",
     "entry_logits",

@@ -244,8 +244,8 @@ def softmax_weights_forward(
     Args:
         hidden, weight, bias, temperature, logit_scale, softcap, entropy: as in `logprob_forward`.
         targets: [N] int64, each in [0, V).
-        out: [N, V] bf16 or fp32 for the weights, rows at multiples of 16 bytes, as `empty_tile` makes them. fp16 has
-            too little range.
+        out: [N, V] bf16 or fp32 for the weights, rows at multiples of 16 bytes, as `empty_tile` makes them; up to the
+            next such multiple after V their memory may be overwritten. fp16 has too little range.
 
     Returns:
         (out, scale [N] fp32, (logprobs, entropy or None, shift, total)), as `softmax_weights_` returns them. Rows
@@ -271,7 +271,8 @@ def softmax_weights_forward(
     if N == 0:
         return results
     descriptor = TensorDescriptor.from_tensor(out, [tile.block_n, tile.wide])
-    merged = {"SPLITS": triton.next_power_of_2(gemm.splits), "ROWS": ROWS_PER_PROGRAM}
+    # If a product were fused into the sum over two threads, the two threads would round differently.
+    merged = {"SPLITS": triton.next_power_of_2(gemm.splits), "ROWS": ROWS_PER_PROGRAM, "enable_fp_fusion": False}
     row_tiles = (-(-N // ROWS_PER_PROGRAM),)
 
     def compute(only: Tensor | None) -> None:
@@ -297,13 +298,11 @@ def softmax_weights_forward(
         _, maximum, *_ = split_statistics(gemm, targets, head, entropy=False, only=far)
         _raise_shift_kernel[row_tiles](maximum, far, shift, N, gemm.splits, **merged)
         compute(far)
-        # If a product were fused into the sum over two threads, the two threads would round differently.
         _finish_weights_kernel[row_tiles](
             *(targets, temperature, target_logit, slope, shift, total, weighted),
             *(out, logprobs, entropies, merged_total, scale),
             *(N, V, gemm.splits, out.stride(0), logit_scale),
             **merged,
             BLOCK_V=BLOCK_V,
-            enable_fp_fusion=False,
         )
     return results
