@@ -71,9 +71,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.pluginmanager.register(device_run)
     if DEVICE != "cuda":
+        import bf16_interpreter
         import quick_interpreter
 
         quick_interpreter.make_quick()
+        bf16_interpreter.mend_bf16()
     # Of the session, not of one of its workers; a test that runs pytest itself has one of its own.
     if "FARM" not in os.environ:
         os.environ["FARM"] = f"{tempfile.mkdtemp(prefix='farm-')}:{os.getpid()}"

@@ -63,11 +63,10 @@ FULL = Sizes(
     memory_shape=(8192, 1024),
     gemm_vocabs=(3001, 151936),
 )
-# The interpreter has no bf16.
 TINY = Sizes(
-    dtypes={"fp32": (FP32, FP32), "fp16": (FP16, FP16)},
+    dtypes=FULL.dtypes,
     shape=(19, 16, 67),
-    heads=((16, 67),),
+    heads=((16, 67), (15, 67)),
     rows=(1, 5),
     odd=(257,),
     odd_shape=(9, 16),

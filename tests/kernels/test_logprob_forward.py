@@ -14,7 +14,8 @@ pytestmark = pytest.mark.grid
 
 MODULE = importlib.import_module("fused_grpo.kernels._head_gemm")
 SHAPES = [(1, 1, 1), (7, 2, 16), (33, 5, 40), (7, 127, 16), (33, 130, 16), (7, 257, 40), (1, 257, 1), (33, 257, 16)]
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+BOTH, HALF = [torch.float32, torch.bfloat16], [torch.float16, torch.bfloat16]
 OPTIONS = ["", "bias", "softcap", "scale temperature", "bias softcap scale temperature"]
 
 
@@ -44,10 +45,11 @@ def check(oracle: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **option
 
 @pytest.mark.parametrize(("N", "V", "D"), SHAPES)
 @pytest.mark.parametrize("names", ["", "bias softcap scale temperature"])
+@pytest.mark.parametrize("dtype", BOTH)
 def test_ragged_shapes_are_as_exact_as_torch(
-    oracle: Any, head_options: Any, N: int, V: int, D: int, names: str
+    oracle: Any, head_options: Any, N: int, V: int, D: int, names: str, dtype: torch.dtype
 ) -> None:
-    check(oracle, *problem(N, V, D), **head_options(N, V, names))
+    check(oracle, *problem(N, V, D, dtype=dtype), **head_options(N, V, names))
 
 
 @pytest.mark.parametrize("names", OPTIONS)
@@ -59,21 +61,25 @@ def test_each_option_enters_the_logit_where_it_should(
 
 
 @pytest.mark.parametrize("logit_scale", [-0.7, 0.0, 1e-30])
+@pytest.mark.parametrize("dtype", BOTH)
 def test_logits_that_a_scale_turns_around_or_away_are_logits(
-    oracle: Any, head_options: Any, logit_scale: float
+    oracle: Any, head_options: Any, logit_scale: float, dtype: torch.dtype
 ) -> None:
     """Where all of a row lies beyond a mask, 0 times its -inf would be no number."""
-    check(oracle, *problem(33, 257, 16), **head_options(33, 257, "temperature"), logit_scale=logit_scale)
+    inputs = problem(33, 257, 16, dtype=dtype)
+    check(oracle, *inputs, **head_options(33, 257, "temperature"), logit_scale=logit_scale)
 
 
-def test_target_in_any_tile_of_any_split_is_found(oracle: Any, head_options: Any) -> None:
-    hidden, weight, _ = problem(33, 257, 16)
+@pytest.mark.parametrize("dtype", BOTH)
+def test_target_in_any_tile_of_any_split_is_found(oracle: Any, head_options: Any, dtype: torch.dtype) -> None:
+    hidden, weight, _ = problem(33, 257, 16, dtype=dtype)
     edges = torch.tensor([0, 31, 32, 63, 64, 95, 96, 127, 128, 255, 256])
     check(oracle, hidden, weight, edges.repeat(3), **head_options(33, 257))
 
 
-def test_single_token_vocabulary_is_certain(head_options: Any) -> None:
-    hidden, weight, targets = problem(7, 1, 16)
+@pytest.mark.parametrize("dtype", BOTH)
+def test_single_token_vocabulary_is_certain(head_options: Any, dtype: torch.dtype) -> None:
+    hidden, weight, targets = problem(7, 1, 16, dtype=dtype)
     logprobs, entropy, _ = logprob_forward(hidden, weight, targets, entropy=True, **head_options(7, 1))
     assert torch.equal(logprobs, torch.zeros(7))
     assert torch.equal(entropy, torch.zeros(7))
@@ -84,9 +90,10 @@ def test_no_rows_is_no_results(head_options: Any) -> None:
     assert [tuple(result.shape) for result in results] == [(0,)] * 6
 
 
-def test_rows_do_not_depend_on_how_many_there_are(head_options: Any) -> None:
+@pytest.mark.parametrize("dtype", BOTH)
+def test_rows_do_not_depend_on_how_many_there_are(head_options: Any, dtype: torch.dtype) -> None:
     # From a multiple of 16 on: the interpreter multiplies with BLAS, whose bits depend on the place within the tile.
-    hidden, weight, targets = problem(33, 257, 16)
+    hidden, weight, targets = problem(33, 257, 16, dtype=dtype)
     temperature = head_options(33, 257, "temperature")["temperature"]
     together = everything(hidden, weight, targets, temperature=temperature)
     for rows in (slice(0, 1), slice(16, 23), slice(32, 33)):
@@ -95,8 +102,9 @@ def test_rows_do_not_depend_on_how_many_there_are(head_options: Any) -> None:
             assert torch.equal(a, b[rows])
 
 
-def test_reruns_are_bitwise_equal_and_an_entropy_moves_only_a_sums_order(head_options: Any) -> None:
-    inputs, options = problem(7, 257, 40), head_options(7, 257, "bias softcap")
+@pytest.mark.parametrize("dtype", BOTH)
+def test_reruns_are_bitwise_equal_and_an_entropy_moves_only_a_sums_order(head_options: Any, dtype: torch.dtype) -> None:
+    inputs, options = problem(7, 257, 40, dtype=dtype), head_options(7, 257, "bias softcap")
     first, again = (everything(*inputs, **options) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     plain, none, _ = logprob_forward(*inputs, **options)
@@ -104,10 +112,11 @@ def test_reruns_are_bitwise_equal_and_an_entropy_moves_only_a_sums_order(head_op
     torch.testing.assert_close(plain, first[0], rtol=1e-6, atol=1e-6)
 
 
-def test_strided_inputs_are_read_in_place(oracle: Any, head_options: Any) -> None:
-    hidden, weight, targets = problem(7, 130, 16)
+@pytest.mark.parametrize("dtype", BOTH)
+def test_strided_inputs_are_read_in_place(oracle: Any, head_options: Any, dtype: torch.dtype) -> None:
+    hidden, weight, targets = problem(7, 130, 16, dtype=dtype)
     temperature = torch.tensor(0.8).expand(7)
-    wide = torch.full((7, 40), float("nan"))
+    wide = torch.full((7, 40), float("nan"), dtype=dtype)
     wide[:, 3:35:2] = hidden
     check(oracle, wide[:, 3:35:2], weight.T.contiguous().T, targets, temperature=temperature)
 
@@ -123,15 +132,16 @@ def test_number_of_splits_follows_from_the_vocabulary_alone() -> None:
 
 
 @pytest.mark.parametrize(("N", "V", "D"), [(1, 1, 8), (7, 130, 24), (33, 257, 40), (16, 64, 32)])
+@pytest.mark.parametrize("dtype", HALF)
 def test_descriptors_and_pointers_read_the_same_head(
-    monkeypatch: pytest.MonkeyPatch, head_options: Any, N: int, V: int, D: int
+    monkeypatch: pytest.MonkeyPatch, head_options: Any, N: int, V: int, D: int, dtype: torch.dtype
 ) -> None:
     made, make = [], MODULE.TensorDescriptor.from_tensor
     monkeypatch.setattr(MODULE.TensorDescriptor, "from_tensor", lambda *args: made.append(args) or make(*args))
-    (hidden, weight, targets), options = problem(N, V, D, dtype=torch.float16), head_options(N, V, "bias temperature")
+    (hidden, weight, targets), options = problem(N, V, D, dtype=dtype), head_options(N, V, "bias temperature")
     aligned = everything(hidden, weight, targets, **options)
     assert len(made) == 2
-    spread = torch.full((N, 2 * D), float("nan"), dtype=torch.float16)
+    spread = torch.full((N, 2 * D), float("nan"), dtype=dtype)
     spread[:, ::2] = hidden
     through_pointers = everything(spread[:, ::2], weight, targets, **options)
     assert len(made) == 2
@@ -141,11 +151,14 @@ def test_descriptors_and_pointers_read_the_same_head(
         torch.testing.assert_close(one, other, **tolerance)
 
 
-def test_descriptor_neither_reads_past_the_features_nor_past_the_rows(oracle: Any, head_options: Any) -> None:
-    hidden, weight, targets = problem(7, 130, 40, dtype=torch.float16)
+@pytest.mark.parametrize("dtype", HALF)
+def test_descriptor_neither_reads_past_the_features_nor_past_the_rows(
+    oracle: Any, head_options: Any, dtype: torch.dtype
+) -> None:
+    hidden, weight, targets = problem(7, 130, 40, dtype=dtype)
     inputs = []
     for matrix in (hidden, weight):
-        around = torch.full((len(matrix) + 3, 48), float("nan"), dtype=torch.float16)
+        around = torch.full((len(matrix) + 3, 48), float("nan"), dtype=dtype)
         around[: len(matrix), :40] = matrix
         inputs.append(around[: len(matrix), :40])
         assert tuning.is_aligned(inputs[-1])
@@ -192,8 +205,9 @@ def test_row_without_a_target_has_the_statistics_of_all_tokens(
     oracle.assert_as_exact_as_torch(ours[1], plain[1], exact[1], magnitude=raw.abs().max().item())
 
 
-def test_a_slice_of_banned_tokens_adds_nothing_to_the_vocabulary(head_options: Any) -> None:
-    hidden, weight, _ = problem(7, 40, 16)
+@pytest.mark.parametrize("dtype", BOTH)
+def test_a_slice_of_banned_tokens_adds_nothing_to_the_vocabulary(head_options: Any, dtype: torch.dtype) -> None:
+    hidden, weight, _ = problem(7, 40, 16, dtype=dtype)
     options = head_options(7, 40) | {"bias": torch.full((40,), float("-inf"))}
     logprobs, entropy, (maximum, total, *_) = logprob_forward(
         hidden, weight, torch.full((7,), -1), entropy=True, **options

@@ -35,13 +35,14 @@ def test_an_architecture_without_a_row_has_that_of_its_family(monkeypatch, capab
     ("rows", "options", "by_tiles"),
     [(32, {}, True), (31, {}, False), (32, {"chunk_bytes": 2**20}, False), (32, {"batch_invariant": True}, False)],
 )
-def test_log_probs_go_by_tiles_where_the_table_says_that_these_are_faster(monkeypatch, rows, options, by_tiles):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_log_probs_go_by_tiles_where_the_table_says_that_these_are_faster(monkeypatch, rows, options, by_tiles, dtype):
     """Not where the caller bounds the memory: then no logit is worth its bytes."""
     monkeypatch.setitem(tuning.TILES_FROM, "interpreter", tuning.TilesFrom(rows=32, hidden_size=40, measured=False))
     passed, pass_over_rows = [], kernels.row_statistics
     monkeypatch.setattr(kernels, "row_statistics", lambda *x, **o: passed.append(x) or pass_over_rows(*x, **o))
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 40, generator=generator).half() for n in (rows, 300))
+    hidden, weight = (torch.randn(n, 40, generator=generator).to(dtype) for n in (rows, 300))
     targets = torch.randint(300, (rows,), generator=generator)
     exact = (hidden.double() @ weight.double().t()).log_softmax(1).gather(1, targets[:, None])[:, 0]
     ours = linear_logprobs(hidden, weight, targets, impl="triton", **options)

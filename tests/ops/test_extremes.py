@@ -22,14 +22,13 @@ PATHS = [
         ("torch", torch.bfloat16),
         ("triton", torch.float32),
         ("triton", torch.float16),
+        ("triton", torch.bfloat16),
     )
     for chunk_bytes in (None, 300)
 ]
-IN_BF16 = [pytest.param("triton", torch.bfloat16, chunk_bytes, marks=pytest.mark.gpu) for chunk_bytes in (None, 300)]
 # Interpreted, small tiles take a hundred launches.
-SLOW = [pytest.param(*path, marks=pytest.mark.full if path == ("triton", torch.float16, 300) else ()) for path in PATHS]
-SLOW += IN_BF16
-PATHS += IN_BF16
+RARE = [("triton", dtype, 300) for dtype in (torch.float16, torch.bfloat16)]
+SLOW = [pytest.param(*path, marks=pytest.mark.full if path in RARE else ()) for path in PATHS]
 Inputs = dict[str, Any]
 
 

@@ -8,6 +8,9 @@ from fused_grpo.head import head, logprob_plans
 
 pytestmark = pytest.mark.cpu_only(reason="it does on a CPU what tests/gpu sees a GPU do")
 
+PATHS = [("torch", torch.float16), ("torch", torch.bfloat16), ("triton", torch.bfloat16)]
+SHAPES = {"torch": (21, 4001, 16), "triton": (4, 1001, 16)}  # (N, V, D): the interpreter takes a row after the other
+
 
 @pytest.fixture(autouse=True)
 def tensor_cores(monkeypatch):
@@ -31,13 +34,13 @@ def solve(inputs, dtypes, *, frozen, impl, **options):
     return torch.autograd.grad(out, wanted, [g.to(out[0].dtype), g_entropy.to(out[0].dtype)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("impl", "dtype"), PATHS)
 @pytest.mark.parametrize("chunk_bytes", [None, 40_000])
 @pytest.mark.parametrize("plan", ["trainable", "frozen", "frozen, entropy not used"])
 @pytest.mark.parametrize("several", [(), (3,)])
-def test_small_gradients_of_large_vocabularies_do_not_vanish(dtype, chunk_bytes, plan, several):
+def test_small_gradients_of_large_vocabularies_do_not_vanish(impl, dtype, chunk_bytes, plan, several):
     """As in a step of a million tokens: upstream gradients of 1e-6, most probabilities below 1e-4."""
-    generator, (N, V, D) = torch.Generator().manual_seed(0), (21, 4001, 16)
+    generator, (N, V, D) = torch.Generator().manual_seed(0), SHAPES[impl]
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator).to(dtype).double()
@@ -48,21 +51,21 @@ def test_small_gradients_of_large_vocabularies_do_not_vanish(dtype, chunk_bytes,
     options = {"frozen": "frozen" in plan}
     exact = solve(inputs, [torch.float64] * 3, impl="reference", **options)
     # Master weights: their gradients come back in fp32, where what fp16 lost on the way can be seen.
-    ours = solve(inputs, [dtype, torch.float32, torch.float32], impl="torch", chunk_bytes=chunk_bytes, **options)
+    ours = solve(inputs, [dtype, torch.float32, torch.float32], impl=impl, chunk_bytes=chunk_bytes, **options)
     for one, other in zip(ours, exact, strict=True):
         # dH itself ends in fp16, whose numbers are 6e-8 apart at the least.
         floor = 2.0**-24 * other.numel() ** 0.5 if one.dtype == torch.float16 else 0.0
         assert (one.double() - other).norm() <= torch.finfo(dtype).eps * other.norm() + floor
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("impl", "dtype"), PATHS)
 @pytest.mark.parametrize("chunk_bytes", [None, 400_000])
-def test_nor_do_those_of_the_loss(dtype, chunk_bytes):
+def test_nor_do_those_of_the_loss(impl, dtype, chunk_bytes):
     """The same step: each token has a millionth of the loss."""
-    generator, (N, V, D) = torch.Generator().manual_seed(0), (21, 4001, 16)
+    generator, (N, V, D) = torch.Generator().manual_seed(0), SHAPES[impl]
     hidden, weight = torch.randn(N, D, generator=generator), torch.randn(V, D, generator=generator) / 4
     targets = torch.randint(0, V, (N,), generator=generator)
-    rest = {"advantages": torch.tensor([1.0, -0.5, 2.0]), "cu_seqlens": torch.tensor([0, 7, 14, 21]).int()}
+    rest = {"advantages": torch.tensor([1.0, -0.5, 2.0]), "cu_seqlens": torch.tensor([0, N // 3, N - 1, N]).int()}
 
     def solve(dtypes, **options):
         leaves = [x.to(dtype).to(to).requires_grad_() for x, to in zip((hidden, weight), dtypes, strict=True)]
@@ -70,7 +73,7 @@ def test_nor_do_those_of_the_loss(dtype, chunk_bytes):
         return torch.autograd.grad(loss, leaves)
 
     exact = solve([torch.float64] * 2, impl="reference")
-    ours = solve([dtype, torch.float32], impl="torch", chunk_bytes=chunk_bytes)
+    ours = solve([dtype, torch.float32], impl=impl, chunk_bytes=chunk_bytes)
     for one, other in zip(ours, exact, strict=True):
         floor = 2.0**-24 * other.numel() ** 0.5 if one.dtype == torch.float16 else 0.0
         assert (one.double() - other).norm() <= torch.finfo(dtype).eps * other.norm() + floor

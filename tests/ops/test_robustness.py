@@ -25,7 +25,7 @@ PLANS = {
     "trainable": (LEAVES, True),
 }
 PATHS = [("torch", torch.float32), ("torch", torch.bfloat16), ("triton", torch.float32), ("triton", torch.float16)]
-PATHS += [pytest.param("triton", torch.bfloat16, marks=pytest.mark.gpu)]
+PATHS += [("triton", torch.bfloat16)]
 EPS = torch.finfo(torch.float32).eps
 Inputs = dict[str, Any]
 

@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "negative scale": {"softcap": 4.0, "logit_scale": -0.8, "temperature": "per row"},
 }
 PATHS = [("torch", torch.float32), ("torch", torch.bfloat16), ("triton", torch.float32), ("triton", torch.float16)]
-PATHS += [pytest.param("triton", torch.bfloat16, marks=pytest.mark.gpu)]
+PATHS += [("triton", torch.bfloat16)]
 IMPLS = ["torch", "triton"]
 Inputs = dict[str, Any]
 

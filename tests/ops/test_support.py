@@ -134,6 +134,8 @@ def test_each_option_is_as_exact_as_full_logits(options, impl, chunk_bytes):
         ("torch", torch.float32, torch.bfloat16),
         ("triton", torch.float16, torch.float16),
         ("triton", torch.float16, torch.float32),
+        ("triton", torch.bfloat16, torch.bfloat16),
+        ("triton", torch.bfloat16, torch.float32),
     ],
 )
 @pytest.mark.parametrize("sizes", [MIXED, [5, 3, 9, 1]])
