@@ -4,12 +4,15 @@ Plain torch is the reference on the same inputs, upcast; for 16-bit inputs its g
 Errors are judged in units of fp32 whatever the dtype, so that a second rounding to bf16 does not pass unseen.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from device_under_test import assert_rounded, rounds
+from device_under_test import NAME, assert_rounded, rounds
+from exp_of_gpus import SIGNS, make_exp_noisy, moved_by_exp
 from numerics import largest, rms
 from torch import Tensor
 
@@ -38,6 +41,8 @@ DTYPES = {
     "fp32 and bf16": (torch.float32, torch.bfloat16),
 }
 full = pytest.mark.full
+ZERO = torch.zeros(())
+SHIFTS = [30.0, 1e3, -1e4]
 SHAPES = [(0, 5, 8), (1, 1, 3), (7, 2, 5), (64, 127, 16), (65, 128, 24), (65, 1003, 24), (1000, 127, 8)]
 LARGE = [
     ((1, 151936, 16), "fp32"),
@@ -53,10 +58,12 @@ TRITON = [
     ((7, 2, 5), "fp16 and fp32", 64),
     ((7, 127, 24), "fp16", None),
     ((33, 20, 16), "fp32", 2000),
+    ((7, 2, 5), "bf16", 64),
+    ((7, 127, 24), "bf16", None),
+    ((5, 40, 16), "bf16 and fp32", 900),
     *(
         pytest.param(*case, marks=pytest.mark.gpu)
         for case in (
-            ((7, 2, 5), "bf16", 64),
             ((65, 1003, 24), "bf16", None),
             ((65, 128, 24), "bf16 and fp32", None),
             ((7, 151936, 16), "bf16", 4 * 2**20),
@@ -111,12 +118,28 @@ def solve(inputs: Inputs, asked: Iterable[str] = LEAVES, *, entropy: bool = True
     wanted = {name: x for name, x in leaves.items() if x.requires_grad}
     if not wanted:
         return out
-    steps = torch.arange(inputs["targets"].numel()).view(inputs["targets"].shape)
-    total = (out["logprobs"] * torch.sin(1 + steps)).sum()
+    g, g_entropy = upstream(inputs["targets"])
+    total = (out["logprobs"] * g).sum()
     if entropy:
-        total = total + (out["entropy"] * torch.cos(3 * steps)).sum()
+        total = total + (out["entropy"] * g_entropy).sum()
     gradients = torch.autograd.grad(total, list(wanted.values()))
     return {name: x.detach() for name, x in out.items()} | dict(zip(wanted, gradients, strict=True))
+
+
+def upstream(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of log-probs and entropies."""
+    steps = torch.arange(targets.numel()).view(targets.shape)
+    return torch.sin(1 + steps), torch.cos(3 * steps)
+
+
+def floors(inputs: Inputs, *, entropy: bool) -> dict[str, Tensor]:
+    """What the exp of a GPU may add to the error of each output and gradient: see `exp_of_gpus`."""
+    needed = inputs["targets"] >= 0
+    g, g_entropy = (x.where(needed, 0.0).double() for x in upstream(inputs["targets"]))
+    rest = {"temperature": torch.ones(len(needed)), **upcast(inputs, torch.float64)}
+    tensors = {name: rest.pop(name) for name in (*LEAVES, "targets") if name in rest}
+    found = moved_by_exp(tensors, g, g_entropy * entropy, **rest)
+    return found | {name: found[name].where(needed, 0.0) for name in ("logprobs", "entropy")}
 
 
 def upcast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -128,8 +151,8 @@ def upcast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 class Judge:
     """Holds solutions of one problem against those of plain fp32 and fp64."""
 
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs = inputs
+    def __init__(self, inputs: Inputs, *, exp_of_a_gpu: bool = False) -> None:
+        self.inputs, self.exp_of_a_gpu = inputs, exp_of_a_gpu
         self.answers: dict[bool, list[dict[str, Tensor]]] = {}
 
     def __call__(self, asked: Iterable[str] = LEAVES, *, entropy: bool = True, **plan: Any) -> None:
@@ -137,6 +160,7 @@ class Judge:
             both = (upcast(self.inputs, dtype) for dtype in (torch.float32, torch.float64))
             self.answers[entropy] = [solve(inputs, entropy=entropy, impl="reference") for inputs in both]
         plain, exact = self.answers[entropy]
+        floor = floors(self.inputs, entropy=entropy) if self.exp_of_a_gpu else {}
         ours = solve(self.inputs, asked, entropy=entropy, **plan)
         assert ours.keys() == exact.keys() - set(LEAVES) | (exact.keys() & set(asked))
         assert (ours["logprobs"] <= 0).all()
@@ -147,18 +171,26 @@ class Judge:
                 how = {"dtype": self.inputs["hidden"].dtype, "what": f"{name} of {asked}, {plan}"}
                 assert_rounded(value, exact[name], **how)
                 continue
-            self.compare(value, plain[name].to(dtype), exact[name], what=f"{name} of {asked}, {plan}")
+            both = plain[name].to(dtype), exact[name]
+            self.compare(value, *both, floor.get(name, ZERO), what=f"{name} of {asked}, {plan}")
 
-    def compare(self, ours: Tensor, plain: Tensor, exact: Tensor, *, what: str) -> None:
+    def compare(self, ours: Tensor, plain: Tensor, exact: Tensor, floor: Tensor = ZERO, *, what: str) -> None:
         """Plain torch may be closer by luck, by two units in the last place of the largest value."""
         for norm in (largest, rms):
             error, theirs = norm(ours.double() - exact), norm(plain.double() - exact)
-            allowed = 2 * (theirs + torch.finfo(torch.float32).eps * largest(exact))
+            allowed = 2 * (theirs + torch.finfo(torch.float32).eps * largest(exact)) + norm(floor)
             assert error <= allowed, f"{what}: {norm.__name__} error {error:.3e}, of plain torch {theirs:.3e}"
 
 
-def judge_plans(inputs: Inputs, impl: str, *, chunks: list[int | None], plans: Iterable[str] = PLANS) -> None:
-    judge = Judge(inputs)
+def judge_plans(
+    inputs: Inputs,
+    impl: str,
+    *,
+    chunks: list[int | None],
+    plans: Iterable[str] = PLANS,
+    exp_of_a_gpu: bool = NAME == "cuda",
+) -> None:
+    judge = Judge(inputs, exp_of_a_gpu=exp_of_a_gpu and impl == "triton")
     for chunk_bytes in chunks:
         for plan in plans:
             judge(PLANS[plan], impl=impl, chunk_bytes=chunk_bytes)
@@ -203,24 +235,42 @@ def test_vocabularies_of_real_models_on_the_torch_path(shape, dtypes):
 
 
 @pytest.mark.parametrize(("shape", "dtypes", "chunk_bytes"), TRITON)
-def test_shapes_and_dtypes_in_triton(shape, dtypes, chunk_bytes):
+def test_shapes_and_dtypes_in_triton(shape, dtypes, chunk_bytes, **how):
     plans = PLANS if shape[1] <= 2 else FEW
-    judge_plans(make_inputs(shape, dtypes, ALL), "triton", chunks=[chunk_bytes], plans=plans)
+    judge_plans(make_inputs(shape, dtypes, ALL), "triton", chunks=[chunk_bytes], plans=plans, **how)
 
 
 @pytest.mark.parametrize("names", OPTIONS)
-def test_each_option_alone_in_triton(names):
-    judge_plans(make_inputs((5, 40, 16), "fp32", names), "triton", chunks=[900], plans=FEW)
+def test_each_option_alone_in_triton(names, **how):
+    judge_plans(make_inputs((5, 40, 16), "fp32", names), "triton", chunks=[900], plans=FEW, **how)
 
 
-@pytest.mark.parametrize("shift", [30.0, 1e3, -1e4])
+@pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize(("impl", "chunk_bytes"), [("torch", None), ("torch", 300), ("triton", None), ("triton", 300)])
-def test_a_shift_of_all_logits_costs_no_precision(shift, impl, chunk_bytes):
+def test_a_shift_of_all_logits_costs_no_precision(shift, impl, chunk_bytes, **how):
     """The logits are multiples of 1/4, exact beside the shift: only a log-sum-exp of that size could round."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randint(-4, 5, (n, 4), generator=generator) / 2 for n in (6, 11))
     inputs = {"hidden": hidden, "weight": weight, "bias": torch.full((11,), shift), "targets": torch.arange(6)}
-    judge_plans(inputs, impl, chunks=[chunk_bytes], plans=FEW)
+    judge_plans(inputs, impl, chunks=[chunk_bytes], plans=FEW, **how)
+
+
+def cases() -> Iterator[Callable[..., None]]:
+    """Those above that run in Triton without a GPU."""
+    for case in TRITON:
+        if "gpu" not in [mark.name for mark in getattr(case, "marks", ())]:
+            yield partial(test_shapes_and_dtypes_in_triton, *getattr(case, "values", case))
+    yield from (partial(test_each_option_alone_in_triton, names) for names in OPTIONS)
+    for shift, chunk_bytes in product(SHIFTS, (None, 300)):
+        yield partial(test_a_shift_of_all_logits_costs_no_precision, shift, "triton", chunk_bytes)
+
+
+@pytest.mark.cpu_only(reason="a GPU has an exp of its own")
+@pytest.mark.parametrize("sign", [pytest.param(sign, marks=full if "mixed" in sign else ()) for sign in SIGNS])
+def test_the_exp_of_a_gpu_moves_no_case_further_than_it_may(monkeypatch, sign):
+    make_exp_noisy(monkeypatch, sign)
+    for case in cases():
+        case(exp_of_a_gpu=True)
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 3000])
