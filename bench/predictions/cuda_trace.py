@@ -70,7 +70,7 @@ NO_LAUNCH = {
 }
 # Their last two tensors are multiplied.
 GEMMS = {"mm", "addmm", "addmm_"}
-# With arguments N and (D, V).
+# With arguments N and sizes, which begin with D and V.
 TRITON_GEMMS = {"_logprob_forward_kernel", "_softmax_weights_forward_kernel"}
 # Arguments that TRL's kernels (of log-probs and of divergences) read and write although they get them once.
 TRITON_IN_PLACE = {"_backward_kernel": ("mm_ptr", "s_ptr")}
@@ -197,7 +197,7 @@ class Trace(TorchDispatchMode):
         # Nor those for rows far from the others: there is none.
         idle = name in TRITON_UNTOUCHED or given.get("only") is not None
         moved = 0 if idle else moved
-        flops = 2 * given["N"] * math.prod(given["sizes"]) if name in TRITON_GEMMS and not idle else 0
+        flops = 2 * given["N"] * math.prod(given["sizes"][:2]) if name in TRITON_GEMMS and not idle else 0
         dtype = tensors[0].dtype if flops else None
         self.operations.append(Operation(name, moved, flops, dtype, triton=True))
         self.kernels.append((kernel, tuple(stand_in(x) for x in args), kwargs))

@@ -110,10 +110,10 @@ def chunked_loss(
     # The gradient of an entropy is no multiple of softmax weights.
     weighted = any(plan.wanted) and rows.takes_weights and teacher is None and shards is None
     weighted = weighted and not (two_phases or config.entropy_coef)
-    kernel = rows.weights_kernel(passes, plan.chunk_bytes, plan.wanted) if weighted else None
+    kernel = rows.weights_pass(passes, plan.chunk_bytes, plan.wanted) if weighted else None
     if teacher is None:
-        vocab_size, dtype = None if shards is None else max(shards.sizes), rows.gemm_dtype if kernel else None
-        memory = rows.chunk_memory(passes, plan.chunk_bytes, plan.wanted, dtype=dtype, vocab_size=vocab_size)
+        dtype, vocab_size = rows.gemm_dtype if kernel else rows.dtype, 0 if shards is None else max(shards.sizes)
+        memory = rows.chunk_memory(passes, plan.chunk_bytes, plan.wanted, dtype, vocab_size)
     else:
         memory, own_memory = TwoHeads(rows, teacher.head.select(order)).chunk_memory(passes, plan.chunk_bytes)
         teacher = replace(teacher, memory=own_memory)

@@ -7,11 +7,9 @@ torch refuses that, one slice of W at a time is widened to fp32.
 
 Letters: N rows, D hidden size, V vocabulary; a tile of the logits has R rows and C columns.
 
-The gradients of the head: dH, dW and db, accumulated in a sweep over tiles of its logits.
-
-A tile is given as d-logits or, where no entropy has a gradient, as the softmax weights E of `softmax_weights_` and a
-factor per row: its upstream gradient times its scale. Then no further pass over the tile is needed, since the factors
-multiply smaller tensors:
+dH, dW and db accumulate in a sweep over tiles. A tile is given as d-logits or, where no entropy has a gradient, as the
+softmax weights E of `softmax_weights_` and a factor per row, its upstream gradient times its scale. Then no further
+pass over the tile is needed, since the factors multiply smaller tensors:
 
     dH = factor (E W)        dW = E^T (factor h)        db = E^T factor
 """
@@ -142,50 +140,38 @@ class Head:
             "softcap": self.softcap,
         }
 
-    def weights_kernel(
-        self, passes: RowPasses, chunk_bytes: int | None, wanted: Wanted
-    ) -> SoftmaxWeightsForward | None:
+    def weights_pass(self, passes: RowPasses, chunk_bytes: int | None, wanted: Wanted) -> SoftmaxWeightsForward | None:
         """The kernel for the softmax weights of a chunk without its logits, where it is faster than those."""
         if passes.softmax_weights_forward is None or self.targets.ndim == 2 or not self.takes_weights:
             return None
-        rows = self.chunk_rows(chunk_bytes, wanted, dtype=self.gemm_dtype)
+        rows = self.chunk_rows(chunk_bytes, wanted, self.gemm_dtype)
         return passes.softmax_weights_forward if passes.prefers_weights(self.hidden, self.weight, rows) else None
 
-    def chunk_rows(
-        self, chunk_bytes: int | None, wanted: Wanted, *, dtype: torch.dtype, vocab_size: int | None = None
-    ) -> int:
-        """The rows of a chunk of logits, or of weights, of this dtype."""
+    def chunk_rows(self, chunk_bytes: int | None, wanted: Wanted, dtype: torch.dtype, vocab_size: int = 0) -> int:
+        """The rows of a chunk of logits, or of weights, of this dtype; `vocab_size` of the largest shard, if any."""
         narrower = self.dtype.itemsize - self.weight.dtype.itemsize
         return buffers.chunk_rows(
             self.targets.shape[0],  # len() would specialise a compiled graph to this number
-            len(self.weight) if vocab_size is None else vocab_size,
+            vocab_size or self.weight.shape[0],
             spared_bytes=self.hidden.shape[1] * narrower if wanted.weight else 0,
             chunk_bytes=chunk_bytes,
             **self.sizes() | {"itemsize": dtype.itemsize},
         )
 
     def chunk_memory(
-        self,
-        passes: RowPasses,
-        chunk_bytes: int | None,
-        wanted: Wanted,
-        *,
-        dtype: torch.dtype | None = None,
-        vocab_size: int | None = None,
+        self, passes: RowPasses, chunk_bytes: int | None, wanted: Wanted, dtype: torch.dtype, vocab_size: int = 0
     ) -> Tensor:
-        """[R, V] for whole rows, as many as the budget allows: of raw logits, or of weights of this dtype.
+        """[R, V] for as many rows as `chunk_rows`.
 
-        `vocab_size` is that of the largest shard. If the default budget is more than the device has left, half as many
-        rows are tried, with a warning.
+        If the default budget is more than the device has left, half as many rows are tried, with a warning.
         """
-        dtype = self.dtype if dtype is None else dtype
-        rows = self.chunk_rows(chunk_bytes, wanted, dtype=dtype, vocab_size=vocab_size)
+        rows = self.chunk_rows(chunk_bytes, wanted, dtype, vocab_size)
         empty = functools.partial(passes.empty_tile, dtype=dtype, device=self.hidden.device)
         try:
             return empty(rows, self.weight.shape[0])
         except torch.OutOfMemoryError:
             # All ranks of a sharded head need chunks of the same rows.
-            if chunk_bytes is not None or vocab_size is not None or rows == 1:
+            if chunk_bytes is not None or vocab_size or rows == 1:
                 raise
         logger.warning("no memory for %d rows of logits: chunks of half as many; fix: set chunk_bytes", rows)
         return empty(-(-rows // 2), self.weight.shape[0])

@@ -189,9 +189,9 @@ def keeps_weights(head: Head, passes: RowPasses, options: Options) -> bool:
     """Whether the softmax weights of all rows are kept for the backward pass; from shapes alone."""
     if options.batch_invariant or not (options.wanted.weight or options.wanted.bias):
         return False
-    if head.weights_kernel(passes, options.chunk_bytes, options.wanted) is None:
+    if head.weights_pass(passes, options.chunk_bytes, options.wanted) is None:
         return False
-    return head.chunk_rows(options.chunk_bytes, options.wanted, dtype=head.gemm_dtype) >= head.targets.shape[0]
+    return head.chunk_rows(options.chunk_bytes, options.wanted, head.gemm_dtype) >= head.targets.shape[0]
 
 
 def forward_with_weights(head: Head, passes: RowPasses, options: Options, memory: Tensor) -> tuple[Statistics, Tensor]:
@@ -234,8 +234,8 @@ def backward_with_weights(
 def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tuple[Statistics, Tensor, Tensor]:
     """(`forward`, d log p / d hidden [N, D] in the dtype of accumulators, its targets [N]: of K, the largest)."""
     wanted = Wanted(hidden=True)
-    kernel = head.weights_kernel(passes, options.chunk_bytes, wanted)
-    memory = head.chunk_memory(passes, options.chunk_bytes, wanted, dtype=head.gemm_dtype if kernel else None)
+    kernel = head.weights_pass(passes, options.chunk_bytes, wanted)
+    memory = head.chunk_memory(passes, options.chunk_bytes, wanted, head.gemm_dtype if kernel else head.dtype)
     ones = torch.ones_like(head.temperature)
     scale, entropy = power_of_two_scale(head, ones, exponent=_FP16_EXPONENT), options.entropy
     gradients = HeadGradients(head, wanted, one_group=False, scale=scale, hidden_dtype=head.dtype)

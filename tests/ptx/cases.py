@@ -208,6 +208,12 @@ def scale(device: Device, count: int) -> Results:
     return {gradient_of(BF16): values, "others": others}
 
 
+def targets(device: Device, count: int) -> Results:
+    values = torch.arange(count) * 37 % 50
+    kept, cleaned = device.passes.clean_targets(values, ignore_index=7, vocab_size=50)
+    return {"kept": kept.double(), "targets": cleaned.double()}
+
+
 def entry_logits(device: Device, E: int, D: int) -> Results:
     hidden, weight, entries = device.normal(7, D, dtype=BF16), device.normal(19, D), torch.arange(E) * 5
     if device.exact:  # plain torch rounds to the dtype of `hidden`, too
@@ -249,6 +255,7 @@ def cases(arch: str) -> dict[str, Case]:
         "finish rows": call(finish_rows, parts=7, N=21),
         "scale hidden": call(scale_hidden, R=3, D=1500),
         "scale": call(scale, count=9000),
+        "targets": call(targets, count=1500),
         "entry logits": call(entry_logits, E=29, D=600),
         "weighted rows": call(weighted_rows, D=600, accumulate=False),
         "weighted rows, accumulated": call(weighted_rows, D=601, accumulate=True),

@@ -51,13 +51,13 @@ def _load_block(
 
 
 @triton.jit
-def owned(N, V, cut, only, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, GROUP_N: tl.constexpr):
+def owned(N, sizes, only, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, GROUP_N: tl.constexpr):
     """(first row, which rows are written, split, its first tile, the one after its last) of this program.
 
-    `cut` is (splits, tiles in each). If `only` [N] is given, a program none of whose rows is in it has no tiles and no
-    rows.
+    `sizes` are (D, V, splits, tiles in each). If `only` [N] is given, a program none of whose rows is in it has no
+    tiles and no rows.
     """
-    splits, tiles_per_split = cut
+    _, V, splits, tiles_per_split = sizes
     group = tl.program_id(0) // (GROUP_N * splits)
     group_size = tl.minimum(tl.cdiv(N, BLOCK_N) - group * GROUP_N, GROUP_N)
     within = tl.program_id(0) % (GROUP_N * splits)
@@ -106,10 +106,9 @@ HeadOptions = tuple[Tensor | None, Tensor, float, float | None]
 class HeadGemm(NamedTuple):
     """How a kernel multiplies hidden states with a head."""
 
-    sizes: tuple[int, int]  # D, V
+    sizes: tuple[int, int, int, int]  # D, V, splits, tiles in each
     grid: tuple[int]
     splits: int
-    cut: tuple[int, int]  # (splits, tiles in each)
     matrices: tuple[Any, ...]  # both, as the kernel reads them, and their four strides
     options: dict[str, Any]
 
@@ -121,10 +120,10 @@ def plan(hidden: Tensor, weight: Tensor, tile: GemmTile | None = None) -> HeadGe
         hidden = hidden.as_strided(hidden.shape, (D, 1))
     if tile is None:
         tile = gemm_tile(hidden.device, hidden.dtype, aligned=is_aligned(hidden) and is_aligned(weight))
-    cut = splits, _ = _splits(V, tile)
+    splits, tiles_per_split = _splits(V, tile)
     options = {"EVEN_D": D % tile.block_d == 0, **tile.launch_options()}
     matrices = _operands(hidden, weight, tile) if N else ()
-    return HeadGemm((D, V), (-(-N // tile.block_n) * splits,), splits, cut, matrices, options)
+    return HeadGemm((D, V, splits, tiles_per_split), (-(-N // tile.block_n) * splits,), splits, matrices, options)
 
 
 def _splits(V: int, tile: GemmTile) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from ._tiles import add_bias, add_tile, column_blocks, hide_targets, inverse, lo
 from .finish_rows import finish_splits
 
 
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["targets", "temperature"])
+@triton.jit(do_not_specialize=["N", "temperature_row"], do_not_specialize_on_alignment=["targets", "temperature"])
 def _logprob_forward_kernel(
     hidden,
     weight,
@@ -39,7 +39,7 @@ def _logprob_forward_kernel(
     sizes,
     logit_scale: tl.float32,
     softcap,
-    cut,
+    temperature_row,
     POSITIVE: tl.constexpr,
     EVEN_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -49,19 +49,19 @@ def _logprob_forward_kernel(
     WIDE: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """Grid: see `_head_gemm.py`; `sizes` are (D, V).
+    """Grid: see `_head_gemm.py`; `sizes` are those of `owned`.
 
     A program alone writes the statistics [split, rows] of its rows, and it alone writes target_logit for those rows
     whose target lies in its split; the first split also for those without a target. If `only` is given, programs none
     of whose rows is in it do nothing.
     """
     ENTROPY: tl.constexpr = weighted is not None
-    D, V = sizes
-    first_row, row_exists, split, first_tile, last_tile = owned(N, V, cut, only, BLOCK_N, BLOCK_V, GROUP_N)
+    D, V, _, _ = sizes
+    first_row, row_exists, split, first_tile, last_tile = owned(N, sizes, only, BLOCK_N, BLOCK_V, GROUP_N)
     rows = first_row + tl.arange(0, BLOCK_N)
     safe_rows = tl.minimum(rows, N - 1)
     target = tl.load(targets + safe_rows).to(tl.int32)
-    inverse_temperature = inverse(tl.load(temperature + safe_rows))
+    inverse_temperature = inverse(tl.load(temperature + safe_rows * temperature_row))
 
     # The statistics are updated by x = h.w + bias if z is a positive multiple of x, and by z otherwise.
     factor = tl.full([BLOCK_N], 1.0, tl.float32)
@@ -147,7 +147,8 @@ def split_statistics(
     maximum, total, weighted = (target_logit.new_empty((gemm.splits, N)) if x else None for x in (True, True, entropy))
     statistics = target_logit, maximum, total, weighted
     if N:
-        vectors = (None if x is None else x.contiguous() for x in (targets, bias, temperature, only))
+        given = (targets, bias, temperature, only)
+        vectors = (x if x is None or x is temperature else x.contiguous() for x in given)
         with launching_on(targets.device):
             _logprob_forward_kernel[gemm.grid](
                 *gemm.matrices,
@@ -157,7 +158,7 @@ def split_statistics(
                 gemm.sizes,
                 logit_scale,
                 softcap,
-                gemm.cut,
+                temperature.stride(0),
                 POSITIVE=softcap is None and logit_scale > 0,
                 **gemm.options,
             )

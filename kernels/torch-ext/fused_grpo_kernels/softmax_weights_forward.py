@@ -35,7 +35,7 @@ VECTORS = ["targets", "temperature", "target_logit", "slope", "shift", "far", "m
 FINISHED = ["logprobs", "entropy", "merged_total", "scale"]
 
 
-@triton.jit(do_not_specialize_on_alignment=VECTORS)
+@triton.jit(do_not_specialize=["temperature_row"], do_not_specialize_on_alignment=VECTORS)
 def _anchor_kernel(
     hidden,
     weight,
@@ -49,6 +49,7 @@ def _anchor_kernel(
     D,
     logit_scale: tl.float32,
     softcap,
+    temperature_row,
     BLOCK_D: tl.constexpr,
 ):
     """Grid: rows. A program alone writes the logit of its row's target, the slope of the soft cap there, and m."""
@@ -64,14 +65,14 @@ def _anchor_kernel(
     x = tl.sum(sums, 0)
     if bias is not None:
         x += tl.load(bias + target).to(tl.float32)
-    z = logit(x, logit_scale, softcap, inverse(tl.load(temperature + row)))
+    z = logit(x, logit_scale, softcap, inverse(tl.load(temperature + row * temperature_row)))
     tl.store(target_logit + row, z)
     tl.store(shift + row, tl.where(tl.abs(z) < float("inf"), z + ABOVE, 0.0))
     if slope is not None:
         tl.store(slope + row, softcap_slope(x, logit_scale, softcap))
 
 
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=VECTORS)
+@triton.jit(do_not_specialize=["N", "temperature_row"], do_not_specialize_on_alignment=VECTORS)
 def _softmax_weights_forward_kernel(
     hidden,
     weight,
@@ -88,7 +89,7 @@ def _softmax_weights_forward_kernel(
     sizes,
     logit_scale: tl.float32,
     softcap,
-    cut,
+    temperature_row,
     EVEN_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -97,18 +98,18 @@ def _softmax_weights_forward_kernel(
     WIDE: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """Grid: see `_head_gemm.py`; `sizes` are (D, V).
+    """Grid: see `_head_gemm.py`; `sizes` are those of `owned`.
 
     A program alone writes the weights and the sums [split, rows] of its rows and split; the weight of a target is 0. If
     `only` [N] is given, programs none of whose rows is in it do nothing.
     """
     ENTROPY: tl.constexpr = weighted is not None
-    D, V = sizes
-    first_row, row_exists, split, first_tile, last_tile = owned(N, V, cut, only, BLOCK_N, BLOCK_V, GROUP_N)
+    D, V, _, _ = sizes
+    first_row, row_exists, split, first_tile, last_tile = owned(N, sizes, only, BLOCK_N, BLOCK_V, GROUP_N)
     rows = first_row + tl.arange(0, BLOCK_N)
     safe_rows = tl.minimum(rows, N - 1)
     target = tl.load(targets + safe_rows).to(tl.int32)
-    inverse_temperature = inverse(tl.load(temperature + safe_rows))
+    inverse_temperature = inverse(tl.load(temperature + safe_rows * temperature_row))
     m = tl.load(shift + safe_rows)
     row_total, row_weighted = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     # Hoisting out of this loop would occupy registers that the epilogue needs.
@@ -169,7 +170,7 @@ def _raise_shift_kernel(maximum, far, shift, N, splits, SPLITS: tl.constexpr, RO
     tl.store(shift + rows, highest, mask=is_far & (tl.abs(highest) < float("inf")))
 
 
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=[*VECTORS, *FINISHED])
+@triton.jit(do_not_specialize=["N", "temperature_row"], do_not_specialize_on_alignment=[*VECTORS, *FINISHED])
 def _finish_weights_kernel(
     targets,
     temperature,
@@ -187,6 +188,7 @@ def _finish_weights_kernel(
     V,
     splits,
     weights_row,
+    temperature_row,
     logit_scale: tl.float32,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -209,7 +211,7 @@ def _finish_weights_kernel(
     if ENTROPY:
         tl.store(entropy + rows, row_entropy, mask=row_exists)
     share = tl.math.div_rn(-expm1(logprob), tl.where(row_total == 0.0, 1.0, row_total))
-    inverse_temperature = inverse(tl.load(temperature + rows, mask=row_exists, other=1.0))
+    inverse_temperature = inverse(tl.load(temperature + rows * temperature_row, mask=row_exists, other=1.0))
     tl.store(scale + rows, -share * logit_scale * inverse_temperature, mask=row_exists)
 
     of_target = -row_total
@@ -255,7 +257,7 @@ def softmax_weights_forward(
     describe.
     """
     (N, V), device, head = out.shape, out.device, (bias, temperature, logit_scale, softcap)
-    targets, temperature = targets.contiguous(), temperature.contiguous()
+    targets = targets.contiguous()
     bias = None if bias is None else bias.contiguous()
     tile = weights_tile(device)
     if tile.tma:
@@ -277,7 +279,7 @@ def softmax_weights_forward(
 
     def compute(only: Tensor | None) -> None:
         rows, sums = (targets, bias, temperature, only, shift), (total, weighted)
-        numbers = N, gemm.sizes, logit_scale, softcap, gemm.cut
+        numbers = N, gemm.sizes, logit_scale, softcap, temperature.stride(0)
         _softmax_weights_forward_kernel[gemm.grid](*gemm.matrices, *rows, descriptor, *sums, *numbers, **gemm.options)
 
     with launching_on(device):
@@ -289,6 +291,7 @@ def softmax_weights_forward(
             hidden.shape[1],
             logit_scale,
             softcap,
+            temperature.stride(0),
             BLOCK_D=BLOCK_D,
             num_warps=WARPS,
             **FUSED_MULTIPLY_ADD,
@@ -301,7 +304,7 @@ def softmax_weights_forward(
         _finish_weights_kernel[row_tiles](
             *(targets, temperature, target_logit, slope, shift, total, weighted),
             *(out, logprobs, entropies, merged_total, scale),
-            *(N, V, gemm.splits, out.stride(0), logit_scale),
+            *(N, V, gemm.splits, out.stride(0), temperature.stride(0), logit_scale),
             **merged,
             BLOCK_V=BLOCK_V,
         )
