@@ -28,7 +28,7 @@ from fused_grpo.head.head import Head, Wanted, flatten_head
 from fused_grpo.head.kept_tokens import supported_logprobs
 from fused_grpo.head.logprob_plans import Options
 from fused_grpo.head.several_targets import rows_with
-from fused_grpo.passes import choice
+from fused_grpo.passes import choice, torch_passes
 
 
 class LogProbs(NamedTuple):
@@ -177,7 +177,7 @@ def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) ->
 
 def _reference(head: Head, ignore_index: int, support: Support | None) -> tuple[Tensor, Tensor]:
     """(log p [N] or [N, K], entropy [N]) through full logits and autograd."""
-    kept, head = head.without_ignored(choice.passes("reference"), ignore_index)
+    kept, head = head.without_ignored(torch_passes, ignore_index)
     mask = None if support is None else kept_mask(support, len(head.weight))
     with full_precision(head.hidden):
         logprobs, entropy = distributions.logprobs_and_entropy(

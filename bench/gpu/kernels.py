@@ -103,7 +103,7 @@ def forward(scale: Scale) -> Iterator[Figure]:
     line, clock = scale.roofline, Clock(scale.device, queued=True)
     for name in scale.heads:
         D, V = scale.head(name)
-        weight = scale.tensor(V, D)
+        weight = scale.tensor(V, D).mul_(2 / D**0.5)  # so that targets are no farther off than a model's
         for N in scale.kernel_tokens:
             hidden, targets = scale.tensor(N, D), torch.randint(V, (N,), device=weight.device)
             options = {"temperature": torch.ones(N, device=weight.device)}

@@ -36,7 +36,7 @@ KERNELS = {
     "_logprob_forward_kernel",
     "_scale_hidden_kernel",
     "_scale_kernel",
-    "_softmax_weights_pass",
+    "_softmax_weights_kernel",
     "_token_statistics_kernel",
     "_weighted_rows_kernel",
 }
@@ -44,7 +44,7 @@ KERNELS = {
 OF_WEIGHTS = {
     "_anchor_kernel",
     "_far_rows_kernel",
-    "_finish_weights_pass",
+    "_finish_weights_kernel",
     "_raise_shift_kernel",
     "_softmax_weights_forward_kernel",
 }
@@ -131,7 +131,7 @@ def test_the_head_runs_on_hopper_tensor_cores_and_accumulates_in_fp32(compiled: 
 
 
 def test_what_is_written_over_its_input_waits_for_its_readers(compiled: list[Facts]) -> None:
-    passes = ("_divergence_kernel", "_logits_gradient_kernel", "_softmax_weights_pass")
+    passes = ("_divergence_kernel", "_logits_gradient_kernel", "_softmax_weights_kernel")
     barriers = [row["barriers"] for row in compiled if row["name"] in passes and row["in_place"]]
     assert len(barriers) >= 6 * len({row["arch"] for row in compiled})
     assert all(count > 0 for count in barriers)
@@ -147,12 +147,12 @@ def test_the_divergence_lets_the_compiler_fuse_no_product(compiled: list[Facts])
     rows = [row for row in compiled if row["name"] == "_divergence_kernel" and "fusible" in row]
     assert len(rows) >= 6 * len(QUICK)
     assert not any(row["fusible"] for row in rows), table(rows)
-    assert all(row["fusible"] for row in compiled if row["name"] == "_softmax_weights_pass" and "fusible" in row)
+    assert all(row["fusible"] for row in compiled if row["name"] == "_softmax_weights_kernel" and "fusible" in row)
 
 
 def test_passes_over_rows_are_lean(compiled: list[Facts]) -> None:
     """So that memory is what bounds them: 16 instructions for each logit that moves 4 or 6 bytes."""
-    rows = [row for row in compiled if row["name"] == "_softmax_weights_pass" and "per_logit" in row]
+    rows = [row for row in compiled if row["name"] == "_softmax_weights_kernel" and "per_logit" in row]
     # Where several warps share a row, one more: they agree on the largest logit of a tile.
     assert all(row["per_tile"] <= 2 for row in rows), table(rows)
     plain = [row for row in rows if row["options"] == "none"]
@@ -175,12 +175,12 @@ def test_each_plan_has_one_binary_of_each_kernel_for_39_row_counts(arch: str, tm
     for launch in run_script(LAUNCH_KEYS, arch, "plans", cache=tmp_path):
         binaries.setdefault(launch["plan"], {}).setdefault(launch["kernel"], set()).add(launch["key"])
     counts = {plan: {kernel: len(keys) for kernel, keys in of_plan.items()} for plan, of_plan in binaries.items()}
-    passes = {"_softmax_weights_pass": 1, "_scale_hidden_kernel": 1}
+    passes = {"_softmax_weights_kernel": 1, "_scale_hidden_kernel": 1}
     assert counts == {
         "loss": {**passes, "_grpo_loss_kernel": 1, "_token_statistics_kernel": 1, "_scale_kernel": 1},
         # The statistics of rows, and the weights that follow from them.
-        "log-probs": {**passes, "_softmax_weights_pass": 2, "_finish_rows_kernel": 1},
-        "no gradient": {"_logprob_forward_kernel": 1, "_softmax_weights_pass": 1, "_finish_rows_kernel": 1},
+        "log-probs": {**passes, "_softmax_weights_kernel": 2, "_finish_rows_kernel": 1},
+        "no gradient": {"_logprob_forward_kernel": 1, "_softmax_weights_kernel": 1, "_finish_rows_kernel": 1},
     }
 
 
