@@ -83,7 +83,7 @@ class Launches(TorchDispatchMode):
     [
         ("no gradient", 2, 2, 3),
         ("frozen", 3, 13, 3),
-        ("trainable", 2, 12, 5),
+        ("trainable", 2, 13, 5),
         ("loss", 9, 16, 5),
         ("loss, frozen", 9, 15, 5),
     ],
