@@ -44,6 +44,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_grpo.head import head, registered_ops
 from fused_grpo.kernels._device import architecture
+from fused_grpo.kernels.divergence import KINDS
 from fused_grpo.passes import buffers
 
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
@@ -190,10 +191,18 @@ class Trace(TorchDispatchMode):
     def add_launch(self, kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a kernel that Triton would launch."""
         name, given = kernel.__name__, dict(zip(kernel.arg_names, args, strict=False))
+        if name == "_clean_targets_kernel" and given["targets"] in VALUES:
+            with _disable_current_modes():
+                targets = VALUES[given["targets"]]
+                VALUES[given["kept"]] = kept = targets != given["ignore_index"]
+                VALUES[given["cleaned"]] = targets * kept
         tensors = _tensors([x.base if isinstance(x, TensorDescriptor) else x for x in args])
         moved = _sizes(tensors) + sum(_sizes(given[x]) for x in TRITON_IN_PLACE.get(name, ()) if x in given)
         for matrix, picked in TRITON_ROWS.get(name, {}).items():
             moved += (len(given[picked]) - len(given[matrix])) * given[matrix][:1].nbytes
+        if name == "_divergence_kernel":  # both tiles are read twice, or three times; once less without a gradient
+            again = (kwargs["KIND"] == KINDS["jsd"].value) + (given["gradient"] is not None)
+            moved += again * _sizes([given["student"], given["teacher"]])
         # Nor those for rows far from the others: there is none.
         idle = name in TRITON_UNTOUCHED or given.get("only") is not None
         moved = 0 if idle else moved

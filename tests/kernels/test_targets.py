@@ -28,6 +28,7 @@ def test_targets_with_strides_are_read_where_they_are() -> None:
     assert torch.equal(cleaned, targets.where(kept, 0))
 
 
+@pytest.mark.cpu_only(reason="on a GPU it is an assertion of the device: tests/gpu/test_targets.py")
 @pytest.mark.parametrize("wrong", [5, -1, 2**40])
 def test_the_torch_path_names_a_target_outside_of_the_vocabulary(wrong: int) -> None:
     with pytest.raises(InputError, match=f"got target {wrong} at"):

@@ -103,7 +103,12 @@ def test_two_phases_recompute_what_the_budget_cannot_hold(leaves, rest, gemms, i
 def test_rows_that_no_phase_multiplies_have_a_gradient_of_0(leaves, rest, monkeypatch, impl):
     """A clipped sequence in a chunk that is not recomputed: nothing writes its dH, and new memory holds anything."""
     unwritten = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda *like, **how: unwritten(*like, **how).fill_(torch.nan))
+
+    def of_nan(*like, **how):
+        memory = unwritten(*like, **how)
+        return memory.fill_(torch.nan) if memory.is_floating_point() else memory
+
+    monkeypatch.setattr(torch, "empty_like", of_nan)
     rest["old_logprobs"][0] -= 2.0  # a ratio of e^2, and an advantage above 0
     config = GRPOLossConfig(importance_sampling_level="sequence", epsilon=0.5)
     run(leaves, rest, impl=impl, config=config, chunk_bytes=3 * 4 * (V + D) * 7).loss.backward()
