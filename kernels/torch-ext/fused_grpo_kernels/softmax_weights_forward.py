@@ -261,7 +261,9 @@ def softmax_weights_forward(
     bias = None if bias is None else bias.contiguous()
     tile = weights_tile(device)
     if tile.tma:
-        hidden, weight = (x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (hidden, weight))
+        hidden, weight = (
+            x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (hidden, weight)
+        )
     gemm = plan(hidden, weight, tile)
     target_logit, shift, merged_total, logprobs, scale = (
         torch.empty(N, dtype=torch.float32, device=device) for _ in range(5)
