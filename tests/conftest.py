@@ -48,7 +48,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 STAGES = ("torch", "libraries", "trainer", "vllm")
 
 # Whole files go to workers, in this order: a long one that began last would leave the other worker idle.
-LONGEST_FIRST = ("test_compile.py", "test_gpu_first.py", "test_planted_bugs.py", "test_real_model.py", "test_demo.py")
+LONGEST_FIRST = (
+    "test_compile.py",
+    "test_emulated_kernels.py",
+    "test_gpu_first.py",
+    "test_planted_bugs.py",
+    "test_real_model.py",
+    "test_demo.py",
+)
 LONGEST_FIRST += ("test_examples.py",)
 # These to the same worker, which then imports vLLM and starts a server once.
 ENGINES = ("test_vllm_server.py", "test_contract.py", "test_vllm_process.py", "test_weight_sync.py")

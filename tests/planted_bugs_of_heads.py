@@ -104,8 +104,8 @@ BUGS = {
     ),
     "the kernel's forward KL is the reverse one": (
         f"{KERNELS}/divergence.py",
-        "        y = -e_t * d",
-        "        y = e_s * d",
+        "(e_s * d, e_t) if KIND == REVERSE else (e_t, -e_t * d)",
+        "(e_s * d, e_t) if KIND == REVERSE else (e_t, e_s * d)",
         KERNEL_DIVERGENCE,
     ),
     "the kernel's confident token has the gradient of a difference": (
@@ -116,8 +116,8 @@ BUGS = {
     ),
     "the kernel's largest logits count among the others": (
         f"{KERNELS}/divergence.py",
-        "s += tl.where(c_s == 0.0, 0.0, e_s)",
-        "s += e_s",
+        "e_s, of_x = tl.where(c_s == 0.0, 0.0, e_s), ",
+        "e_s, of_x = e_s, ",
         KERNEL_DIVERGENCE,
     ),
     "the kernel's target has no gradient of its log-prob": (
@@ -280,9 +280,21 @@ BUGS = {
     ),
     "a frozen head: the largest target is chosen again, from log-probs": (
         "fused_grpo/head/registered_ops.py",
-        "(head, d_hidden, largest, g)",
-        "(head, d_hidden, own.gather(1, logprobs.argmax(1, keepdim=True))[:, 0], g)",
+        "(head, kept, largest, g)",
+        "(head, kept, own.gather(1, logprobs.argmax(1, keepdim=True))[:, 0], g)",
         ["tests/ops/test_several_targets.py", "-k", "almost_equal"],
+    ),
+    "no row is far from its anchor": (
+        f"{KERNELS}/softmax_weights_forward.py",
+        "((row_total > LEAST) & (row_total < MOST)) == 0",
+        "row_total != row_total",
+        ["tests/kernels/test_softmax_weights_forward.py", "-k", "far_from"],
+    ),
+    "kept weights of other rows": (
+        "fused_grpo/head/logprob_plans.py",
+        "weights[kept.cumsum(0)[some] - 1]",
+        "weights[some]",
+        ["tests/ops/test_kept_weights.py", "-k", "mixture"],
     ),
     "a tangent is 0 in silence": (
         "fused_grpo/head/checks.py",

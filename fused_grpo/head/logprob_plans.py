@@ -194,6 +194,16 @@ def keeps_weights(head: Head, passes: RowPasses, options: Options) -> bool:
     return head.chunk_rows(options.chunk_bytes, options.wanted, head.gemm_dtype) >= head.targets.shape[0]
 
 
+def memory_to_keep(head: Head, passes: RowPasses) -> Tensor:
+    """[N, V] for the softmax weights of all rows. Where there is no memory, the error says how to do without."""
+    shape = head.targets.shape[0], head.weight.shape[0]
+    try:
+        return passes.empty_tile(*shape, dtype=head.gemm_dtype, device=head.hidden.device)
+    except torch.OutOfMemoryError as error:
+        error.add_note("log-probs keep softmax weights here; fix: a smaller chunk_bytes, with which they do not")
+        raise
+
+
 def forward_with_weights(head: Head, passes: RowPasses, options: Options, memory: Tensor) -> tuple[Statistics, Tensor]:
     """(`forward`, the scale [N] of the softmax weights that are now in the first rows of `memory`)."""
     with full_precision(head.hidden):

@@ -78,7 +78,7 @@ def _linear_logprobs(
     if _takes_gradient(wanted, batch_invariant):
         statistics, memory, largest = logprob_plans.forward_with_gradient(head.select(index), passes, options)
     elif may_synchronize(targets) and logprob_plans.keeps_weights(head, passes, options):
-        memory = passes.empty_tile(len(targets), len(weight), dtype=head.gemm_dtype, device=hidden.device)
+        memory = logprob_plans.memory_to_keep(head, passes)
         statistics, scale = logprob_plans.forward_with_weights(head.select(index), passes, options, memory)
     else:
         statistics = logprob_plans.forward(head.select(index), passes, options)

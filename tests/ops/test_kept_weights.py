@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fused_grpo import linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo import kernels, linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.head import logprob_plans
 
 N, D, V = 48, 32, 200
@@ -74,6 +74,16 @@ def test_nothing_is_kept_that_the_budget_has_no_room_for(products, monkeypatch):
     check(problem(ignored=5), batch_invariant=True)
     monkeypatch.setattr(logprob_plans, "backward_with_weights", None)  # not called
     check(problem(ignored=5), chunk_bytes=V * 4 * N // 2)
+
+
+def test_where_there_is_no_memory_the_error_says_how_to_do_without(monkeypatch):
+    def full(*shape, **how):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernels, "empty_tile", full)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        gradients(problem(), "triton")
+    assert "fix: a smaller chunk_bytes" in caught.value.__notes__[0]
 
 
 def test_an_entropy_with_a_gradient_recomputes_logits(products):
