@@ -50,7 +50,14 @@ from fused_grpo.bench.report.results_file import (
 )
 from fused_grpo.errors import DataError, FusedGRPOError
 
-PAGES = ("README.md", "docs/agents.md", "docs/benchmarks.md", "docs/accuracy.md", "docs/predictions.md", "docs/gpu.md")
+PAGES = (
+    "README.md",
+    "docs/agents.md",
+    "docs/benchmarks.md",
+    "docs/accuracy.md",
+    "bench/predictions/README.md",
+    "docs/gpu.md",
+)
 START = re.compile(r"<!-- figures: (?P<what>\S+)(?: of (?P<group>.+?))? from (?P<path>\S+) -->")
 END = "<!-- end of figures -->"
 BLOCK = re.compile(START.pattern + rf"\n(?P<inside>.*?){re.escape(END)}", re.DOTALL)
@@ -195,6 +202,9 @@ def predictions_text(content: Mapping[str, Any]) -> str:
         f"Vocabulary {content['vocab']:,}, {content['dtype']}, {content['sequences']} sequences. A GEMM in Triton is "
         f"assumed to reach {content['triton_gemm']:.0%} of the FLOP/s of the vendor's GEMMs.",
         machines_table(content["machines"]),
+        "## Published and measured",
+        "Milliseconds; the ratio is that of what was published or measured to what the model predicts at these rates.",
+        published_table(content["published"]),
         f"## {name}",
         "Milliseconds, and in parentheses the multiple of the bare GEMMs. A dash: memory runs out.",
         *(part for D in sizes_of(times)[0] for part in (f"### D={D}", size_table(times, D))),
@@ -225,6 +235,14 @@ def machines_table(machines: Mapping[str, Any]) -> str:
     scales = {"memory": 2**30, "flops": 1e12, "bytes_per_s": 1e12, "launch_s": 1e-6}
     lines = [[name, *(f"{m[key] / scale:g}" for key, scale in scales.items())] for name, m in machines.items()]
     return tables.markdown(["", "memory (GiB)", "TFLOP/s", "TB/s", "launch (µs)"], lines)
+
+
+def published_table(points: Sequence[Mapping[str, Any]]) -> str:
+    def cells(p: Mapping[str, Any]) -> list[str]:
+        what, ratio = f"{p['what']}, {p['N']} x {p['D']} x {p['V']}", f"{p['ms'] / p['predicted']:.2f}"
+        return [p["machine"], what, p["source"], number_text(p["ms"]), number_text(p["predicted"]), ratio]
+
+    return tables.markdown(["", "what", "source", "ms", "predicted", "ratio"], [cells(p) for p in points])
 
 
 def size_table(times: Times, D: int) -> str:

@@ -5,20 +5,23 @@ takes the time
 
     max(FLOP / (FLOP/s), bytes / (bytes/s), launch)
 
-and operations run one after the other. Shapes and operations are those of the code. The rates are assumptions, because
-nothing was measured:
+and operations run one after the other. Shapes and operations are those of the code. The rates are assumptions, which
+predictions/published.py holds against what was published and measured:
 
-- **FLOP/s** of bf16 GEMMs at full size with random data, and **bytes/s** of passes over memory that no cache holds: 75
-  to 90 % of the vendor's peak, which others have measured on such machines. An H100 has the compute units of an H200.
+- **FLOP/s** of bf16 GEMMs at full size with random data, in calls of tens of ms: then the power limit sets the clock.
+  On an H200 a single product runs at 783 TFLOP/s, three of them one after the other at 700. An H100 has the compute
+  units of an H200.
+- **bytes/s** of passes over memory that no cache holds: 75 to 90 % of the vendor's peak.
 - **launch**: the least time of an operation.
 - **TRITON_GEMM**: the share of the vendor's FLOP/s that a GEMM in Triton reaches.
 
 The model leaves out: operations that overlap; waves of tiles that fill a part of the device; GEMMs that are too small
-for full speed; clocks that fall under load; caches, from which small tensors are read again; softmax kernels that read
+for full speed; caches, from which small tensors are read again; softmax kernels that read
 a row twice; the launches inside a sort or an index by a mask; and the host, which may be slower than the device, above
-all after it has waited for it. So a prediction is a lower bound of the time, and good kernels come near to it.
+all after it has waited for it. With many tokens good kernels come near to a prediction; with up to 1,024 it is a lower
+bound.
 
-`--write` makes predicted.json and docs/predictions.md again. It needs a CUDA build of torch, no GPU, and TRL, whose
+`--write` makes predicted.json and predictions/README.md again. It needs a CUDA build of torch, no GPU, and TRL, whose
 kernels are traced as they are; `--site-packages FOLDER` is the folder where TRL is installed, if not here.
 """
 
@@ -30,7 +33,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -46,9 +49,10 @@ from fused_grpo.bench.heads.suites import FLOOR
 from fused_grpo.bench.heads.work import Batch, Gradients, Kind, Work
 from fused_grpo.bench.predictions.cuda_trace import Operation, Trace, fake_gpu, known
 from fused_grpo.bench.predictions.predicted import PATH, plan_of, shape_of
+from fused_grpo.bench.predictions.published import POINTS, Point
 from fused_grpo.errors import FusedGRPOError, UnavailableError
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "predictions.md"
+PAGE = Path(__file__).resolve().parent / "predictions" / "README.md"
 GIB = 2**30
 # Measured on an H200: 0.87 of the assumed FLOP/s with 8192 rows, 0.96 with 2048.
 TRITON_GEMM = 0.9
@@ -70,12 +74,12 @@ class Machine:
     launch_s: float = 4e-6
 
 
-H200 = Machine("H200", "NVIDIA H200", (9, 0), memory=141 * GIB, flops=790e12, bytes_per_s=4.3e12)
+H200 = Machine("H200", "NVIDIA H200", (9, 0), memory=141 * GIB, flops=710e12, bytes_per_s=4.3e12)
 MACHINES = (
     H200,
-    Machine("H100 SXM", "NVIDIA H100 80GB", (9, 0), memory=80 * GIB, flops=790e12, bytes_per_s=3.0e12),
+    Machine("H100 SXM", "NVIDIA H100 80GB", (9, 0), memory=80 * GIB, flops=710e12, bytes_per_s=3.0e12),
     Machine("A100-80", "NVIDIA A100-SXM4-80GB", (8, 0), memory=80 * GIB, flops=250e12, bytes_per_s=1.7e12),
-    Machine("B200", "NVIDIA B200", (10, 0), memory=180 * GIB, flops=1700e12, bytes_per_s=7.0e12),
+    Machine("B200", "NVIDIA B200", (10, 0), memory=180 * GIB, flops=1600e12, bytes_per_s=7.0e12),
 )
 
 OURS = "fused-grpo"
@@ -239,8 +243,19 @@ def content(found: Iterable[tuple[Job, dict[str, Any]]]) -> dict[str, Any]:
         "sequences": SEQUENCES,
         "triton_gemm": TRITON_GEMM,
         "machines": machines,
+        "published": [point_of(point, machines[point.machine]) for point in POINTS],
         "operations": {H200.name: {shape_of(*SHOWN): operations}},
         "predicted": times,
+    }
+
+
+def point_of(point: Point, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the page: what was published or measured, and the same by the model."""
+    N, D, V = point.size
+    facts = {"machine": point.machine, "what": point.what, "N": N, "D": D, "V": V, "source": point.source}
+    return facts | {
+        "ms": point.ms,
+        "predicted": rounded(point.predicted(machine["flops"], machine["bytes_per_s"]) / 1e3),
     }
 
 
@@ -268,9 +283,9 @@ def predictions() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the figures of docs/predictions.md, or write that page and predicted.json."""
+    """Print the figures of predictions/README.md, or write that page and predicted.json."""
     parser = argparse.ArgumentParser(prog="python -m fused_grpo.bench.predict", description="Predicted times of GPUs.")
-    parser.add_argument("--write", action="store_true", help="write predicted.json and docs/predictions.md")
+    parser.add_argument("--write", action="store_true", help="write predicted.json and predictions/README.md")
     parser.add_argument("--site-packages", metavar="FOLDER", help="folder where TRL is installed, if not here")
     options = parser.parse_args(argv)
     if options.site_packages is not None:

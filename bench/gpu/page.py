@@ -45,7 +45,7 @@ Sorted by time; the best is bold, ours or not. Each is timed in interleaved roun
 PREDICTED = """\
 # Measured and predicted
 
-What was measured [on a GPU](gpu.md), beside [what was predicted](predictions.md).
+What was measured [on a GPU](gpu.md), beside [what was predicted](../bench/predictions/README.md).
 
 {predictions}
 """

@@ -31,7 +31,7 @@ implementation. *FLOP/s*: of those products. *memory*: the most bytes at a time 
 The fastest implementation and the least memory are **bold**."""
 
 PREDICTED = """\
-*x predicted*: time over that which a roofline predicts for this GPU (docs/predictions.md)."""
+*x predicted*: time over that which a roofline predicts for this GPU (bench/predictions/README.md)."""
 
 Cell = Callable[[Row, Group], str]
 # Entries of `Row.more` that have another name in a table.
