@@ -142,7 +142,9 @@ class Head:
 
     def weights_pass(self, passes: RowPasses, chunk_bytes: int | None, wanted: Wanted) -> SoftmaxWeightsForward | None:
         """The kernel for the softmax weights of a chunk without its logits, where it is faster than those."""
-        if passes.softmax_weights_forward is None or self.targets.ndim == 2 or not self.takes_weights:
+        if self.gemm_dtype != self.hidden.dtype or not self.takes_weights:  # which would be cast, or is too narrow
+            return None
+        if passes.softmax_weights_forward is None or self.targets.ndim == 2:
             return None
         rows = self.chunk_rows(chunk_bytes, wanted, self.gemm_dtype)
         return passes.softmax_weights_forward if passes.prefers_weights(self.hidden, self.weight, rows) else None
@@ -153,7 +155,8 @@ class Head:
         return buffers.chunk_rows(
             self.targets.shape[0],  # len() would specialise a compiled graph to this number
             vocab_size or self.weight.shape[0],
-            spared_bytes=self.hidden.shape[1] * narrower if wanted.weight else 0,
+            # Ranks, whose chunks are the same, may differ in what they want.
+            spared_bytes=self.hidden.shape[1] * narrower if wanted.weight and not vocab_size else 0,
             chunk_bytes=chunk_bytes,
             **self.sizes() | {"itemsize": dtype.itemsize},
         )

@@ -58,8 +58,9 @@ _SPLIT_BYTES = 128 * 3 * 4
 class Options(NamedTuple):
     """How log-probs are computed.
 
-    Where gradients are wanted, the tiles are those of `backward`, so that both compute the same logits: another GEMM
-    shape rounds differently, and for an almost certain token the relative error of 1 - p would be large.
+    Where gradients are wanted and no weights are kept, the tiles are those of `backward`, so that both compute the same
+    logits: another GEMM shape rounds differently, and for an almost certain token the relative error of 1 - p would be
+    large.
     """
 
     entropy: bool
@@ -186,12 +187,13 @@ def backward(
 
 
 def keeps_weights(head: Head, passes: RowPasses, options: Options) -> bool:
-    """Whether the softmax weights of all rows are kept for the backward pass; from shapes alone."""
+    """Whether the softmax weights of all rows are kept for the backward pass; no value decides."""
     if options.batch_invariant or not (options.wanted.weight or options.wanted.bias):
         return False
-    if head.weights_pass(passes, options.chunk_bytes, options.wanted) is None:
+    # Beside recomputation they spare no accumulator of dW.
+    if head.weights_pass(passes, options.chunk_bytes, NOTHING) is None:
         return False
-    return head.chunk_rows(options.chunk_bytes, options.wanted, head.gemm_dtype) >= head.targets.shape[0]
+    return head.chunk_rows(options.chunk_bytes, NOTHING, head.gemm_dtype) >= head.targets.shape[0]
 
 
 def memory_to_keep(head: Head, passes: RowPasses) -> Tensor:
@@ -229,7 +231,8 @@ def backward_with_weights(
     """
     rows, some = None, rows_of(grad_logprobs != 0) if leaves_out_rows(kept) else None
     if some is not None and 2 * len(some) <= len(kept):
-        rows, weights = some, weights[kept.cumsum(0)[some] - 1]
+        copies = passes.empty_tile(len(some), weights.shape[1], dtype=weights.dtype, device=weights.device)
+        rows, weights = some, torch.index_select(weights, 0, kept.cumsum(0)[some] - 1, out=copies)
     elif some is not None and (rows := rows_of(kept)) is not None:
         weights = weights[: len(rows)]
     if rows is not None:

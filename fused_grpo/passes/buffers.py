@@ -113,7 +113,7 @@ def chunk_rows(
         rows = column_stride(_evened(num_rows, most))
     else:
         if chunk_bytes is None:
-            most = min(most, MOST_BYTES // itemsize)
+            most = min(most, MOST_BYTES // min(itemsize, 4))
             if num_rows <= most + spared_bytes // itemsize:
                 return max(1, num_rows)
         most -= most % ALIGNMENT if most >= ALIGNMENT else 0

@@ -86,8 +86,11 @@ def test_where_there_is_no_memory_the_error_says_how_to_do_without(monkeypatch):
     assert "fix: a smaller chunk_bytes" in caught.value.__notes__[0]
 
 
-def test_an_entropy_with_a_gradient_recomputes_logits(products):
+@pytest.mark.parametrize("unlikely", [0.0, 20.0, 35.0, 60.0])
+def test_an_entropy_with_a_gradient_recomputes_logits(products, unlikely):
+    """From statistics relative to the target, which other tokens may be much more likely than."""
     hidden, weight, bias, targets, upstream = problem(ignored=5)
+    bias[targets[10]] -= unlikely
     found = []
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, bias)]

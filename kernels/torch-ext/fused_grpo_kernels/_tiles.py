@@ -235,6 +235,8 @@ def finish_row(maximum, total, weighted, target_logit, ENTROPY: tl.constexpr):
     logprob = -softplus(d)
     entropy = logprob
     if ENTROPY:
-        rest = tl.where(alone, 0.0, softplus(-d)) + (log_total - tl.math.div_rn(weighted, total))
+        # Of one token beside the target this is 0, and no rounding may make it less.
+        spread = tl.maximum(log_total - tl.math.div_rn(weighted, total), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        rest = tl.where(alone, 0.0, softplus(-d)) + spread
         entropy = -expm1(logprob) * rest - tl.exp(logprob) * tl.maximum(logprob, -128.0)
     return logprob, entropy

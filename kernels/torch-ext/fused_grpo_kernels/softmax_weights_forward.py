@@ -4,11 +4,11 @@ Equals `softmax_weights_` of `hidden @ weight.T`; see `_tiles.py`. No logit is w
 E_v = e^(z_v - m) dsoftcap_v, leave the GEMM in the dtype of the next ones, which need nothing else of it.
 
 All programs of a row must share m before any of them knows its largest logit. What they can know is the logit of the
-row's own target: m is ABOVE nats above it. The sums and the next GEMMs care only for ratios, and fp32 and bf16 have
-room for 87 nats on either side of m. So nothing is lost unless all other tokens together are e^68 times as likely as
-the target, or e^-52 times: a sampled token hardly ever is. Such far rows, whose sums say so, are computed again with
-the largest of their logits, together with the other rows of their tile, whose bits do not change. Programs without a
-far row end at once, so the host need not know of any.
+row's own target: m is ABOVE nats above it. The sums and the next GEMMs care only for ratios, so m may be as far below
+the largest logit as it may be in `softmax_weights_`, and as far above it as fp32 and bf16 have room. Nothing is lost
+unless all other tokens together are e^24 times as likely as the target, or e^-52 times: a sampled token hardly ever is.
+Such far rows, whose sums say so, are computed again with the largest of their logits, together with the other rows of
+their tile, whose bits do not change. Programs without a far row end at once, so the host need not know of any.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -27,8 +27,8 @@ from .logprob_forward import split_statistics
 from .tuning import FUSED_MULTIPLY_ADD, is_aligned, weights_tile
 
 ABOVE = tl.constexpr(8.0)
-# Of a row's sum, relative to m: from e^-60 to e^60.
-LEAST, MOST = tl.constexpr(1e-26), tl.constexpr(1e26)
+# Of a row's sum, relative to m: from e^-60 to e^16, the headroom of `softmax_weights_`.
+LEAST, MOST = tl.constexpr(1e-26), tl.constexpr(8.9e6)
 BLOCK_D, BLOCK_V, WARPS = 1024, 1024, 4
 # Vectors [N] and [splits, N], of any alignment.
 VECTORS = ["targets", "temperature", "target_logit", "slope", "shift", "far", "maximum", "total", "weighted"]
@@ -253,13 +253,19 @@ def softmax_weights_forward(
         (out, scale [N] fp32, (logprobs, entropy or None, shift, total)), as `softmax_weights_` returns them. Rows
         without a finite total have weights of 0.
 
-    Memory: at most 256 splits of 2 (entropy: 3) fp32 numbers per row; a copy of a matrix that a descriptor cannot
+    Memory: at most 256 splits of 3 (entropy: 4) fp32 numbers per row; a copy of a matrix that a descriptor cannot
     describe.
+
+    Raises:
+        ValueError: the device is not of compute capability 9.0, or a descriptor cannot describe even a copy.
     """
     (N, V), device, head = out.shape, out.device, (bias, temperature, logit_scale, softcap)
     targets = targets.contiguous()
     bias = None if bias is None else bias.contiguous()
     tile = weights_tile(device)
+    if tile is None or (tile.tma and (hidden.element_size() != 2 or hidden.shape[1] % 8)):
+        want = "want 16 bits, D a multiple of 8, and compute capability 9.0; fix: softmax_weights_ of the logits"
+        raise ValueError(f"got hidden {tuple(hidden.shape)} of {hidden.dtype} on {device}, {want}")
     if tile.tma:
         hidden, weight = (
             x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (hidden, weight)
