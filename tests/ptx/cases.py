@@ -171,9 +171,9 @@ def divergence(device: Device, R: int, V: int, *, kind: str, full: bool = False)
 
 
 def finish_rows(device: Device, parts: int, N: int) -> Results:
-    """The target's logit is in the last part."""
-    nowhere = device.of(torch.full([N], -torch.inf))
-    states = [RowState(*(device.normal(N), device.positive(N), device.normal(N), nowhere)) for _ in range(parts)]
+    """The target's logit is in the last part, and each part has three equal others."""
+    nowhere, totals = device.of(torch.full([N], -torch.inf)), [device.positive(N) for _ in range(parts)]
+    states = [RowState(device.normal(N), s, s * torch.log(s / 3), nowhere) for s in totals]
     states[-1] = states[-1]._replace(target_logit=device.normal(N))
     return dict(
         zip(("logprobs", "entropy", "shift", "total"), device.passes.finish_rows(states, entropy=True), strict=True)
