@@ -120,8 +120,6 @@ def _softmax_weights_forward_kernel(
         here = (target >= first_column) & (target < first_column + BLOCK_V)
         masked = (first_column + BLOCK_V > V) | (tl.max(here.to(tl.int32), 0) > 0)
         blocks = column_blocks(raw, WIDE)
-        # Blocks are summed element by element, then across threads once.
-        sums, products = tl.zeros(blocks[0].shape, tl.float32), tl.zeros(blocks[0].shape, tl.float32)
         for i in tl.static_range(len(blocks)):
             first = first_column + i * blocks[i].shape[1]
             x = add_bias(blocks[i], bias, first + tl.arange(0, blocks[i].shape[1]), V)
@@ -129,16 +127,13 @@ def _softmax_weights_forward_kernel(
             if masked:
                 centred = hide_targets(centred, first, target, V)
             e = exp(centred)
-            sums += e
+            row_total += tl.sum(e, 1)
             if ENTROPY:
                 # Below -128 exp is 0 in fp32: the clamp only avoids 0 * -inf.
-                products += e * tl.maximum(centred, -128.0)
+                row_weighted += tl.sum(e * tl.maximum(centred, -128.0), 1)
             if softcap is not None:
                 e = e * softcap_slope(x, logit_scale, softcap)
             weights.store([first_row, first], e.to(weights.dtype))  # what is outside of the memory is dropped
-        row_total += tl.sum(sums, 1)
-        if ENTROPY:
-            row_weighted += tl.sum(products, 1)
     statistics = split.to(tl.int64) * N + rows
     tl.store(total + statistics, row_total, mask=row_exists)
     if ENTROPY:
