@@ -117,10 +117,8 @@ def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
     frozen, keeps_weights = _takes_gradient(wanted, batch_invariant), False
     kept = torch.empty_like(hidden, dtype=dtype) if frozen else hidden.new_empty(0, dtype=dtype)
     if not frozen and any(wanted):
-        head, passes = (
-            Head(hidden, weight, bias, targets, temperature, logit_scale, softcap),
-            choice.passes(choice.choose(impl, hidden)),
-        )
+        head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
+        passes = choice.passes(choice.choose(impl, hidden))
         plan = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted))
         if keeps_weights := logprob_plans.keeps_weights(head, passes, plan):
             kept = passes.empty_tile(count, len(weight), dtype=head.gemm_dtype, device=hidden.device)

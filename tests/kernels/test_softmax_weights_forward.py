@@ -161,7 +161,7 @@ def test_it_is_preferred_where_it_was_measured_and_can_be_described(monkeypatch:
     assert not prefers("sm_80", bf16, 8192)
 
 
-def test_short_and_long_splits_give_the_same_weights(oracle: Any, head_options: Any, monkeypatch) -> None:
+def test_fewer_longer_splits_give_weights_as_exact(oracle: Any, head_options: Any, monkeypatch) -> None:
     for arch, tile in [*tuning.WEIGHTS.items()]:
         monkeypatch.setitem(tuning.WEIGHTS, arch, replace(tile, max_splits=3))
     check(oracle, problem(33, 257, 16), **head_options(33, 257, "bias"))
