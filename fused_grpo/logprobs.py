@@ -75,8 +75,10 @@ def linear_logprobs(
         process_group: the ranks that hold the head in shards along V, in rank order, of any sizes. All arguments except
             `weight` and `bias` are the same on all ranks, and `targets` count over the whole vocabulary. The results
             are the same on all ranks.
-        chunk_bytes: budget for the one chunk or tile of the logits that exists at a time. None: 256 MiB (at most 32 on
-            a CPU, where more gains little), and with a frozen head as for `fused_linear_grpo_loss`.
+        chunk_bytes: budget for the one chunk or tile of the logits that exists at a time. None: 256 MiB (at most 64 on
+            a CPU, where more gains little), and with a frozen head as for `fused_linear_grpo_loss`. With a trainable
+            head, softmax weights of all rows are kept until the backward pass where the budget has room for them, by
+            default 512 MiB on a CPU and a 48th of a GPU's memory: docs/logprobs.md says when.
         batch_invariant: guarantee that the bits of a row's results do not depend on the other rows. Without it they
             may: a vendor's GEMM may sum in another order for another N. All plans use such GEMMs, except Triton's
             kernel for log-probs of one target per row without a gradient. With it, that kernel or GEMMs of 64 rows are

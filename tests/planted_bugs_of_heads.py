@@ -292,9 +292,15 @@ BUGS = {
     ),
     "kept weights of other rows": (
         "fused_grpo/head/logprob_plans.py",
-        "kept.cumsum(0)[some] - 1, out",
-        "some, out",
+        "return some, kept.cumsum(0)[some] - 1",
+        "return some, some",
         ["tests/ops/test_kept_weights.py", "-k", "mixture"],
+    ),
+    "a target's gradient in every tile": (
+        "fused_grpo/head/several_targets.py",
+        "torch.where(here, moved * _slopes(None, tile.transform), 0.0)",
+        "moved * _slopes(None, tile.transform)",
+        ["tests/ops/test_kept_weights.py", "-k", "tiles_of_copied"],
     ),
     "a tangent is 0 in silence": (
         "fused_grpo/head/checks.py",

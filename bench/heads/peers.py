@@ -73,8 +73,6 @@ class Products(Implementation):
 
     def backward(self, value: Tensor, batch: Batch, work: Work) -> None:
         memory, weight = self._memory(batch, work), batch.weight.detach()
-        if work.gradients == "trainable" and work.kind == "logprobs":
-            torch.mm(memory.rows, weight.t(), out=memory.logits)
         if work.gradients != "no_grad":
             torch.mm(memory.logits, weight, out=memory.d_hidden)
         if work.gradients == "trainable":
@@ -91,7 +89,7 @@ class Products(Implementation):
 
 def products() -> Implementation:
     """The floor: a lower bound for every implementation that computes all products."""
-    setting = "torch.mm of logits (twice for log-probs that are trained), dH and dW, as the work has them"
+    setting = "torch.mm of logits, dH and dW, as the work has them"
     return Products(name="products alone", version=torch.__version__, setting=setting)
 
 

@@ -146,7 +146,7 @@ PROMISES = [
     Promise(LOSS, "full logits", "fused-grpo", ">= 1.2"),
     Promise(LOSS, "full logits", "fused-grpo", ">= 10", what="bytes beside gradients"),
     Promise(TRAINABLE, "fused-grpo", FLOOR, "<= 1.1"),
-    Promise(TRAINABLE, "TRL", "fused-grpo", ">= 1.6"),
+    Promise(TRAINABLE, "TRL", "fused-grpo", ">= 2.1"),
     Promise(FROZEN, "fused-grpo", FLOOR, "<= 1.15"),
     Promise(FROZEN, "TRL", "fused-grpo", ">= 1.8"),
     Promise(KEPT, "fused-grpo", "full logits", "<= 0.04"),

@@ -87,10 +87,9 @@ class Work:
 
     @property
     def products(self) -> int:
-        """Products over the head that every plan needs: logits, dH, dW; the logits once more for log-probs with a
-        trainable head, whose upstream gradient is not known in the forward pass; and those of a teacher."""
-        products = {"no_grad": 1, "frozen": 2, "trainable": 4 if self.kind == "logprobs" else 3}[self.gradients]
-        return products + self.has_teacher
+        """Products over the head that every plan needs: logits, dH, dW, and the logits of a teacher. (With a trainable
+        head, log-probs need those of all tokens at once, or compute them again.)"""
+        return {"no_grad": 1, "frozen": 2, "trainable": 3}[self.gradients] + self.has_teacher
 
     @property
     def has_teacher(self) -> bool:

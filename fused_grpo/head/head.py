@@ -94,6 +94,11 @@ class Head:
         """Whether GEMMs take softmax weights: that of the target is a sum over the vocabulary, too large for fp16."""
         return self.gemm_dtype != torch.float16
 
+    @property
+    def writes_weight_gradient(self) -> bool:
+        """Whether a GEMM can write dW directly: in the dtype of accumulators, or in that of softmax weights."""
+        return self.weight.dtype == self.dtype or (self.takes_weights and self.weight.dtype == self.gemm_dtype)
+
     def select(self, index: Tensor | None) -> Head:
         """The same head with some of its rows. Per-row vectors are gathered now, hidden states with each tile."""
         if index is None:
@@ -186,12 +191,11 @@ class Head:
         *,
         num_rows: int | None = None,
         weight_gradient: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """[R, C] for tiles that need not be whole rows; for `num_rows` rows if given, else for those of the head."""
         hidden_size, size = self.hidden.shape[1], self.dtype.itemsize
-        cast = self.weight.dtype != self.hidden.dtype
-        # A GEMM can write dW directly in the dtype of accumulators, or in that of softmax weights.
-        direct = self.weight.dtype == self.dtype or (self.takes_weights and self.weight.dtype == self.gemm_dtype)
+        cast, direct = self.weight.dtype != self.hidden.dtype, self.writes_weight_gradient
         column_bytes = hidden_size * (self.hidden.dtype.itemsize * cast + size * (weight_gradient and not direct))
         shape = buffers.tile_shape(
             self.targets.shape[0] if num_rows is None else num_rows,
@@ -200,13 +204,13 @@ class Head:
             chunk_bytes=chunk_bytes,
             **self.sizes(weight_gradient=weight_gradient),
         )
-        return passes.empty_tile(*shape, dtype=self.dtype, device=self.hidden.device)
+        return passes.empty_tile(*shape, dtype=dtype or self.dtype, device=self.hidden.device)
 
-    def sizes(self, *, weight_gradient: bool = True) -> dict[str, Any]:
+    def sizes(self, *, weight_gradient: bool = True, gathers: bool = False) -> dict[str, Any]:
         """Device and bytes of a logit, and the bytes beside a tile: of hidden states that are cast, gathered or scaled,
         and of a slice of W."""
         widens = self.gemm_dtype != self.hidden.dtype
-        copied = self.dtype.itemsize if widens else self.hidden.dtype.itemsize * (self.index is not None)
+        copied = self.dtype.itemsize if widens else self.hidden.dtype.itemsize * (gathers or self.index is not None)
         scaled = self.gemm_dtype.itemsize if weight_gradient else 0
         return {
             "device": self.hidden.device,

@@ -3,8 +3,9 @@
 - `forward`, 1U: log-probs and entropy, by a Triton kernel that writes no logit to memory, or tile by tile.
 - `backward`, 1U for recomputed logits and 1U for each of dH and dW. Every tile is overwritten by its softmax weights.
   Rows whose upstream gradient is zero take no part.
-- `forward_with_weights`, 1U, and `backward_with_weights`, 2U: the softmax weights of all rows are kept, where one chunk
-  holds them and a kernel computes them without logits. The backward pass is two products.
+- `forward_with_weights`, 1U, and `backward_with_weights`, 2U: the softmax weights of all rows are kept, where the
+  budget has room for them and they take no more memory than their logits in the forward pass. The backward pass is two
+  products.
 - `forward_with_gradient`, 2U: with a frozen head, d log p / d hidden does not depend on the upstream gradient. It is
   computed while a chunk of logits is in memory, and the backward pass is a product.
 
@@ -188,12 +189,17 @@ def backward(
 
 def keeps_weights(head: Head, passes: RowPasses, options: Options) -> bool:
     """Whether the softmax weights of all rows are kept for the backward pass; no value decides."""
-    if options.batch_invariant or not (options.wanted.weight or options.wanted.bias):
+    if options.batch_invariant or not (options.wanted.weight or options.wanted.bias) or not head.takes_weights:
         return False
-    # Beside recomputation they spare no accumulator of dW.
-    if head.weights_pass(passes, options.chunk_bytes, NOTHING) is None:
+    # Logits become weights in place, or a kernel writes weights without logits; narrower copies would come on top.
+    if head.gemm_dtype != head.dtype and head.weights_pass(passes, options.chunk_bytes, NOTHING) is None:
         return False
-    return head.chunk_rows(options.chunk_bytes, NOTHING, head.gemm_dtype) >= head.targets.shape[0]
+    if head.targets.ndim == 2 and head.softcap is not None:  # whose slopes at the targets need logits
+        return False
+    room, _ = buffers.kept_budgets(options.chunk_bytes, head.hidden.device)
+    sizes = head.sizes(gathers=True)
+    row = head.weight.shape[0] * head.gemm_dtype.itemsize + sizes["row_bytes"]
+    return bool(head.targets.shape[0] * row + sizes["slice_bytes"] <= room)
 
 
 def memory_to_keep(head: Head, passes: RowPasses) -> Tensor:
@@ -206,13 +212,16 @@ def memory_to_keep(head: Head, passes: RowPasses) -> Tensor:
         raise
 
 
-def forward_with_weights(head: Head, passes: RowPasses, options: Options, memory: Tensor) -> tuple[Statistics, Tensor]:
-    """(`forward`, the scale [N] of the softmax weights that are now in the first rows of `memory`)."""
+def forward_with_weights(
+    head: Head, passes: RowPasses, options: Options, memory: Tensor
+) -> tuple[Statistics, Tensor, Tensor]:
+    """(`forward`, the scale [N] of the softmax weights now in the first rows of `memory`, the targets [N] they are of)."""
+    kernel = head.weights_pass(passes, options.chunk_bytes, NOTHING)
     with full_precision(head.hidden):
-        (tile,) = head.tiles(memory, multiply=False)
-        kernel = passes.softmax_weights_forward
+        (tile,) = head.tiles(memory, multiply=kernel is None)
+        tile, below = several_targets.largest_target(tile)
         _, scale, statistics = softmax_weights_of(tile, passes, kernel, entropy=options.entropy, dtype=memory.dtype)
-    return statistics, scale
+    return several_targets.for_each_target(statistics, below), scale, tile.targets
 
 
 def backward_with_weights(
@@ -224,24 +233,53 @@ def backward_with_weights(
     wanted: Wanted,
     *,
     kept: Tensor,
+    largest: Tensor,
+    chunk_bytes: int | None = None,
 ) -> Gradients:
     """The gradients from the scale [N] and the weights [N, V] that `forward_with_weights` left of the rows `kept` [N].
 
-    Their weights are the first ones. If at most half of all rows have a gradient, they are copied for the products.
+    Their weights are the first ones, of the targets `largest` [N]. Those of several targets, and those of the rows that
+    have a gradient where others have none, are copied for the products, a tile at a time.
     """
-    rows, some = None, rows_of(grad_logprobs != 0) if leaves_out_rows(kept) else None
-    if some is not None and 2 * len(some) <= len(kept):
-        copies = passes.empty_tile(len(some), weights.shape[1], dtype=weights.dtype, device=weights.device)
-        rows, weights = some, torch.index_select(weights, 0, kept.cumsum(0)[some] - 1, out=copies)
-    elif some is not None and (rows := rows_of(kept)) is not None:
-        weights = weights[: len(rows)]
+    moved, has_gradient = None, grad_logprobs != 0
+    if grad_logprobs.ndim == 2:
+        head, grad_logprobs = several_targets.distinct_targets(head, grad_logprobs)
+        moved, has_gradient = several_targets.moved_targets(head, largest, grad_logprobs), has_gradient.any(1)
+        grad_logprobs = grad_logprobs.sum(1)
+    rows, places = _rows_and_places(kept, has_gradient, copied=moved is not None)
     if rows is not None:
         head, scale, grad_logprobs = head.select(rows), scale[rows], grad_logprobs[rows]
-    gradients = HeadGradients(head, wanted, one_group=True)
+        moved = None if moved is None else moved[rows]
+    memory = weights = weights if places is not None else weights[: len(head.targets)]
+    if places is not None or moved is not None or (wanted.weight and not head.writes_weight_gradient):
+        _, budget = buffers.kept_budgets(chunk_bytes, weights.device)
+        memory = head.tile_memory(passes, budget, weight_gradient=wanted.weight, dtype=weights.dtype)
+    gradients = HeadGradients(head, wanted, one_group=len(memory) >= len(head.targets))
     with full_precision(head.hidden):
-        (tile,) = head.tiles(weights, multiply=False)
-        gradients.add_weights(tile, passes, weights, scale, grad_logprobs)
+        for tile in head.tiles(memory, multiply=False):
+            values, upstream = weights[:, tile.columns], grad_logprobs[tile.rows]
+            if places is None:
+                values = values[tile.rows]
+            else:
+                values = buffers.gather_rows(values, places[tile.rows], out=tile.logits)
+            if moved is None:
+                gradients.add_weights(tile, passes, values, scale[tile.rows], upstream)
+            else:
+                torch.mul(values, (scale[tile.rows] * upstream)[:, None], out=tile.logits)
+                gradients.add_gradient(tile, several_targets.moved_(tile.logits, tile, moved[tile.rows]))
     return gradients.finish()
+
+
+def _rows_and_places(kept: Tensor, has_gradient: Tensor, *, copied: bool) -> tuple[Tensor | None, Tensor | None]:
+    """(the rows of the products, None for all; where their weights are among those kept, None for the first ones)."""
+    if not leaves_out_rows(kept):
+        return None, None
+    every, some = rows_of(kept), rows_of(has_gradient)
+    count = len(kept) if every is None else len(every)
+    # A copy takes about the time of an eighth of the products.
+    if some is None or (not copied and 8 * len(some) > 7 * count):
+        return every, None
+    return some, kept.cumsum(0)[some] - 1
 
 
 def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tuple[Statistics, Tensor, Tensor]:
@@ -255,9 +293,8 @@ def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tu
     groups, largest = [], []
     with full_precision(head.hidden):
         for tile in head.tiles(memory, multiply=kernel is None):
-            upstream, below = ones[tile.rows], None
-            if tile.targets.ndim == 2:
-                tile, below = several_targets.largest_target(tile)
+            upstream = ones[tile.rows]
+            tile, below = several_targets.largest_target(tile)
             if head.takes_weights:
                 weights, factor, statistics = softmax_weights_of(
                     tile, passes, kernel, entropy=entropy, dtype=head.gemm_dtype
@@ -268,7 +305,7 @@ def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tu
                     [several_targets.row_statistics(tile, passes, entropy=entropy)], passes, entropy=entropy
                 )
                 gradients.add_known(tile, passes, statistics, Upstream(upstream, None))
-            groups.append(statistics if below is None else several_targets.for_each_target(statistics, below))
+            groups.append(several_targets.for_each_target(statistics, below))
             largest.append(tile.targets)
     (gradient, _, _) = gradients.finish()
     assert gradient is not None

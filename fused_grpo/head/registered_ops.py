@@ -60,6 +60,7 @@ def _linear_logprobs(
     The entropy is [0] unless `entropy`, and m and s are [0] if no gradient is `wanted`. If, of (hidden, weight, bias),
     only the gradient of hidden is, d log p / d hidden [N, D] is kept, with the targets it is of. If `keeps_weights`,
     softmax weights [N, V] are, those of rows that are not ignored first, and their scale is beside m and s: [3, N].
+    The largest targets are [0] if nothing is kept, and beside the weights of one target per row.
 
     With targets [N, K], log p is [N, K], and the others are those of the largest target that is not ignored. An ignored
     target has log p = 0, a row without any other also H = 0.
@@ -69,8 +70,8 @@ def _linear_logprobs(
     passes, scale = choice.passes(chosen), None
     kept, head = head.without_ignored(passes, ignore_index)
     rows = rows_with(kept)
-    # Of no element, each with a memory of its own: PyTorch takes no output twice.
-    memory, largest = hidden.new_empty(0, dtype=head.dtype), targets.new_empty(0)
+    # Each output has a memory of its own: PyTorch takes none twice.
+    memory, largest = hidden.new_empty(0, dtype=head.dtype), targets
     # A single launch needs no count of rows. Batch-invariant rows must stay in place.
     stay = (chosen == "triton" and not any(wanted)) or batch_invariant or not leaves_out_rows(rows)
     index = None if stay else logprob_plans.rows_of(rows)
@@ -79,7 +80,7 @@ def _linear_logprobs(
         statistics, memory, largest = logprob_plans.forward_with_gradient(head.select(index), passes, options)
     elif may_synchronize(targets) and logprob_plans.keeps_weights(head, passes, options):
         memory = logprob_plans.memory_to_keep(head, passes)
-        statistics, scale = logprob_plans.forward_with_weights(head.select(index), passes, options, memory)
+        statistics, scale, largest = logprob_plans.forward_with_weights(head.select(index), passes, options, memory)
     else:
         statistics = logprob_plans.forward(head.select(index), passes, options)
     logprobs, entropies, *others = statistics
@@ -95,7 +96,8 @@ def _linear_logprobs(
     shift_and_total = torch.stack(of_rows) if any(wanted) else logprobs.new_empty(0)
     if index is not None and any(wanted):  # else those of ignored rows stay: rows without a gradient may have any
         shift_and_total = all_rows(shift_and_total)
-    largest = all_rows(largest) if _takes_gradient(wanted, batch_invariant) else largest
+    has_largest = _takes_gradient(wanted, batch_invariant) or (scale is not None and targets.ndim == 2)
+    largest = all_rows(largest) if has_largest else targets.new_empty(0)
     return (
         logprobs,
         logprobs.new_empty(0) if entropies is None else all_rows(entropies),
@@ -121,11 +123,14 @@ def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
         passes = choice.passes(choice.choose(impl, hidden))
         plan = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted))
         if keeps_weights := logprob_plans.keeps_weights(head, passes, plan):
-            kept = passes.empty_tile(count, len(weight), dtype=head.gemm_dtype, device=hidden.device)
+            # Of the layout of such a tile: the memory cache of a CPU has no fake tensors.
+            layout = passes.empty_tile(count, len(weight), dtype=head.gemm_dtype, device=torch.device("meta"))
+            kept = hidden.new_empty_strided(layout.shape, layout.stride(), dtype=head.gemm_dtype)
     logprobs = hidden.new_empty(targets.shape, dtype=dtype)
     others = hidden.new_empty((2 + keeps_weights, count) if any(wanted) else 0, dtype=dtype)
     entropies = hidden.new_empty(count if entropy else 0, dtype=dtype)
-    return logprobs, entropies, others, kept, targets.new_empty(count if frozen else 0)
+    has_largest = frozen or (keeps_weights and targets.ndim == 2)
+    return logprobs, entropies, others, kept, targets.new_empty(count if has_largest else 0)
 
 
 def _linear_logprobs_backward(
@@ -171,7 +176,9 @@ def _linear_logprobs_backward(
     # What is captured cannot know which rows the forward pass left out.
     if len(others) == 3 and grad_entropy is None and may_synchronize(counted):
         rows = kept, others[2], g, Wanted(*wanted)
-        gradients = logprob_plans.backward_with_weights(head, passes, *rows, kept=counted)
+        gradients = logprob_plans.backward_with_weights(
+            head, passes, *rows, kept=rows_with(counted), largest=largest, chunk_bytes=chunk_bytes
+        )
     else:
         gradients = logprob_plans.backward(
             head,

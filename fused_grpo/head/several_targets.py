@@ -49,11 +49,13 @@ def rows_with(flags: Tensor) -> Tensor:
     return flags if flags.ndim == 1 else flags.any(1)
 
 
-def largest_target(tile: Tile) -> tuple[Tile, Tensor]:
+def largest_target(tile: Tile) -> tuple[Tile, Tensor | None]:
     """(the tile with the largest target of each row as its only one, the logits of all relative to it [R, K]).
 
-    The tile has raw logits. Targets of other tiles have a logit of -inf.
+    The tile has raw logits. Targets of other tiles have a logit of -inf. A tile with one target stays as it is.
     """
+    if tile.targets.ndim == 1:
+        return tile, None
     column, here, _ = _columns(tile)
     transform: LogitTransform = {**tile.transform, "bias": None}  # which is in `_at`
     z = distributions.transform_logits(_at(tile, column), **transform)
@@ -64,11 +66,9 @@ def largest_target(tile: Tile) -> tuple[Tile, Tensor]:
 
 def row_statistics(tile: Tile, passes: RowPasses, *, entropy: bool) -> RowState:
     """The state of a tile's rows; for K targets without the largest of them, and with all their logits [R, K]."""
-    if tile.targets.ndim == 1:
-        return RowState(*passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.transform))
     tile, below = largest_target(tile)
-    state = row_statistics(tile, passes, entropy=entropy)
-    return state._replace(target_logit=state.target_logit[:, None] + below)
+    state = RowState(*passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.transform))
+    return state if below is None else state._replace(target_logit=state.target_logit[:, None] + below)
 
 
 def finish_rows(parts: Sequence[RowState], passes: RowPasses, *, entropy: bool) -> Statistics:
@@ -81,9 +81,9 @@ def finish_rows(parts: Sequence[RowState], passes: RowPasses, *, entropy: bool) 
     return for_each_target(statistics, state.target_logit - finite(top)[:, None])
 
 
-def for_each_target(statistics: Statistics, below: Tensor) -> Statistics:
+def for_each_target(statistics: Statistics, below: Tensor | None) -> Statistics:
     """The statistics of rows, with log-probs [R, K] from those of the largest targets and the logits below theirs."""
-    return statistics._replace(logprobs=statistics.logprobs[:, None] + below)
+    return statistics if below is None else statistics._replace(logprobs=statistics.logprobs[:, None] + below)
 
 
 def distinct_targets(head: Head, grad_logprobs: Tensor) -> tuple[Head, Tensor]:
@@ -153,15 +153,27 @@ def logits_gradient_(tile: Tile, passes: RowPasses, rows: KnownTargets, *, dtype
     return out.scatter_(1, column, torch.where(here.any(1, keepdim=True), values, out.gather(1, column)))
 
 
-def hidden_gradient(head: Head, d_top: Tensor, largest: Tensor, grad_logprobs: Tensor) -> Tensor:
-    """dL/dh [N, D] under a frozen head from d log p_t / dh [N, D] of the largest targets t [N].
+def moved_(gradient: Tensor, tile: Tile, moved: Tensor) -> Tensor:
+    """d loss / d(h.w) [R, C] of a tile with distinct targets, from that of the largest alone, in its place."""
+    column, here, first = _columns(tile)
+    values = gradient.gather(1, column).add_(torch.where(here, moved * _slopes(None, tile.transform), 0.0))
+    return gradient.scatter_(1, column, torch.where(here, values, values.gather(1, first)))
+
+
+def moved_targets(head: Head, largest: Tensor, grad_logprobs: Tensor) -> Tensor:
+    """[N, K]: what a gradient of log p_k adds at each target to that of log p_t, for the largest targets t [N].
 
     Which target is the largest is not decided again: of equal log-probs, the logits may differ.
     """
     is_top = head.targets == largest[:, None]
     # What repeats the largest target moves nothing: w_t - w_t would leave a rounding far above 1 - p_t.
     moved = torch.where(is_top, 0.0, grad_logprobs)
-    moved.scatter_(1, is_top.int().argmax(1, keepdim=True), -moved.sum(1, keepdim=True))
+    return moved.scatter_(1, is_top.int().argmax(1, keepdim=True), -moved.sum(1, keepdim=True))
+
+
+def hidden_gradient(head: Head, d_top: Tensor, largest: Tensor, grad_logprobs: Tensor) -> Tensor:
+    """dL/dh [N, D] under a frozen head from d log p_t / dh [N, D] of the largest targets t [N]."""
+    moved = moved_targets(head, largest, grad_logprobs)
     gradient = d_top * grad_logprobs.sum(1, keepdim=True)
     # In cache on a CPU; on a GPU in few launches, and with its temporaries within the default budget of a tile.
     budget = SLICE_BYTES if gradient.device.type == "cpu" else buffers.DEFAULT_TILE_BYTES // 4

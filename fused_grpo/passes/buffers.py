@@ -57,6 +57,9 @@ CPU_CHUNK_BYTES = 96 * 2**20
 # The chunks of a student and of a teacher together on a CPU: small beside two full logits, and fewer sums of dW.
 CPU_PAIR_BYTES = 320 * 2**20
 
+# Softmax weights of all rows on a CPU, kept until the backward pass of log-probs.
+CPU_KEPT_BYTES = 512 * 2**20
+
 # fp32 numbers per cache line, to which columns are aligned.
 _LINE = 16
 
@@ -74,6 +77,14 @@ def chunk_budget(chunk_bytes: int | None, device: torch.device) -> int:
     if device.type == "cpu":
         return CPU_CHUNK_BYTES
     return total_memory(device) // MEMORY_SHARE
+
+
+def kept_budgets(chunk_bytes: int | None, device: torch.device) -> tuple[int, int]:
+    """Bytes for softmax weights of all rows, with what is of their size, and for the tiles of their products."""
+    on_cpu = device.type == "cpu"
+    budget = CPU_KEPT_BYTES if on_cpu and chunk_bytes is None else chunk_budget(chunk_bytes, device)
+    tile = min(budget // 4, CPU_TILE_BYTES if on_cpu else DEFAULT_TILE_BYTES)
+    return budget - tile - _SCRATCH_BYTES * on_cpu, tile
 
 
 @functools.cache
@@ -162,6 +173,14 @@ def _evened(total: int, most: int) -> int:
     """The size of the parts if `total` is split into as few and as equal parts of at most `most` as possible."""
     parts = -(-total // max(1, most))
     return -(-total // max(1, parts))
+
+
+def gather_rows(tile: Tensor, index: Tensor, *, out: Tensor) -> Tensor:
+    """out = tile[index], at the speed of a copy for tiles of either layout."""
+    if tile.stride(0) == 1:  # column-major, where `index_select` takes 15 times as long
+        torch.gather(tile.t(), 1, index.expand(tile.shape[1], -1), out=out.t())
+        return out
+    return torch.index_select(tile, 0, index, out=out)
 
 
 def chunks(total: int, size: int) -> Iterator[slice]:

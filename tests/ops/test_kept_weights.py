@@ -40,23 +40,45 @@ def gradients(inputs: tuple[torch.Tensor, ...], impl: str, *, dtype: torch.dtype
     return torch.autograd.grad((logprobs * upstream.to(dtype)).sum(), leaves)
 
 
-def check(inputs: tuple[torch.Tensor, ...], **options) -> None:
-    ours, exact = gradients(inputs, "triton", **options), gradients(inputs, "reference", dtype=torch.float64)
+def check(inputs: tuple[torch.Tensor, ...], impl: str = "triton", **options) -> None:
+    ours, exact = gradients(inputs, impl, **options), gradients(inputs, "reference", dtype=torch.float64)
     for mine, wanted in zip(ours, exact, strict=True):
         torch.testing.assert_close(mine.double(), wanted, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.cpu_only(reason="on a GPU so few rows keep nothing")
-@pytest.mark.parametrize(("ignored", "idle", "rows"), [(0, 0, N), (7, 0, N - 7), (0, 10, N), (30, 0, 18), (0, 40, 8)])
-def test_products_take_rows_that_have_a_gradient(products, ignored, idle, rows):
-    check(problem(ignored, idle))
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize(
+    ("ignored", "idle", "rows"),
+    [(0, 0, N), (7, 0, N - 7), (0, 5, N), (0, 10, N - 10), (7, 3, N - 7), (30, 0, 18), (0, 40, 8)],
+)
+def test_products_take_rows_that_have_a_gradient(products, ignored, idle, rows, impl):
+    """Where at most an eighth of the others has none, they take part."""
+    check(problem(ignored, idle), impl)
     assert products == [rows]
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("ignored", [7, 30, N])
 @pytest.mark.parametrize("idle", [10, 40, N])
-def test_rows_that_are_ignored_or_idle_in_any_mixture(ignored, idle):
-    check(problem(ignored, idle))
+def test_rows_that_are_ignored_or_idle_in_any_mixture(ignored, idle, impl):
+    check(problem(ignored, idle), impl)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(("ignored", "idle"), [(0, 0), (7, 0), (7, 20)])
+def test_tiles_of_copied_weights_add_up(monkeypatch, several, ignored, idle, impl):
+    """By columns, and where they are low by rows: the weight's gradient then accumulates."""
+    hidden, weight, bias, targets, upstream = problem(ignored, idle)
+    if several:  # the second is that of another row, the third repeats the first, the last is ignored
+        others = targets.roll(5)
+        targets = torch.stack([targets, others, targets, others.new_full((N,), -100)], 1)
+        upstream = torch.stack([upstream, upstream.roll(5), 0.5 * upstream, upstream], 1)
+    for tile in (5_000, 50_000, 500_000):
+        monkeypatch.setattr(logprob_plans.buffers, "kept_budgets", lambda *_, tile=tile: (10**9, tile))
+        monkeypatch.setattr(logprob_plans.Head, "writes_weight_gradient", False)
+        check((hidden, weight, bias, targets, upstream), impl)
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradient_again():
@@ -103,13 +125,14 @@ def test_an_entropy_with_a_gradient_recomputes_logits(products, unlikely):
 
 
 @pytest.mark.cpu_only(reason="on a GPU so few rows keep nothing")
-def test_a_compiled_call_keeps_them_as_well(products):
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_a_compiled_call_keeps_them_as_well(products, impl):
     hidden, weight, bias, targets, upstream = problem(ignored=5)
-    eager = gradients(problem(ignored=5), "triton")[:2]
+    eager = gradients(problem(ignored=5), impl)[:2]
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def loss(hidden, weight):
-        return (linear_logprobs(hidden, weight, targets, bias=bias, impl="triton") * upstream).sum()
+        return (linear_logprobs(hidden, weight, targets, bias=bias, impl=impl) * upstream).sum()
 
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     compiled = torch.autograd.grad(loss(*leaves), leaves)
