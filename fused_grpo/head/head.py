@@ -194,13 +194,12 @@ class Head:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """[R, C] for tiles that need not be whole rows; for `num_rows` rows if given, else for those of the head."""
-        hidden_size, size = self.hidden.shape[1], self.dtype.itemsize
-        cast, direct = self.weight.dtype != self.hidden.dtype, self.writes_weight_gradient
-        column_bytes = hidden_size * (self.hidden.dtype.itemsize * cast + size * (weight_gradient and not direct))
+        column_bytes = self.hidden.dtype.itemsize if self.weight.dtype != self.hidden.dtype else 0
+        column_bytes += self.dtype.itemsize if weight_gradient and not self.writes_weight_gradient else 0
         shape = buffers.tile_shape(
             self.targets.shape[0] if num_rows is None else num_rows,
             self.weight.shape[0],
-            column_bytes=column_bytes,
+            column_bytes=self.hidden.shape[1] * column_bytes,
             chunk_bytes=chunk_bytes,
             **self.sizes(weight_gradient=weight_gradient),
         )
@@ -246,9 +245,7 @@ class Head:
                     multiply_into(logits, hidden, weight.t())
                 else:
                     logits_by_slices(logits, hidden, weight)
-                bias = None if self.bias is None else picked(self.bias, columns)
-                transform: LogitTransform = {"bias": bias, "temperature": temperature}
-                transform |= {"logit_scale": self.logit_scale, "softcap": self.softcap}
+                transform: LogitTransform = {**self.transform(columns=columns), "temperature": temperature}
                 here = targets - columns.start if columns.start else targets
                 yield Tile(group, columns, logits, hidden, weight, here, transform, index)
 

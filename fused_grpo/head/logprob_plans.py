@@ -215,7 +215,7 @@ def memory_to_keep(head: Head, passes: RowPasses) -> Tensor:
 def forward_with_weights(
     head: Head, passes: RowPasses, options: Options, memory: Tensor
 ) -> tuple[Statistics, Tensor, Tensor]:
-    """(`forward`, the scale [N] of the softmax weights now in the first rows of `memory`, the targets [N] they are of)."""
+    """(`forward`, the scale [N] of the softmax weights now in the first rows of `memory`, the targets [N] of these)."""
     kernel = head.weights_pass(passes, options.chunk_bytes, NOTHING)
     with full_precision(head.hidden):
         (tile,) = head.tiles(memory, multiply=kernel is None)

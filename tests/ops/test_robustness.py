@@ -292,7 +292,7 @@ COSTS = {
 @pytest.mark.parametrize("chunk_bytes", [None, 3000])
 @pytest.mark.parametrize("plan", PLANS)
 def test_each_plan_multiplies_what_it_needs_and_no_more(gemms, plan, impl, dtype, chunk_bytes):
-    """Rows that are ignored, or whose upstream gradient is zero, take no part. Without the entropy, kept weights spare logits."""
+    """Rows that are ignored, or whose upstream gradient is zero, take no part."""
     N, V, D = 24, 19, 6
     inputs = make_inputs(N, V, D, dtype)
     solve(inputs, plan, impl=impl, chunk_bytes=chunk_bytes)
