@@ -1,8 +1,11 @@
 """When a call waits for the device, and what can be captured, replayed and compiled."""
 
+import contextlib
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,21 +24,43 @@ from gpu_problems import (
 )
 
 from fused_grpo import GRPOLossConfig
+from fused_grpo.kernels import tuning
 
 N, D, V = SIZES.shape
 OPS = torch.ops.fused_grpo
 SEQUENCE = GRPOLossConfig(importance_sampling_level="sequence")
 # Three chunks: no number of them makes a call wait more often.
 CHUNKS = {"impl": "triton", "chunk_bytes": 4 * (V + 256) * (N // 3)}
+ENTROPY = GRPOLossConfig(entropy_coef=0.1)
+# Only where a kernel writes the weights without logits are they kept.
+KEPT = 2 if NAME == "cuda" and tuning.architecture(DEVICE) not in tuning.WEIGHTS_FROM else 3
+
+
+def keeping_weights(problem: Problem) -> dict[str, torch.Tensor]:
+    with mock.patch.dict(tuning.WEIGHTS_FROM, dict.fromkeys(tuning.WEIGHTS_FROM, 0)):
+        return logprobs_of(problem, "trainable", impl="triton")
+
+
+def recomputing(problem: Problem, **options: Any) -> dict[str, torch.Tensor]:
+    with mock.patch.dict(tuning.WEIGHTS_FROM, dict.fromkeys(tuning.WEIGHTS_FROM, 2**62)):
+        return logprobs_of(problem, "trainable", impl="triton", **options)
+
+
+# Log-probs wait for the rows that are not ignored, and again for those with a gradient; an entropy, for whether it has
+# one at all. Kept weights are of the rows that are not ignored, whose number is asked for again.
 WAITS: dict[str, tuple[Callable[[Problem], Any], int]] = {
-    "log-probs without gradient": (lambda x: logprobs_of(x, "no gradient"), 0),
-    "log-probs and entropy without gradient": (lambda x: logprobs_of(x, "no gradient", entropy=True), 0),
-    "loss": (lambda x: loss_of(x), 1),
-    "loss, frozen head": (lambda x: loss_of(x, "frozen head"), 1),
+    "log-probs without gradient": (lambda x: logprobs_of(x, "no gradient", impl="triton"), 0),
+    "log-probs and entropy without gradient": (lambda x: logprobs_of(x, "no gradient", entropy=True, impl="triton"), 0),
+    "log-probs, frozen head": (lambda x: logprobs_of(x, "frozen head", impl="triton"), 1),
+    "log-probs, trainable": (recomputing, 2),
+    "log-probs and entropy, trainable": (lambda x: recomputing(x, entropy=True), 3),
+    "log-probs, trainable, from kept weights": (keeping_weights, KEPT),
+    "loss": (lambda x: loss_of(x, impl="triton"), 1),
+    "loss, frozen head": (lambda x: loss_of(x, "frozen head", impl="triton"), 1),
     "loss in chunks": (lambda x: loss_of(x, **CHUNKS), 1),
     "loss in two phases": (lambda x: loss_of(x, config=SEQUENCE, **CHUNKS), 2),
-    "loss with an entropy bonus": (lambda x: loss_of(x, config=GRPOLossConfig(entropy_coef=0.1)), 1),
-    "loss without gradient": (lambda x: loss_of(x, "no gradient"), 1),
+    "loss with an entropy bonus": (lambda x: loss_of(x, config=ENTROPY, impl="triton"), 1),
+    "loss without gradient": (lambda x: loss_of(x, "no gradient", impl="triton"), 1),
 }
 
 
@@ -54,12 +79,33 @@ def waits_of(call: Callable[[], Any]) -> list[str]:
     return [text for text in said if "synchronizing CUDA operation" in text]
 
 
-@pytest.mark.gpu
+def reads_of(call: Callable[[], Any]) -> list[str]:
+    """The rehearsal of it: where plans read values. Checks of arguments, elsewhere, read none on a GPU."""
+    found: list[str] = []
+
+    def counting(name: str) -> Any:
+        original = getattr(torch.Tensor, name)
+
+        def read(*args: Any, **kwargs: Any) -> Any:
+            if "/fused_grpo/head/" in sys._getframe(1).f_code.co_filename:
+                found.append(name)
+            return original(*args, **kwargs)
+
+        return mock.patch.object(torch.Tensor, name, read)
+
+    with contextlib.ExitStack() as patches:
+        for name in ("__bool__", "item", "nonzero", "tolist"):
+            patches.enter_context(counting(name))
+        call()
+    return found
+
+
+@pytest.mark.rehearsed
 @pytest.mark.parametrize("name", WAITS)
 def test_a_call_waits_for_the_device_as_often_as_is_promised(name):
     call, promised = WAITS[name]
     problem = make_problem(N, D, V)
-    found = waits_of(lambda: call(problem))
+    found = (waits_of if NAME == "cuda" else reads_of)(lambda: call(problem))
     report(f"waits of {name}", len(found), "waits", promised=promised)
     assert len(found) == promised, found
 
