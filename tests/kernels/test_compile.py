@@ -153,8 +153,11 @@ def test_the_divergence_lets_the_compiler_fuse_no_product(compiled: list[Facts])
 def test_passes_over_rows_are_lean(compiled: list[Facts]) -> None:
     """So that memory is what bounds them: 16 instructions for each logit that moves 4 or 6 bytes."""
     rows = [row for row in compiled if row["name"] == "_softmax_weights_kernel" and "per_logit" in row]
-    # Where several warps share a row, one more: they agree on the largest logit of a tile.
-    assert all(row["per_tile"] <= 2 for row in rows), table(rows)
+    # One where a tile is overwritten. Where several warps share a row, they agree on the largest logit of a tile: one
+    # before shared memory is written, one after. Until Triton 3.7 one warp combined their numbers and wrote the result
+    # there, for which the others waited once more; since 3.8 each warp combines them.
+    newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+    assert all(row["per_tile"] <= (2 if newer else 3) for row in rows), table(rows)
     plain = [row for row in rows if row["options"] == "none"]
     assert len(plain) >= 3 * len(QUICK)
     assert all(row["per_logit"] <= 16 for row in plain), table(plain)
