@@ -5,7 +5,7 @@ in bf16 autocast with gradient checkpointing; rollouts are fixed, their lengths 
 what the trainer needs. `--tiny` is for a machine without a GPU: every part runs in seconds.
 
     phase      from scored rollouts to updated weights: ours, TRL's with our ops, TRL's, interleaved
-    longest    the longest completions that each trainer fits in memory
+    longest    the longest completions that each trainer fits in 24 GiB, between bounds that get closer
     published  ours at the sizes for which prime-rl publishes figures of one H100: tokens a second, prompts counted, and
                all memory, weights and optimizer included
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +33,10 @@ from fused_grpo.bench.trainers.training_step import Problem, TrainingStep
 
 # Rounds of a comparison: at least the first number, at most the second, and no more after so many seconds.
 FEWEST, MOST, SECONDS = 2, 5, 25.0
-PROMISED = ">= 1.4"
+PROMISED, PROMISED_LENGTH = ">= 1.4", ">= 1.5"
+# In all of an H200 a step with the longest completions takes minutes, nearly all of it attention. No try begins after
+# so many seconds, nor where the bounds are so near.
+ROOM, PATIENCE, NEAR = 24 * GIB, 110.0, 1.05
 OURS, FUSED, TRL = "fused-grpo trainer", "TRL, fused-grpo ops", "TRL"
 
 
@@ -56,7 +60,7 @@ PUBLISHED = [
     )
     for longest in (5120, 20480)
 ]
-SMALL = replace(qwen3(32, 2, 64, 8, longest=24), vocab=500)
+SMALL, TINY_ROOM = replace(qwen3(32, 2, 64, 8, longest=24), vocab=500), 2**24
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -120,32 +124,46 @@ def compared(name: str, problem: Problem, *, rounds: int) -> Iterator[Figure]:
 
 
 def longest(*, tiny: bool) -> Iterator[Figure]:
-    """The longest completion, from the given one on in steps of a square root of two, with four in the batch.
+    """The longest completion, with four in the batch: doubled while it fits, then between what fits and what does not.
 
-    A figure for each that fits: the last one of a trainer is its longest.
+    Trainers alternate, and each bound is a figure at once: a run that is ended leaves bounds of both. So is the lower
+    bound of their ratio.
     """
-    name, first = ("tiny", SMALL) if tiny else ("Qwen3-0.6B", FULL["Qwen3-0.6B"])
-    first = replace(first, completions=4)
-    for trainer, make in makers().items():
-        for power in range(2 if tiny else 16):
-            problem = replace(first, longest=int(first.longest * 2 ** (power / 2)))
-            fits, shape = succeeds(make, problem), shape_of(name, first, longest=None)
-            if fits or power == 0:
-                value = problem.longest if fits else 0
-                yield figure_of(f"longest completion: {trainer}", value, "tokens", None, **shape)
-            if not fits:
-                break
+    name, problem, room = ("tiny", SMALL, TINY_ROOM) if tiny else ("Qwen3-0.6B", FULL["Qwen3-0.6B"], ROOM)
+    problem = replace(problem, completions=4)
+    shape = shape_of(name, problem, longest=None, GiB=room / GIB)
+    fits, fails = dict.fromkeys((OURS, TRL), 0), dict.fromkeys((OURS, TRL), math.inf)
+    end, open_ = time.perf_counter() + PATIENCE, [OURS, TRL]
+    while open_:
+        for trainer in open_:
+            if time.perf_counter() > end:
+                return
+            length = problem.longest
+            if fits[trainer] or fails[trainer] < math.inf:
+                low, high = max(fits[trainer], 1), fails[trainer]
+                length = 2 * low if high == math.inf else round((low * high) ** 0.5)
+            if succeeds(makers()[trainer], replace(problem, longest=length), room):
+                fits[trainer] = length
+                yield figure_of(f"longest completion: {trainer}", length, "tokens", None, **shape)
+            else:
+                fails[trainer] = length
+                yield figure_of(f"longest completion: {trainer}, less than", length, "tokens", None, **shape)
+            if fits[OURS] and fails[TRL] < math.inf:
+                ratio, what = fits[OURS] / fails[TRL], "longest completion: ours over TRL, at least"
+                yield replace(figure_of(what, ratio, "x", None, **shape), promised=PROMISED_LENGTH)
+        open_ = [trainer for trainer in open_ if fails[trainer] > NEAR * fits[trainer] + 1]
 
 
-def succeeds(make: Callable[[Problem], TrainingStep], problem: Problem) -> bool:
-    """Whether a step fits in memory."""
+def succeeds(make: Callable[[Problem], TrainingStep], problem: Problem, room: int) -> bool:
+    """Whether so many bytes suffice for a trainer and a step."""
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(min(1.0, room / torch.cuda.mem_get_info()[1]))
     try:
-        make(problem).step()
+        return allocations_of(lambda: make(problem).step(), device()).peak <= room
     except torch.OutOfMemoryError:
         return False
     finally:
         release()
-    return True
 
 
 def published(*, tiny: bool) -> Iterator[Figure]:
