@@ -1,25 +1,28 @@
-"""Tests and timings for a GPU that has not been tried yet, within ten minutes: `gpu_first.py OUT [--tiny]`.
+"""Tests and timings for a GPU, in two commands of less than seven minutes: `gpu_first.py OUT [--stages second]`.
 
-First come the tests of correctness, side by side: the vendor's GEMMs with our arguments, tests/gpu, tests/kernels and
-tests/ops on the device, and compute-sanitizer if it is installed; beside them the stage `warm` compiles what timings
-launch. Then come timings, alone and each beside its prediction: peers, losses, a trace, tiles, kernels, ceilings and
-GEMMs. Whole trainers are runs of their own, `--stages phase`, `longest` and `published`, for which TRL must be
-installed. A stage is a process with a time limit. If a stage fails, or exceeds its limit, this is recorded and the
-others run. In OUT:
+The stages called `first` launch every kernel once, then time a loss of 8192 and of 256 tokens beside its bare GEMMs,
+full logits and TRL's, each after its check against fp64. Then come tests/gpu, beside them memcheck of compute-sanitizer
+if it is installed; then, alone, passes over rows, tiles, the kernel without logits and a trace. `second`: tests/kernels
+and tests/ops on the device, beside them racecheck; losses over tokens and chunks, peers, GEMMs. `trainers`: whole
+trainers, for which TRL must be installed.
+
+A stage is a process with a time limit. If a stage fails, or exceeds its limit, this is recorded and the others run;
+what it printed until then counts. In OUT:
 
     results.jsonl    a line per result: figure, value, unit, predicted, ratio, shape, machine and commit
     stages.log       the output of all stages
     trace.json.gz    a profile of one call
 
-It needs torch, triton, numpy, pytest and hypothesis; peers are timed if they are installed. `--tiny` rehearses all
-stages on a CPU. The exit status is 0 if every stage was green. The commit is read from $FUSED_GRPO_COMMIT or a file
-COMMIT.
+It needs torch, triton, numpy, pytest and hypothesis; with pytest-xdist tests run side by side, and peers are timed if
+they are installed. `--tiny` rehearses all stages on a CPU. The exit status is 0 if every stage was green. The commit is
+read from $FUSED_GRPO_COMMIT or a file COMMIT.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -29,14 +32,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+LAUNCH_ALL = ROOT / "tests" / "gpu" / "launch_all.py"
 LOG = "stages.log"
-SUMMARY = re.compile(r"(\d+) (passed|failed|errors?|skipped|deselected)\b")
+# Of each test as soon as it has ended, from `pytest -v`.
+OUTCOME = re.compile(r"(?=.*\[ *\d+%\]).*\b(PASSED|FAILED|ERROR|SKIPPED)\b")
+# Of hazards those that racecheck calls errors: a reduction across threads is a warning to it.
+SANITIZED = re.compile(r"(ERROR|RACECHECK) SUMMARY: .*?(\d+) errors?")
 # No other plugins: their warnings would count as errors.
 PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 # A stage has so many seconds after its limit to say what it found.
@@ -49,8 +57,8 @@ class Stage:
     """A process, and its time limit."""
 
     name: str
-    group: str
-    """"correctness", "timing" or "trainers"."""
+    group: str = ""
+    """"first", "second" or "trainers"."""
     seconds: int
     command: tuple[str | Path, ...] | None
     """None if the machine does not have what the stage needs."""
@@ -62,85 +70,73 @@ class Stage:
 def main(arguments: list[str] | None = None) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, nargs="?", help="the folder for results; it is created")
+    parser.add_argument("output", type=Path, help="the folder for results; it is created")
     parser.add_argument("--tiny", action="store_true", help="rehearse all stages on a CPU")
-    parser.add_argument(
-        "--stages", help="names of stages or groups in order, separated by commas (default: all but trainers)"
-    )
-    parser.add_argument("--list", action="store_true", help="list the stages, and run none")
-    parser.add_argument("--seconds", type=int, default=570, help="time limit of all stages in sum (default: 570)")
+    parser.add_argument("--stages", default="first", help="stages or groups in order, with commas (default: first)")
+    parser.add_argument("--seconds", type=int, default=400, help="time limit of all stages in sum (default: 400)")
     given = parser.parse_args(arguments)
-    found = stages((given.output or Path()).resolve(), tiny=given.tiny)
+    output, asked = given.output.resolve(), given.stages.split(",")
+    found = stages(output, tiny=given.tiny)
     if given.tiny:  # kernels are interpreted, maybe beside other work: only what hangs is ended
         found = [replace(stage, seconds=5 * stage.seconds) for stage in found]
-    known = {x for stage in found for x in (stage.name, stage.group)}
-    asked = given.stages.split(",") if given.stages else [x for x in ("correctness", "timing") if x in known]
+    known = [x for stage in found for x in (stage.group, stage.name)]
+    if unknown := {*asked}.difference(known):
+        parser.error(f"got --stages {','.join(sorted(unknown))}; fix: some of {', '.join(dict.fromkeys(known))}")
     chosen = {stage.name: stage for x in asked for stage in found if x in (stage.name, stage.group)}
-    if unknown := {*asked} - known:
-        parser.error(f"got --stages {','.join(sorted(unknown))}; fix: --list shows them")
-    if given.list:
-        for stage in chosen.values() if given.stages else found:
-            print(f"{stage.name:12} {stage.group:12} {stage.seconds:4} s  {shown(stage)}")
-        return 0
-    if given.output is None:
-        parser.error("got no folder for results")
-    return run_all([*chosen.values()], given.output.resolve(), tiny=given.tiny, seconds=given.seconds)
+    return run_all([*chosen.values()], output, tiny=given.tiny, seconds=given.seconds)
 
 
 def stages(output: Path, *, tiny: bool) -> list[Stage]:
     """All stages, in order."""
-    python = sys.executable
+    python, small = sys.executable, ("--tiny",) if tiny else ()
     device = {"FUSED_GRPO_TEST_DEVICE": "cpu" if tiny else "cuda", "OMP_NUM_THREADS": "2", **PLUGINS}
-    # -rP shows the output of green tests, too: it has figures.
-    pytest = (python, "-m", "pytest", "-v", "-rfEsP", "-p", "no:cacheprovider", "-W", "default::UserWarning")
+    pytest = (python, "-m", "pytest", "-v", "-rfEs", "-p", "no:cacheprovider", "-W", "default::UserWarning")
     spread = () if tiny or not has("xdist") else ("-p", "xdist", "--numprocesses=8", "--dist=worksteal")
-    whole = () if tiny else ("--full",)
     some = ("tests/ops/test_grpo_loss.py", "tests/kernels/test_grpo_loss.py")
-    both = some if tiny else ("tests/kernels", "tests/ops")
-    sanitizer = None if tiny else sanitizer_command(python)
+    both, whole = (some, ()) if tiny else (("tests/kernels", "tests/ops"), ("--full",))
+    places = [os.environ.get("PATH", ""), *(str(path) for path in Path("/usr/local").glob("cuda*/bin"))]
+    sanitizer = None if tiny else shutil.which("compute-sanitizer", path=os.pathsep.join(places))
 
-    def right(name: str, seconds: int, *command: str | Path) -> Stage:
-        return Stage(name=name, group="correctness", seconds=seconds, command=command, environment=device, alone=False)
+    def right(name: str, seconds: int, *command: str | Path, **environment: str) -> Stage:
+        environment = device | environment
+        return Stage(name=name, seconds=seconds, command=command or None, environment=environment, alone=False)
+
+    def sanitized(*tool: str) -> Stage:
+        options = ("--error-exitcode", "1", "--tool", *tool)
+        command = () if sanitizer is None else (sanitizer, *options, python, LAUNCH_ALL)
+        return right(tool[0], 120, *command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
     def timed(name: str, seconds: int, *, alone: bool = True) -> Stage:
-        command = (python, "-m", "fused_grpo.bench.gpu.timings", name, *(("--tiny",) if tiny else ()))
-        return Stage(name=name, group="timing", seconds=seconds, command=(*command, "--output", output), alone=alone)
+        command = (python, "-m", "fused_grpo.bench.gpu.timings", name, *small, "--output", output)
+        return Stage(name=name, seconds=seconds, command=command, alone=alone)
 
-    timings = {"peers": 130, "losses": 90, "trace": 45, "tiles": 90}
-    timings |= {"forward": 60, "ceilings": 30, "gemms": 60, "passes": 45}
-    trainers = {"phase": 400, "longest": 400, "published": 400}
-    return [
-        right("products", 60, *pytest, "tests/gpu/test_gemms.py"),
-        right("gpu", 150, *pytest, *spread, *whole, "tests/gpu", "--deselect", "tests/gpu/test_gemms.py"),
-        right("device", 150, *pytest, *spread, *both),
-        Stage(name="sanitizer", group="correctness", seconds=110, command=sanitizer, alone=False),
-        timed("warm", 90, alone=False),
-        *(timed(name, seconds) for name, seconds in timings.items()),
-        *(
-            Stage(name=part, group="trainers", seconds=seconds, command=whole_trainers(part, tiny=tiny))
-            for part, seconds in trainers.items()
-        ),
-    ]
+    def trained(name: str, seconds: int) -> Stage:
+        installed = all(map(has, ("transformers", "accelerate", "datasets", "trl", "peft")))
+        command = (python, "-m", "fused_grpo.bench.gpu.training", name, *small)
+        return Stage(name=name, seconds=seconds, command=command if installed else None)
+
+    groups = {
+        "first": [
+            right("launch", 70, python, LAUNCH_ALL, **({"TRITON_INTERPRET": "1"} if tiny else {})),
+            timed("headline", 65),
+            right("gpu", 120, *pytest, *spread, *whole, "tests/gpu"),
+            sanitized("memcheck"),
+            timed("warm", 90, alone=False),
+            *(timed(*each) for each in (("passes", 20), ("tiles", 35), ("forward", 35), ("trace", 30))),
+        ],
+        "second": [
+            right("device", 150, *pytest, *spread, *both),
+            sanitized("racecheck", "--racecheck-report", "all"),
+            timed("warm_peers", 90, alone=False),
+            *(timed(*each) for each in (("losses", 45), ("peers", 140), ("ceilings", 10), ("gemms", 20))),
+        ],
+        "trainers": [trained("longest", 150), trained("phase", 200), trained("published", 200)],
+    }
+    return [replace(stage, group=group) for group, found in groups.items() for stage in found]
 
 
 def has(module: str) -> bool:
-    import importlib.util
-
     return importlib.util.find_spec(module) is not None
-
-
-def whole_trainers(part: str, *, tiny: bool) -> tuple[str, ...] | None:
-    """None where what they need is not installed."""
-    if not all(map(has, ("transformers", "accelerate", "datasets", "trl", "peft"))):
-        return None
-    return (sys.executable, "-m", "fused_grpo.bench.gpu.training", part, *(("--tiny",) if tiny else ()))
-
-
-def sanitizer_command(python: str) -> tuple[str | Path, ...] | None:
-    """Both tools over every kernel at small shapes, or None where there is no compute-sanitizer."""
-    places = [os.environ.get("PATH", ""), *(str(path) for path in Path("/usr/local").glob("cuda*/bin"))]
-    found = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
-    return None if found is None else (python, ROOT / "tests" / "gpu" / "launch_all.py", found)
 
 
 def run_all(chosen: list[Stage], output: Path, *, tiny: bool, seconds: int) -> int:
@@ -165,7 +161,7 @@ def run_all(chosen: list[Stage], output: Path, *, tiny: bool, seconds: int) -> i
 def machine(*, tiny: bool) -> Stage:
     """The first stage: facts about the machine."""
     command = (sys.executable, "-m", "fused_grpo.bench.gpu.timings", "machine", *(("--tiny",) if tiny else ()))
-    return Stage(name="machine", group="correctness", seconds=120, command=command)
+    return Stage(name="machine", seconds=120, command=command)
 
 
 def commit() -> str | None:
@@ -211,6 +207,7 @@ class Running:
         self.start = time.monotonic()
         self.limit = min(stage.seconds, end - self.start)
         self.own, self.line, self.late = output / f"{stage.name}.log", "", False
+        self.outcomes = Counter[str]()  # of tests
         self.status: str | None = None
         self.process: subprocess.Popen[bytes] | None = None
         if stage.command is None:
@@ -237,8 +234,10 @@ class Running:
         code = self.process.poll()  # before it is read, so that nothing is said after the last reading
         lines = (self.line + self.said.read()).split("\n")
         self.line = lines.pop() if code is None else ""
-        for figure in (figure for line in lines for figure in figures_in(line)):
-            note(figure, self.stage, self.records)
+        for line in lines:
+            self.outcomes.update(map(str.lower, OUTCOME.findall(line)))
+            for figure in figures_in(line):
+                note(figure, self.stage, self.records)
         if code is not None:
             late = f"past its limit of {self.limit:.0f} s"
             self._end(late if self.late else f"failed with status {code}" if code else "green")
@@ -253,6 +252,10 @@ class Running:
 
     def _end(self, status: str) -> None:
         self.close()
+        if self.outcomes:
+            said = ", ".join(f"{number} {what}" for what, number in self.outcomes.items())
+            count = {"figure": "tests", "value": self.outcomes["passed"], "unit": "passed", "note": said}
+            note(count, self.stage, self.records)
         self.status, seconds = status, time.monotonic() - self.start
         self.records.add(self.stage.name, {"figure": "seconds", "value": round(seconds, 1), "status": status})
         print(f"--- {self.stage.name}: {status}, {seconds:.1f} s", flush=True)
@@ -272,14 +275,15 @@ class Running:
 
 
 def figures_in(line: str) -> Iterator[dict[str, Any]]:
-    """The figures in a line of output: JSON of a stage that measures, failures and counts of pytest."""
+    """The figures in a line of output: JSON of what is measured, failures of tests, counts of compute-sanitizer."""
     if line.startswith("{"):
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)
     elif line.startswith(("FAILED ", "ERROR ")):
         yield {"figure": "failed", "note": line.strip()[:500]}
-    elif re.search(r" in \d+\.\d+s", line) and (counts := {what: n for n, what in SUMMARY.findall(line)}):
-        yield {"figure": "tests", "value": int(counts.get("passed", 0)), "unit": "passed", "note": line.strip()}
+    elif found := SANITIZED.search(line):
+        name = {"ERROR": "memcheck", "RACECHECK": "racecheck"}[found[1]]
+        yield {"figure": name, "value": int(found[2]), "unit": "errors", "note": line.strip("= ")}
 
 
 def note(figure: dict[str, Any], stage: Stage, records: Records) -> None:
@@ -297,13 +301,6 @@ def note(figure: dict[str, Any], stage: Stage, records: Records) -> None:
         said += f" promised {figure['promised']}" if figure.get("promised") else ""
     shape = " ".join(f"{name}={x}" for name, x in (figure.get("shape") or {}).items())
     print(f"{stage.name:10} {figure.get('figure', '?')[:48]:48} {shape:36} {said}", flush=True)
-
-
-def shown(stage: Stage) -> str:
-    if stage.command is None:
-        return "absent here"
-    variables = [f"{name}={value}" for name, value in stage.environment.items()]
-    return " ".join([*variables, *(str(part) for part in stage.command)])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 
 from fused_grpo.bench.gpu.clock import Figure, figure_of, scaled
@@ -22,6 +22,7 @@ ROUNDS = 3
 # Preparations side by side: nothing is timed in them, except where torch.compile tunes its kernels.
 AT_ONCE = 4
 ALL_LOGITS = "full logits"
+HEADLINE, FEW = (FLOOR, OURS, "TRL", ALL_LOGITS), 256
 FOR_IDLE = (FLOOR, OURS, f"{OURS}, needed", "TRL")  # to the others an advantage of zero is one like any other
 # (over, under, bound) of times with a large head.
 PROMISED: dict[tuple[Kind, Gradients], tuple[tuple[str, str, str], ...]] = {
@@ -47,7 +48,18 @@ def compared(scale: Scale) -> Iterator[Work]:
         yield scale.work("loss", "trainable", small, scale.usual)
 
 
+def headline(scale: Scale) -> Iterator[Figure]:
+    """What the others are measured by, with the largest head and the usual number of tokens, then with few."""
+    tokens = dict.fromkeys((scale.usual, min(scale.usual, FEW)))
+    works = [scale.work("loss", "trainable", scale.heads[0], count) for count in tokens]
+    yield from beside(scale, works, HEADLINE)
+
+
 def peers(scale: Scale) -> Iterator[Figure]:
+    yield from beside(scale, compared(scale), scale.peers)
+
+
+def beside(scale: Scale, works: Iterable[Work], implementations: Sequence[str]) -> Iterator[Figure]:
     """Of each implementation the most bytes beside the inputs, the error of the small work, and the time."""
     pool, spent, times = (
         WorkerPool(scale.device, patience=scale.patience),
@@ -55,8 +67,8 @@ def peers(scale: Scale) -> Iterator[Figure]:
         dict[Work, float](),
     )
     try:
-        for work in compared(scale):
-            names = FOR_IDLE if work.idle else scale.peers
+        for work in works:
+            names = FOR_IDLE if work.idle else implementations
             ready: dict[str, Measurement] = {}
             for name, found in prepared(pool, work, names, spent, scale.patience):
                 yield from facts(scale, work, name, found)
@@ -124,7 +136,7 @@ def ratios(scale: Scale, work: Work, found: Mapping[str, Measurement], times: di
             yield ratio(work, f"{OURS}, {work.idle:.0%} idle / none", ours / whole, OF_IDLE)
         return
     for over, under, bound in PROMISED.get((work.kind, work.gradients), ()):
-        if work.head == scale.heads[0] and {over, under} <= found.keys():
+        if (work.head, work.tokens) == (scale.heads[0], scale.usual) and {over, under} <= found.keys():
             yield ratio(work, f"{over} / {under}", found[over].median / found[under].median, bound)
     others = {name: x.median for name, x in found.items() if not name.startswith(OURS) and name != FLOOR}
     if others:

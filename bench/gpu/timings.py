@@ -5,7 +5,8 @@ the parts, a process each. Needs torch and triton alone. `--tiny` is for a machi
 seconds, with interpreted kernels.
 
     machine    versions, and the device
-    warm       compiles what other parts launch, all side by side, so that the caches on disk have it
+    warm       compiles what tiles, passes and forward launch, all side by side, so that the caches on disk have it
+    warm_peers the same for peers and for whole trainers
     ceilings   a large product and a large copy: upper bounds of everything below
     gemms      the three products of a chunk, over its rows
     passes     the kernels that read all logits, by the bytes that they move
@@ -13,6 +14,7 @@ seconds, with interpreted kernels.
     tiles      candidates for the tables of kernels/tuning.py
     losses     loss and log-probs over plans, tokens and sizes of a chunk
     trace      the launches of one call of the loss; trace.json.gz goes to DIR
+    headline   the most important of it: ours, its GEMMs alone, full logits and TRL, with many tokens and with few
     peers      ours and others in interleaved rounds, after a check against fp64, and the promised ratios
 """
 
@@ -32,10 +34,10 @@ import torch
 
 from fused_grpo.bench.gpu.clock import Clock, Figure, figure_of, scaled
 from fused_grpo.bench.gpu.kernels import forward, gemms, passes
-from fused_grpo.bench.gpu.peers import peers
+from fused_grpo.bench.gpu.peers import headline, peers
 from fused_grpo.bench.gpu.scale import FULL, GIB, OURS, TINY, Scale
 from fused_grpo.bench.gpu.tiles import tiles
-from fused_grpo.bench.gpu.warm import warm
+from fused_grpo.bench.gpu.warm import warm, warm_peers
 from fused_grpo.bench.heads.implementations import Implementation, ours_loss
 from fused_grpo.bench.heads.peers import named
 from fused_grpo.bench.heads.suites import FLOOR
@@ -160,9 +162,8 @@ def trace(scale: Scale, output: Path) -> Iterator[Figure]:
             yield figure_of(key[:100], sum(each), "ms", None, count=len(each), **shape)
 
 
-PARTS: dict[str, Callable[..., Any]] = {
-    part.__name__: part for part in (machine, warm, ceilings, gemms, passes, forward, tiles, losses, trace, peers)
-}
+MEASURED = (ceilings, gemms, passes, forward, tiles, losses, trace, headline, peers)
+PARTS: dict[str, Callable[..., Any]] = {part.__name__: part for part in (machine, warm, warm_peers, *MEASURED)}
 
 if __name__ == "__main__":
     main()

@@ -1,11 +1,15 @@
-"""Compile what the other parts launch, so that Triton's and inductor's caches on disk have it. Nothing is measured."""
+"""Compile what other parts launch, so that Triton's and inductor's caches on disk have it. Nothing is measured.
+
+A figure is the seconds of a part or of an implementation. All are side by side, and what they say is dropped.
+"""
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from fused_grpo.bench.gpu.clock import Figure, figure_of
@@ -13,38 +17,40 @@ from fused_grpo.bench.gpu.peers import compared
 from fused_grpo.bench.gpu.scale import Scale
 from fused_grpo.bench.heads.worker_pool import WorkerPool
 
-# The trainers at a tiny size: their imports take longer than their kernels.
-PARTS = {
-    "tiles": ("timings", "tiles"),
-    "forward": ("timings", "forward"),
-    "passes": ("timings", "passes"),
-    "trainers": ("training", "phase", "--tiny"),
-}
+PARTS = {name: ("timings", name) for name in ("tiles", "forward", "passes")}
+# At a tiny size: their imports take longer than their kernels.
+TRAINERS = {"trainers": ("training", "phase", "--tiny")}
 
 
 def warm(scale: Scale) -> Iterator[Figure]:
-    """The seconds of each part and of each implementation, all side by side; what they say is dropped."""
-    with ThreadPoolExecutor(len(PARTS) + len(scale.peers)) as threads:
-        jobs = {threads.submit(seconds_of, run_part, part, scale): part for part in PARTS}
-        jobs |= {threads.submit(seconds_of, prepare_all, name, scale): name for name in scale.peers}
-        for job in as_completed(jobs):
-            yield figure_of(jobs[job], job.result(), "s", None)
+    yield from side_by_side({name: functools.partial(run_part, scale, *part) for name, part in PARTS.items()})
 
 
-def seconds_of(run: Callable[[str, Scale], None], name: str, scale: Scale) -> float:
+def warm_peers(scale: Scale) -> Iterator[Figure]:
+    jobs = {name: functools.partial(prepare_all, scale, name) for name in scale.peers}
+    yield from side_by_side(jobs | {name: functools.partial(run_part, scale, *part) for name, part in TRAINERS.items()})
+
+
+def side_by_side(jobs: Mapping[str, Callable[[], None]]) -> Iterator[Figure]:
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        running = {threads.submit(seconds_of, run): name for name, run in jobs.items()}
+        for job in as_completed(running):
+            yield figure_of(running[job], job.result(), "s", None)
+
+
+def seconds_of(run: Callable[[], None]) -> float:
     start = time.monotonic()
-    run(name, scale)
+    run()
     return time.monotonic() - start
 
 
-def run_part(part: str, scale: Scale) -> None:
-    module, *arguments = PARTS[part]
+def run_part(scale: Scale, module: str, *arguments: str) -> None:
     tiny = ["--tiny"] if scale.device == "cpu" else []
     command = [sys.executable, "-m", f"fused_grpo.bench.gpu.{module}", *arguments, *tiny]
     subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
-def prepare_all(name: str, scale: Scale) -> None:
+def prepare_all(scale: Scale, name: str) -> None:
     """Every work of the peers once, in a process of its own."""
     pool = WorkerPool(scale.device)
     try:

@@ -1,8 +1,9 @@
 """What pytest does where FUSED_GRPO_TEST_DEVICE is set: tests/conftest.py registers this as a plugin.
 
 It wraps the ops before tests are imported, leaves out what is about CPUs, counts the calls that went to the device, and
-says which tests made none. An error of CUDA's ends a process's context, and would be the error of every test after it:
-the process ends, and pytest-xdist starts another.
+says which tests made none. What a test printed follows its result at once, so that a run that is ended has it. An error
+of CUDA's ends a process's context, and would be the error of every test after it: the process ends, and pytest-xdist
+starts another.
 """
 
 import os
@@ -25,6 +26,22 @@ def pytest_configure(config: pytest.Config) -> None:
     if reason := dut.why_not():
         raise pytest.UsageError(reason)
     dut.install()
+    config.pluginmanager.register(Said(config))
+
+
+class Said:
+    """Prints what tests printed, in the process that has the terminal."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.plugins = config.pluginmanager
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal: Any = self.plugins.get_plugin("terminalreporter")
+        if terminal is not None and report.when == "call" and report.capstdout:
+            terminal.ensure_newline()
+            terminal.write(report.capstdout)
+            terminal.ensure_newline()
 
 
 @pytest.hookimpl(wrapper=True)
