@@ -3,23 +3,30 @@
 Each implementation does its work on fake CUDA tensors (predictions/cuda_trace.py). Every operation that it launches
 takes the time
 
-    max(FLOP / (FLOP/s), bytes / (bytes/s), launch)
+    max(FLOP / (FLOP/s), bytes / (bytes/s), instructions / (instructions/s), tiles of a program * tile, launch)
 
-and operations run one after the other. Shapes and operations are those of the code. The rates are assumptions, which
-predictions/published.py holds against what was published and measured:
+and begins when the host has launched it and the operation before has ended. The host launches one after the other, and
+where it waits for the device, it goes on when the device has ended. Shapes and operations are those of the code. The
+rates are assumptions, which the page holds against what was published (predictions/published.py) and measured:
 
 - **FLOP/s** of bf16 GEMMs at full size with random data, in calls of tens of ms: then the power limit sets the clock.
   On an H200 a single product runs at 783 TFLOP/s, three of them one after the other at 700. An H100 has the compute
   units of an H200.
 - **bytes/s** of passes over memory that no cache holds: 75 to 90 % of the vendor's peak.
+- **instructions/s** of all threads: four warps in a cycle of each multiprocessor, at the clock of the vendor's peak
+  rates.
+- **tile**: the least time of a program for a tile of a row. Measured on an H200 with 64 rows, 4,096 columns, 8 warps:
+  47.6 us for 38 tiles. With few rows that is what a pass takes; with 512 it is no longer seen.
 - **launch**: the least time of an operation.
+- **host**: the time for a launch of torch, for one of a kernel in Triton with the Python around it, and for the start
+  of a backward pass in the thread of autograd. The three numbers are fitted to the 18 calls with up to 1,024 tokens of
+  bench/results/nvidia-h200/2026-11-27.jsonl, whose host is slow; without the third, TRL is off by 0.7 and ours by 1.3.
+  Machines without a measurement have a host that takes no time.
 - **TRITON_GEMM**: the share of the vendor's FLOP/s that a GEMM in Triton reaches.
 
-The model leaves out: operations that overlap; waves of tiles that fill a part of the device; GEMMs that are too small
-for full speed; caches, from which small tensors are read again; softmax kernels that read
-a row twice; the launches inside a sort or an index by a mask; and the host, which may be slower than the device, above
-all after it has waited for it. With many tokens good kernels come near to a prediction; with up to 1,024 it is a lower
-bound.
+The model leaves out: operations that overlap on the device; waves of tiles that fill a part of the device; GEMMs that
+are too small for full speed, or short enough to run above the clock of the power limit; caches, from which small
+tensors are read again; Python that launches nothing; the launches inside a sort or an index by a mask.
 
 `--write` makes predicted.json and predictions/README.md again. It needs a CUDA build of torch, no GPU, and TRL, whose
 kernels are traced as they are; `--site-packages FOLDER` is the folder where TRL is installed, if not here.
@@ -49,7 +56,8 @@ from fused_grpo.bench.heads.suites import FLOOR
 from fused_grpo.bench.heads.work import Batch, Gradients, Kind, Work
 from fused_grpo.bench.predictions.cuda_trace import Operation, Trace, fake_gpu, known
 from fused_grpo.bench.predictions.predicted import PATH, plan_of, shape_of
-from fused_grpo.bench.predictions.published import POINTS, Point
+from fused_grpo.bench.predictions.published import MEASURED, POINTS, Point
+from fused_grpo.bench.report.gpu_results import latest, read_lines
 from fused_grpo.errors import FusedGRPOError, UnavailableError
 
 PAGE = Path(__file__).resolve().parent / "predictions" / "README.md"
@@ -71,16 +79,28 @@ class Machine:
     flops: float
     """FLOP a second of GEMMs in 16 bits."""
     bytes_per_s: float
+    instructions_per_s: float
+    """Instructions a second of all threads."""
     launch_s: float = 4e-6
+    tile_s: float = 1.25e-6
+    # Of a host that is not known: it takes no time.
+    host_torch_s: float = 0.0
+    host_triton_s: float = 0.0
+    host_backward_s: float = 0.0
 
 
-H200 = Machine("H200", "NVIDIA H200", (9, 0), memory=141 * GIB, flops=710e12, bytes_per_s=4.3e12)
-MACHINES = (
-    H200,
-    Machine("H100 SXM", "NVIDIA H100 80GB", (9, 0), memory=80 * GIB, flops=710e12, bytes_per_s=3.0e12),
-    Machine("A100-80", "NVIDIA A100-SXM4-80GB", (8, 0), memory=80 * GIB, flops=250e12, bytes_per_s=1.7e12),
-    Machine("B200", "NVIDIA B200", (10, 0), memory=180 * GIB, flops=1600e12, bytes_per_s=7.0e12),
-)
+def threads(multiprocessors: int, ghz: float) -> float:
+    """Instructions a second of all threads."""
+    return multiprocessors * 4 * 32 * ghz * 1e9
+
+
+HOPPER: dict[str, Any] = {"capability": (9, 0), "flops": 710e12, "instructions_per_s": threads(132, 1.83)}
+HOST: dict[str, Any] = {"host_torch_s": 35e-6, "host_triton_s": 160e-6, "host_backward_s": 1.05e-3}
+H200 = Machine("H200", "NVIDIA H200", memory=141 * GIB, bytes_per_s=4.3e12, **HOPPER, **HOST)
+H100 = Machine("H100 SXM", "NVIDIA H100 80GB", memory=80 * GIB, bytes_per_s=3.0e12, **HOPPER)
+A100 = Machine("A100-80", "NVIDIA A100-SXM4-80GB", (8, 0), 80 * GIB, 250e12, 1.7e12, threads(108, 1.41))
+B200 = Machine("B200", "NVIDIA B200", (10, 0), 180 * GIB, 1600e12, 7.0e12, threads(148, 1.85))
+MACHINES = (H200, H100, A100, B200)
 
 OURS = "fused-grpo"
 IMPLEMENTATIONS = (FLOOR, OURS, "full logits", "TRL", "TRL divergence")
@@ -100,8 +120,14 @@ VOCAB, SEQUENCES, DTYPE = 151936, 16, "bfloat16"
 TOKENS = (64, 256, 1024, 4096, 8192, 16384, 65536)
 # Tokens on machines that no measurement is expected of.
 FEW_TOKENS = (1024, 8192)
-# The (D, N) of which the page lists the operations.
+# The (D, N) and the plans of which the page lists the operations.
 SHOWN = (4096, 8192)
+LISTED = (
+    plan_of(OURS, "loss", "trainable"),
+    plan_of(OURS, "logprobs", "no_grad"),
+    plan_of(OURS, "divergence", "trainable"),
+    plan_of(OURS, "loss", "trainable", kept=20),
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +155,7 @@ class Job:
 
 
 def seconds_of(operation: Operation, machine: Machine) -> float:
-    """The time of one operation by the roofline.
+    """The time of one operation on the device.
 
     Raises:
         ValueError: it is a GEMM of a dtype without an assumed rate.
@@ -137,7 +163,20 @@ def seconds_of(operation: Operation, machine: Machine) -> float:
     if operation.flops and operation.dtype not in TENSOR_CORES:
         raise ValueError(f"got a GEMM of {operation.dtype}, want one of {TENSOR_CORES}: no other rate is assumed")
     rate = machine.flops * (TRITON_GEMM if operation.triton else 1.0)
-    return max(operation.flops / rate, operation.bytes / machine.bytes_per_s, machine.launch_s)
+    of_memory, of_threads = operation.bytes / machine.bytes_per_s, operation.instructions / machine.instructions_per_s
+    return max(operation.flops / rate, of_memory, of_threads, operation.tiles * machine.tile_s, machine.launch_s)
+
+
+def seconds_of_call(trace: Trace, machine: Machine) -> float:
+    """From the first launch to the end of the last operation."""
+    host = device = 0.0
+    for number, operation in enumerate(trace.operations):
+        if number in trace.waited:
+            host = max(host, device)
+        host += machine.host_backward_s * trace.backwards.count(number)
+        host += machine.host_triton_s if operation.triton else machine.host_torch_s
+        device = max(device, host) + seconds_of(operation, machine)
+    return device
 
 
 def traced(job: Job) -> tuple[Trace, int]:
@@ -183,11 +222,12 @@ def empty_batch(work: Work) -> Batch:
 def predict(job: Job) -> dict[str, Any]:
     """An entry of predicted.json, without a time where memory runs out."""
     trace, inputs = traced(job)
-    seconds = sum(seconds_of(operation, job.machine) for operation in trace.operations)
+    device = sum(seconds_of(operation, job.machine) for operation in trace.operations)
     fits = trace.peak + inputs <= job.machine.memory
-    facts: dict[str, Any] = {"ms": rounded(seconds) if fits else None, "launches": len(trace.operations)}
+    facts: dict[str, Any] = {"ms": rounded(seconds_of_call(trace, job.machine)) if fits else None}
+    facts |= {"device_ms": rounded(device) if fits else None, "launches": len(trace.operations)}
     facts |= {"waits": len(trace.waits), "peak": trace.peak}
-    if job.implementation == OURS and (job.D, job.N) == SHOWN and job.machine == H200:
+    if job.plan in LISTED and (job.D, job.N) == SHOWN and job.machine == H200:
         facts["operations"] = operations_of(trace, job.machine)
     return facts
 
@@ -244,6 +284,7 @@ def content(found: Iterable[tuple[Job, dict[str, Any]]]) -> dict[str, Any]:
         "triton_gemm": TRITON_GEMM,
         "machines": machines,
         "published": [point_of(point, machines[point.machine]) for point in POINTS],
+        "measured": measured(times[H200.name]),
         "operations": {H200.name: {shape_of(*SHOWN): operations}},
         "predicted": times,
     }
@@ -257,6 +298,21 @@ def point_of(point: Point, machine: Mapping[str, Any]) -> dict[str, Any]:
         "ms": point.ms,
         "predicted": rounded(point.predicted(machine["flops"], machine["bytes_per_s"]) / 1e3),
     }
+
+
+def measured(times: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What was measured of the predicted works, in interleaved rounds where there were such, else alone."""
+    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    lines = [line for line in latest(read_lines(MEASURED)) if line["stage"] in ("peers", "losses")]
+    for line in sorted(lines, key=lambda line: line["stage"] == "losses"):
+        shape, plan, ms = line.get("shape") or {}, line["figure"], line["value"]
+        if line.get("unit") != "ms" or ms is None or not shape.keys() <= {"N", "D", "V"}:
+            continue
+        expected = times.get(plan, {}).get(shape_of(shape["D"], shape["N"]), {}).get("ms")
+        facts = {"plan": plan, "D": shape["D"], "N": shape["N"], "ms": rounded(ms / 1e3), "predicted": expected}
+        if expected is not None:
+            found.setdefault((plan, shape["D"], shape["N"]), facts)
+    return [*found.values()]
 
 
 def text_of(value: Any, depth: int = 0) -> str:

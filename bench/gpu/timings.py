@@ -153,7 +153,8 @@ def trace(scale: Scale, output: Path) -> Iterator[Figure]:
             ms = (event.self_device_time_total if of_device else event.self_cpu_time_total) / 1e3
             spent.setdefault(event.name, []).append(ms)
         total = sum(map(sum, spent.values()))
-        expected = scaled(predicted.of_work(OURS, work.described(), scale.device_name), 1e3)
+        plan, machine = predicted.plan_of(OURS, work.kind, work.gradients), predicted.machine_of(scale.device_name)
+        expected = predicted.entry(plan, work.shape.hidden, tokens, machine or "").get("device_ms")
         yield figure_of("total", total, "ms", expected, **shape)
         yield figure_of("launches", len(events), "", None, **shape)
         span = max(event.time_range.end for event in events) - min(event.time_range.start for event in events)

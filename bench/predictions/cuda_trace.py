@@ -76,10 +76,27 @@ TRITON_GEMMS = {"_logprob_forward_kernel", "_softmax_weights_forward_kernel"}
 # Arguments that TRL's kernels (of log-probs and of divergences) read and write although they get them once.
 TRITON_IN_PLACE = {"_backward_kernel": ("mm_ptr", "s_ptr")}
 # Matrices of which a kernel reads or writes one row for each element of another argument.
-TRITON_ROWS = {"_entry_logits_kernel": {"weight": "tokens"}}
+TRITON_ROWS = {"_entry_logits_kernel": {"weight": "tokens"}, "_anchor_kernel": {"weight": "targets"}}
 TRITON_ROWS["_weighted_rows_kernel"] = {"matrix": "index", "out": "places"}
+# Matrices of which a kernel touches one element of each row.
+TRITON_FEW = {"_finish_weights_kernel": {"weights"}}
+# The names of the columns of a tile in kernels that walk rows.
+TRITON_COLUMNS = ("BLOCK_V", "BLOCK_SIZE")
+# Instructions per logit of the loops over a row, all sweeps together, as compiled for sm_90 (ours by Triton 3.9, TRL's
+# by 3.6), of kernels that do not only wait for memory. Passes of ours that are not here have 7 to 12.
+TRITON_INSTRUCTIONS = {
+    "divergence._divergence_kernel": 160,  # jsd with a gradient
+    "chunked_divergence._stats_kernel": 54,
+    "chunked_divergence._jsd_kernel": 76,
+    "chunked_divergence._backward_kernel": 75,
+    "chunked_logprob._forward_kernel": 20,
+    "chunked_logprob._backward_kernel": 25,
+}
 # The upstream gradient of a loss is 1 where the backward pass begins, so these kernels move nothing.
 TRITON_UNTOUCHED = {"_scale_kernel"}
+# Arguments whose rows do not fit shared memory and are read anew: for the largest, the sum and the result; for the sum
+# and the result.
+SWEEPS = {("_log_softmax", "self"): 3, ("_log_softmax_backward_data", "grad_output"): 2}
 # Operations whose first argument is only written, or only gives a shape.
 UNREAD = {"copy_", "fill_", "zero_", "full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
 # Operations with results in a shape that depends on values.
@@ -103,6 +120,10 @@ class Operation:
     dtype: torch.dtype | None = None
     """The dtype of a GEMM's operands."""
     triton: bool = False
+    tiles: int = 0
+    """Tiles of columns that a program of a pass in Triton walks, one after the other; 0 of any other operation."""
+    instructions: int = 0
+    """Of all threads; 0 where they are too few to matter."""
 
 
 @dataclass
@@ -113,6 +134,9 @@ class Trace(TorchDispatchMode):
     operations: list[Operation] = field(default_factory=list)
     kernels: list[Launch] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
+    waited: list[int] = field(default_factory=list)
+    backwards: list[int] = field(default_factory=list)
+    """The number of operations before each wait, and before each backward pass."""
     gemms: list[tuple[int, ...]] = field(default_factory=list)
     held: int = 0
     peak: int = 0
@@ -131,7 +155,7 @@ class Trace(TorchDispatchMode):
         values = computed(func, args, kwargs)
         leaves_gpu = name == "_to_copy" and kwargs.get("device") == torch.device("cpu")
         if (name in ANSWERS or leaves_gpu) and args[0].is_cuda:
-            self.waits.append("cpu" if leaves_gpu else name)
+            self._wait("cpu" if leaves_gpu else name)
         if name in ANSWERS:
             return ANSWERS[name] if values is None else values
         if name == "sum" and args[0].dtype == torch.bool:
@@ -153,17 +177,18 @@ class Trace(TorchDispatchMode):
         """The result of an operation, whose shape may depend on the values of a mask."""
         name = name_of(func)
         if name in BY_VALUES and values is not None:
-            self.waits += [name] * args[0].is_cuda
+            if args[0].is_cuda:
+                self._wait(name)
             return tree_map(lambda real: args[0].new_empty(real.shape, dtype=real.dtype), values)
         if name == "nonzero":
-            self.waits.append(name)
+            self._wait(name)
             found = args[0].new_empty(self._some(args[0].shape[0]), args[0].ndim, dtype=torch.int64)
             if len(VALUES):  # the first ones, so that what follows has values
                 with _disable_current_modes():
                     VALUES[found] = torch.arange(len(found))[:, None].expand(found.shape)
             return found
         if name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1]):
-            self.waits.append("index by a mask")
+            self._wait("index by a mask")
             (mask,) = args[1]
             return args[0].new_empty(self._some(mask.numel()), *args[0].shape[mask.ndim :])
         if name in GEMMS and kwargs.get("out") is not None:  # torch 2.10 has no fake `addmm` with an out_dtype
@@ -175,8 +200,12 @@ class Trace(TorchDispatchMode):
 
     def answer(self, tensor: Tensor) -> list[int]:
         """The number of rows that may have a gradient, and of those that are scored."""
-        self.waits.append("tolist")
+        self._wait("tolist")
         return VALUES[tensor].tolist() if tensor in VALUES else [self._some(self._masked)] * len(tensor)
+
+    def _wait(self, name: str) -> None:
+        self.waits.append(name)
+        self.waited.append(len(self.operations))
 
     def _add(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
         if not any(tensor.is_cuda for tensor in _tensors((args, kwargs, made))):
@@ -188,27 +217,35 @@ class Trace(TorchDispatchMode):
             flops, dtype = 2 * a.shape[0] * a.shape[1] * b.shape[1], a.dtype
         self.operations.append(Operation(name, traffic(func, args, kwargs, made), flops, dtype))
 
-    def add_launch(self, kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record a kernel that Triton would launch."""
+    def add_launch(self, kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], programs: int) -> None:
+        """Record a kernel that Triton would launch, with so many programs."""
         name, given = kernel.__name__, dict(zip(kernel.arg_names, args, strict=False))
         if name == "_clean_targets_kernel" and given["targets"] in VALUES:
             with _disable_current_modes():
                 targets = VALUES[given["targets"]]
                 VALUES[given["kept"]] = kept = targets != given["ignore_index"]
                 VALUES[given["cleaned"]] = targets * kept
-        tensors = _tensors([x.base if isinstance(x, TensorDescriptor) else x for x in args])
+        touched = [given[x] for x in given if x not in TRITON_FEW.get(name, ())]
+        tensors = _tensors([x.base if isinstance(x, TensorDescriptor) else x for x in touched])
         moved = _sizes(tensors) + sum(_sizes(given[x]) for x in TRITON_IN_PLACE.get(name, ()) if x in given)
         for matrix, picked in TRITON_ROWS.get(name, {}).items():
             moved += (len(given[picked]) - len(given[matrix])) * given[matrix][:1].nbytes
+        sweeps = 1
         if name == "_divergence_kernel":  # both tiles are read twice, or three times; once less without a gradient
-            again = (kwargs["KIND"] == KINDS["jsd"].value) + (given["gradient"] is not None)
-            moved += again * _sizes([given["student"], given["teacher"]])
+            sweeps += (kwargs["KIND"] == KINDS["jsd"].value) + (given["gradient"] is not None)
+            moved += (sweeps - 1) * _sizes([given["student"], given["teacher"]])
         # Nor those for rows far from the others: there is none.
         idle = name in TRITON_UNTOUCHED or given.get("only") is not None
         moved = 0 if idle else moved
         flops = 2 * given["N"] * math.prod(given["sizes"][:2]) if name in TRITON_GEMMS and not idle else 0
         dtype = tensors[0].dtype if flops else None
-        self.operations.append(Operation(name, moved, flops, dtype, triton=True))
+        largest, tiles = max((x.numel() for x in tensors), default=0), 0
+        columns = next((kwargs[x] for x in TRITON_COLUMNS if x in kwargs), None)
+        if columns is not None and moved and not flops:
+            tiles = math.ceil(sweeps * largest / programs / columns)
+        instructions = largest * TRITON_INSTRUCTIONS.get(f"{kernel.__module__.rpartition('.')[2]}.{name}", 0)
+        operation = Operation(name, moved, flops, dtype, triton=True, tiles=tiles, instructions=instructions)
+        self.operations.append(operation)
         self.kernels.append((kernel, tuple(stand_in(x) for x in args), kwargs))
 
     def _hold(self, tensor: Tensor) -> None:
@@ -278,7 +315,7 @@ def traffic(func: Any, args: Any, kwargs: Any, made: Any) -> int:
     for place, argument in enumerate(schema.arguments):
         changed = argument.alias_info is not None and argument.alias_info.is_write
         read = not argument.is_out and not (place == 0 and name in UNREAD)
-        moved += (changed + read) * _sizes(given.get(argument.name))
+        moved += (changed + read * SWEEPS.get((name, argument.name), 1)) * _sizes(given.get(argument.name))
     return moved
 
 
@@ -307,7 +344,7 @@ def running() -> Trace | None:
 
 def _launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     if (trace := running()) is not None:
-        trace.add_launch(self, args, kwargs)
+        trace.add_launch(self, args, kwargs, math.prod(grid(kwargs) if callable(grid) else grid))
 
 
 def _answer(tensor: Tensor) -> list[int]:
@@ -324,6 +361,8 @@ def aligned(tensor: Tensor) -> int:
 def backward(value: Tensor, gradient: Tensor | None = None) -> None:
     """`value.backward(gradient)`, one node of the graph after the other, the latest first."""
     assert value.grad_fn is not None
+    if (trace := running()) is not None:
+        trace.backwards.append(len(trace.operations))
     waiting: dict[Any, dict[int, Tensor]] = {}
     waiting[value.grad_fn] = {value.output_nr: torch.ones_like(value) if gradient is None else gradient}
     del gradient

@@ -28,7 +28,7 @@ def predicted(plan: str, D: int, N: int, machine: str) -> float | None:
 
 
 def entry(plan: str, D: int, N: int, machine: str) -> dict[str, Any]:
-    """The entry of a trace: "ms", "launches", "waits", and the "peak" of bytes beside the inputs."""
+    """The entry of a trace: "ms", "device_ms" without the host, "launches", "waits", "peak" bytes beside the inputs."""
     found: dict[str, Any] = content()["predicted"].get(machine, {}).get(plan, {}).get(shape_of(D, N), {})
     return found
 

@@ -13,12 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fused_grpo import fused_linear_grpo_loss
 from fused_grpo.bench import predict
 from fused_grpo.bench.heads.work import Work
+from fused_grpo.bench.pages import MANY
 from fused_grpo.bench.predictions import cuda_trace, predicted
 from fused_grpo.bench.predictions.cuda_trace import Operation
 from fused_grpo.bench.report import tables
+from fused_grpo.kernels import softmax_weights
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-MACHINE = replace(predict.H200, flops=100e12, bytes_per_s=1e12, launch_s=4e-6)
+MACHINE = replace(predict.H200, flops=100e12, bytes_per_s=1e12, instructions_per_s=1e13, launch_s=4e-6, tile_s=2e-6)
+HOST = replace(MACHINE, host_torch_s=10e-6, host_triton_s=30e-6, host_backward_s=100e-6)
 
 
 @pytest.mark.parametrize(
@@ -29,15 +32,59 @@ MACHINE = replace(predict.H200, flops=100e12, bytes_per_s=1e12, launch_s=4e-6)
         (Operation("_logprob_forward_kernel", bytes=0, flops=90 * 10**8, dtype=torch.bfloat16, triton=True), 100),
         (Operation("mul_", bytes=3 * 10**7), 30),
         (Operation("add", bytes=12), 4),
+        (Operation("_softmax_weights_kernel", bytes=10**7, triton=True, tiles=38), 76),
+        (Operation("_divergence_kernel", bytes=10**7, triton=True, tiles=3, instructions=2 * 10**8), 20),
     ],
 )
-def test_an_operation_takes_the_longest_of_three(operation, microseconds):
+def test_an_operation_takes_the_longest_of_five(operation, microseconds):
     assert predict.seconds_of(operation, MACHINE) == pytest.approx(microseconds * 1e-6)
 
 
 def test_no_rate_is_made_up_for_another_dtype():
     with pytest.raises(ValueError, match=r"got a GEMM of torch.float32"):
         predict.seconds_of(Operation("mm", bytes=1, flops=1, dtype=torch.float32), MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("waited", "backwards", "microseconds"),
+    [
+        ([], [], 10 + 200 + 4),  # the host is ahead of the device
+        ([1], [], 10 + 200 + 30 + 4),
+        ([2], [], 10 + 200 + 4),  # a wait at the end
+        ([], [1], 10 + 200 + 4),
+        ([1], [1], 10 + 200 + 100 + 30 + 4),
+        ([0, 1], [0], 100 + 10 + 200 + 30 + 4),
+    ],
+)
+def test_a_call_waits_for_its_host_and_its_host_for_the_device(waited, backwards, microseconds):
+    operations = [Operation("mm", bytes=2 * 10**8), Operation("_scale_kernel", bytes=8, triton=True)]
+    trace = cuda_trace.Trace(operations=operations, waited=waited, backwards=backwards)
+    assert predict.seconds_of_call(trace, HOST) == pytest.approx(microseconds * 1e-6)
+
+
+def test_with_few_tokens_a_call_takes_the_time_of_its_host():
+    operations = [Operation("add", bytes=8)] * 50
+    assert predict.seconds_of_call(cuda_trace.Trace(operations=operations), HOST) == pytest.approx(504e-6)
+    assert predict.seconds_of_call(cuda_trace.Trace(operations=operations), MACHINE) < 2.5e-3
+
+
+@pytest.mark.parametrize(("columns", "programs", "tiles"), [(4096, 64, 38), (1024, 64, 149), (1024, 64 * 149, 1)])
+def test_a_program_walks_the_tiles_of_its_row(columns, programs, tiles):
+    kernel = softmax_weights._softmax_weights_kernel
+    trace = cuda_trace.Trace()
+    logits = torch.empty(64, 151936, device="meta")
+    trace.add_launch(kernel, (logits,), {"BLOCK_V": columns}, programs)
+    assert trace.operations == [Operation(kernel.__name__, logits.nbytes, triton=True, tiles=tiles)]
+
+
+def test_what_was_measured_is_beside_its_prediction():
+    found = {(row["plan"], row["D"], row["N"]): row for row in predicted.content()["measured"]}
+    row = found["fused-grpo: loss, trainable", 1024, 64]
+    assert row["ms"] == 2.4  # of the interleaved rounds, not the 3.06 of the other stage
+    assert row["predicted"] == predicted.predicted("fused-grpo: loss, trainable", 1024, 64, "H200")
+    few = [row for row in found.values() if row["N"] < MANY]
+    assert len(few) >= 15
+    assert all(abs(row["ms"] / row["predicted"] - 1) <= 0.25 for row in few)
 
 
 class Bytes(TorchDispatchMode):
@@ -52,6 +99,13 @@ class Bytes(TorchDispatchMode):
         if not func.is_view:
             self.moved.append(cuda_trace.traffic(func, args, kwargs or {}, made))
         return made
+
+
+def test_a_softmax_reads_its_rows_anew_for_each_sum():
+    logits = torch.ones(8, 16, requires_grad=True)
+    with Bytes() as seen:
+        logits.log_softmax(-1).backward(A)
+    assert [size for size in seen.moved if size > 512][:2] == [(3 + 1) * 512, (2 + 1 + 1) * 512]
 
 
 A, ROW, OUT = torch.ones(8, 16), torch.ones(16), torch.ones(8, 8)

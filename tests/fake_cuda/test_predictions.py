@@ -29,13 +29,13 @@ def test_the_committed_file_is_of_this_code(fresh: list[dict[str, Any]]) -> None
 @pytest.mark.parametrize(
     ("plan", "D", "N", "most"),
     [
-        ("loss, trainable", 4096, 8192, 47.0),
-        ("loss, trainable", 1024, 8192, 13.0),
-        ("loss, frozen", 4096, 8192, 32.0),
+        ("loss, trainable", 4096, 8192, 46.0),
+        ("loss, trainable", 1024, 8192, 12.0),
+        ("loss, frozen", 4096, 8192, 31.5),
         ("logprobs, no_grad", 4096, 8192, 16.5),
-        ("logprobs, trainable", 4096, 8192, 47.0),
+        ("logprobs, trainable", 4096, 8192, 46.0),
         ("loss, trainable", 4096, 1024, 6.5),
-        ("loss, trainable", 1024, 64, 0.45),  # launches alone
+        ("loss, trainable", 1024, 64, 0.4),
         ("logprobs, no_grad", 1024, 64, 0.14),
         ("divergence, trainable", 4096, 8192, 68.0),
         ("loss, trainable, 20 kept", 4096, 8192, 2.5),
@@ -44,5 +44,5 @@ def test_the_committed_file_is_of_this_code(fresh: list[dict[str, Any]]) -> None
 def test_on_an_h200_ours_takes_no_longer(fresh: list[dict[str, Any]], plan: str, D: int, N: int, most: float) -> None:
     asked = {"machine": "H200", "plan": f"fused-grpo: {plan}", "D": D, "N": N}
     (facts,) = [row["facts"] for row in fresh if asked.items() <= row.items()]
-    print(f"{plan}, D={D}, N={N}: {facts['ms']} ms, at most {most}")
-    assert facts["ms"] <= most
+    print(f"{plan}, D={D}, N={N}: {facts['device_ms']} ms of the device, at most {most}")
+    assert facts["device_ms"] <= most
