@@ -105,6 +105,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "kl_estimator": KL_ESTIMATORS,
     "sampling_correction": (*CORRECTIONS, "icepop", None),
     "sequence_rejection": (*REJECTIONS, None),
+    "score_centering": ("off", "topk", "kept"),
 }
 RANGES: Ranges = (
     ("a share in (0, 1]", lambda share: 0.0 < share <= 1.0, "top_entropy_quantile"),
@@ -200,6 +201,10 @@ class LossOptions:
     """The least value of that statistic that is kept."""
     sequence_rejection_max: float | None = None
     """The greatest value of that statistic that is kept."""
+    score_centering: str = "off"
+    """Subtract from the policy gradient of each token its mean over the sampler (arXiv:2609.20807), where the sampler's
+    log-probs of several tokens are given: of its likeliest tokens ("topk", the rest taken for the policy's own), or of
+    all tokens that a truncated sampler kept ("kept")."""
 
 
 @_frozen

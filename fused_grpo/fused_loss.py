@@ -17,6 +17,7 @@ from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.statistics import full_precision
 from fused_grpo.config import DEFAULT_LOSS, GRPOLossConfig, checked_config
 from fused_grpo.divergence import Distillation, check_together, reference_divergence, teacher_of
+from fused_grpo.head.centering import Centering, SamplerHead
 from fused_grpo.head.checks import HeadOptions, check_main_grad, check_plan, outside_graphs
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
 from fused_grpo.head.chunked_loss import (
@@ -52,6 +53,8 @@ def fused_linear_grpo_loss(
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     sampling_logprobs: Tensor | None = None,
+    sampling_topk_ids: Tensor | None = None,
+    sampling_topk_logprobs: Tensor | None = None,
     entropy_threshold: float | Tensor | None = None,
     num_tokens: float | Tensor | None = None,
     num_sequences: float | Tensor | None = None,
@@ -78,6 +81,10 @@ def fused_linear_grpo_loss(
         advantages, mask, cu_seqlens, old_logprobs, ref_logprobs, sampling_logprobs, entropy_threshold, num_tokens,
             num_sequences, num_entropy_tokens, covariance_selected, config: as in `grpo_loss`. Rows whose target is
             `ignore_index` are masked.
+        sampling_topk_ids: [..., K] int64 or int32, for `config.score_centering`: for each token the sampler's likeliest
+            tokens, or all that it kept, each once, in any order; -1 where there are fewer. None with a support.
+        sampling_topk_logprobs: [..., K], the sampler's log-probs of these, from the distribution that it drew from;
+            NaN where it is not known. With a support, [K], those of its token_ids.
         score: "all" computes the log-prob of every unmasked token and includes it in the metrics. "needed" leaves out
             tokens that cannot have a gradient (zero advantage, with beta = 0, no entropy bonus and no KL-Cov): they
             cost nothing, their log-prob is 0, and the metrics leave them out. Loss and gradients are the same.
@@ -122,10 +129,12 @@ def fused_linear_grpo_loss(
         check_main_grad(weight_main_grad, weight, chosen)
     if distillation is not None:
         check_together(distillation, config, score=score, support=support, process_group=process_group)
+    sampler = SamplerHead(sampling_topk_ids, sampling_topk_logprobs)
     shards = None if process_group is None else shards_of(head, process_group, impl=impl, chunk_bytes=chunk_bytes or 0)
-    passes, vocab_size = choice.passes(chosen), None if shards is None else sum(shards.sizes)
+    passes, vocab_size = choice.passes(chosen), len(weight) if shards is None else sum(shards.sizes)
+    together: dict[str, Any] = {"support": restricted, "sampling": sampling_logprobs, "teacher": distillation}
+    sampler.check(config, targets, vocab_size, **together)
     kept, head = head.without_ignored(passes, ignore_index, vocab_size=vocab_size)
-    head = head if shards is None else shards.own(head)
     given = LossArguments(
         advantages=advantages,
         mask=mask,
@@ -141,19 +150,26 @@ def fused_linear_grpo_loss(
     )
     inputs = loss_inputs(given, targets.shape, config, dtype=head.dtype, device=hidden.device, kept=kept)
     entropy = entropy or config.entropy_coef > 0 or config.top_entropy_quantile < 1.0
+    if restricted is not None and chosen == "reference" and sampler.logprobs is not None:
+        sampler = sampler.padded(restricted)
+    centering = sampler.centering(head.targets, inputs, config)
+    head = head if centering is None else centering.with_targets(head)
+    head = head if shards is None else shards.own(head)
     teacher = None
     if distillation is not None:
         teacher = teacher_of(distillation, head, hidden, temperature, inputs, chosen)
     with full_precision(hidden):
         if chosen == "reference":
-            loss, logprobs, statistics = _reference_loss(head, inputs, config, restricted, teacher)
+            loss, logprobs, statistics = _reference_loss(head, inputs, config, restricted, teacher, centering)
         else:
             plan = LossPlan(chunk_bytes, Wanted.of(head), score, entropy, rounded=weight_main_grad is None)
             with torch.no_grad():
                 if restricted is None:
-                    result = chunked_loss(head, inputs, config, passes, plan, shards=shards, teacher=teacher)
+                    result = chunked_loss(
+                        head, inputs, config, passes, plan, shards=shards, teacher=teacher, centering=centering
+                    )
                 else:
-                    result = supported_loss(head, restricted, inputs, config, passes, plan)
+                    result = supported_loss(head, restricted, inputs, config, passes, plan, sampler.logprobs)
             attached = (result.statistics["loss"], result.gradients, weight_main_grad, passes)
             loss = AttachGradients.apply(*attached, head.hidden, weight, bias)  # type: ignore[no-untyped-call]
             logprobs, statistics = result.logprobs, result.statistics
@@ -203,17 +219,28 @@ class FusedLinearGRPOLoss(nn.Module):
 
 
 def _reference_loss(
-    head: Head, inputs: LossInputs, config: GRPOLossConfig, support: Support | None, teacher: Teacher | None
+    head: Head,
+    inputs: LossInputs,
+    config: GRPOLossConfig,
+    support: Support | None,
+    teacher: Teacher | None,
+    centering: Centering | None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(loss, log-probs [N], statistics) through full logits and autograd."""
     kept = None if support is None else kept_mask(support, len(head.weight))
     logprobs, entropy = distributions.logprobs_and_entropy(
-        head.hidden, head.weight, head.targets, **head.transform(), kept=kept
+        head.hidden, head.weight, head.targets.clamp_min(0), **head.transform(), kept=kept
     )
+    of_head, passes = logprobs, choice.passes("reference")
+    logprobs = logprobs if centering is None else centering.keep(slice(None), logprobs)
     loss, _ = factors.grpo_loss(logprobs, entropy, inputs, config)
-    passes = choice.passes("reference")
     upstream, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], upstream, inputs.tokens.mask, config, passes)
+    if centering is not None:
+        centering.weigh(factors.token_factors(logprobs, entropy, inputs, config)["policy_weights"])
+        own_and_head = centering.upstream(slice(None), torch.zeros_like(logprobs))
+        loss = loss + torch.where(own_and_head == 0, 0.0, own_and_head * of_head).sum()
+        statistics = centering.added_to(statistics)
     if teacher is not None:
         rows = inputs.tokens.mask.nonzero()[:, 0]
         divergence = reference_divergence(TwoHeads(head, teacher.head).select(rows), teacher.kind, teacher.beta)

@@ -74,7 +74,7 @@ class Teacher:
     def visit_(self, tile: Tile, *, entropy: bool = False, differentiated: bool = True) -> TileDivergence:
         """The divergence of whole rows of the student's raw logits, which are overwritten, and their statistics."""
         assert self.memory is not None
-        rows, head = self._rows(tile), self.head
+        rows, head = tile.rows_of_head, self.head
         head = replace(head, hidden=head.hidden[rows], targets=head.targets[rows], temperature=head.temperature[rows])
         teacher = next(head.tiles(self.memory))
         return self.passes.Divergence(
@@ -97,17 +97,13 @@ class Teacher:
         grad_logprobs: Tensor | None = None,
     ) -> None:
         """Keep the divergences of visited rows; with `gradients`, add those of both losses, the other's from [R]."""
-        rows = self._rows(tile)
+        rows = tile.rows_of_head
         if gradients is not None:
             assert grad_logprobs is not None
             scale = 1.0 if gradients.scale is None else gradients.scale
             upstream = self.weights[rows] * scale, grad_logprobs * scale
             gradients.add_gradient(tile, pair.gradient_(*upstream, dtype=tile.hidden.dtype))
         self.divergence[rows] = pair.divergence
-
-    @staticmethod
-    def _rows(tile: Tile) -> slice | Tensor:
-        return tile.rows if tile.index is None else tile.index
 
     def added_to(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
         """The statistics of the other loss, with the divergences in them and in the loss."""

@@ -23,9 +23,10 @@ Rows that cannot have a gradient (masked, zero advantage) are removed beforehand
 dW. Rows whose gradient turns out to be 0 (clipped) take part with a factor of 0: to remove them, a GPU would have to
 synchronize for their number, and a CPU would have to move rows.
 
-What differs between kinds of rows is what they leave in a tile, and what they need beside it; the loop is the same:
+What differs between kinds of rows (`visited_rows.py`) is what they leave in a tile, and what they need beside it:
 
     WeightedRows    the statistics and the softmax weights in one pass; the gradients are products of the weights
+    CentredRows     rows with several targets, of which score centering needs log-probs; in one pass or in two
     KnownRows       the statistics; the gradients need another pass over the logits
     ShardedRows     the same, of rows whose columns are on several ranks
     TaughtRows      the divergence from a teacher, and with it the statistics; one gradient of both losses
@@ -39,8 +40,8 @@ one. `grpo_loss` takes the same two steps from log-probs that are given.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -49,15 +50,27 @@ from torch import Tensor
 
 from fused_grpo._maths import factors, formulas
 from fused_grpo._maths.formulas import LossInputs
-from fused_grpo._maths.statistics import RowState, Statistics, Upstream, joined, no_columns
+from fused_grpo._maths.statistics import Statistics, Upstream, joined
 from fused_grpo.config import GRPOLossConfig, TokenTerms
+from fused_grpo.head.centering import Centering
 from fused_grpo.head.checks import differentiated_once, leaves_out_rows, may_synchronize
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
-from fused_grpo.head.head import Gradients, Head, HeadGradients, Tile, Wanted, softmax_weights_of
+from fused_grpo.head.head import Gradients, Head, HeadGradients, Wanted
 from fused_grpo.head.logprob_plans import power_of_two_scale
 from fused_grpo.head.sharded import Shards
+from fused_grpo.head.visited_rows import (
+    CentredRows,
+    KnownRows,
+    RevisitedRows,
+    Seen,
+    ShardedRows,
+    Sweep,
+    TaughtRows,
+    WeightedCentredRows,
+    WeightedRows,
+)
 from fused_grpo.passes import torch_passes
-from fused_grpo.passes.protocol import RowPasses, SoftmaxWeightsForward, TileDivergence
+from fused_grpo.passes.protocol import RowPasses
 
 Score = Literal["all", "needed"]
 
@@ -91,11 +104,12 @@ def chunked_loss(
     *,
     shards: Shards | None = None,
     teacher: Teacher | None = None,
+    centering: Centering | None = None,
 ) -> ChunkedLoss:
     """Log-probs, loss and the gradients that are wanted of hidden, weight and bias.
 
     With `shards`, weight and bias are those of this rank, and the targets of `head` are relative to it. With a
-    `teacher`, every unmasked row has a gradient.
+    `teacher`, every unmasked row has a gradient. With `centering`, the targets of `head` are those of its rows and H.
     """
     # A rank that wants no gradient visits the same rows in the same order as the other ranks. Beside a teacher rows
     # stay where they are, since all have a gradient.
@@ -132,13 +146,16 @@ def chunked_loss(
     visitor = KnownRows(sweep)
     if teacher is not None:
         visitor = RevisitedRows(sweep, teacher) if two_phases else TaughtRows(sweep, teacher)
+    elif centering is not None:
+        visitor = (WeightedCentredRows if weighted else CentredRows)(sweep, centering, shards)
     elif shards is not None:
         visitor = ShardedRows(sweep, shards)
     elif weighted:
         visitor = WeightedRows(sweep, gradients, kernel)
     loop = _in_two_phases if two_phases else _one_by_one
     statistics, seen, upstream = loop(rows, memory, inputs, config, visitor)
-    statistics = statistics if teacher is None else teacher.added_to(statistics)
+    for part in (teacher, centering):
+        statistics = statistics if part is None else part.added_to(statistics)
     del memory, teacher, sweep, visitor  # before dW is rounded beside its accumulator
     d_hidden, d_weight, d_bias = gradients.finish()
     if shards is not None and d_hidden is not None:
@@ -184,12 +201,13 @@ def _in_two_phases(
         scored = torch.zeros_like(inputs.tokens.mask).index_fill_(0, index, True)
         inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
     upstream, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=visitor.sweep.passes)
+    visitor.all_seen(logprobs, entropy, inputs, config)
     statistics = statistics_of([sums], upstream, inputs.tokens.mask, config, visitor.sweep.passes)
     upstream, recomputed = upstream if index is None else upstream.rows(index), 0
     if visitor.sweep.gradients is not None:
         last = tile.rows
         visitor.add(tile, Seen(rows.rows(last)), upstream.rows(last))
-        others = visitor.to_revisit(upstream)[: last.start].nonzero()[:, 0]
+        others = visitor.to_revisit(head, upstream)[: last.start].nonzero()[:, 0]
         recomputed = len(others)
         for tile in head.select(others).tiles(memory) if recomputed else ():
             again = others[tile.rows]
@@ -241,134 +259,6 @@ def _scale(head: Head, inputs: LossInputs, teacher: Teacher | None) -> Tensor | 
     largest = torch.where(tokens.mask, tokens.weights * (tokens.advantages.abs() + 1), 0.0)
     largest = largest if teacher is None else largest + teacher.weights
     return power_of_two_scale(head, largest if head.index is None else largest[head.index], exponent=6)
-
-
-class Sweep(NamedTuple):
-    """What the visitors of a sweep over the chunks share. Only the first `active` rows may have a gradient."""
-
-    passes: RowPasses
-    gradients: HeadGradients | None
-    entropy: bool
-    active: int
-
-
-class Seen(NamedTuple):
-    """What a visit found out of the rows of a tile."""
-
-    statistics: Statistics
-    weights: tuple[Tensor, Tensor] | None = None  # E [R, C] and its scale [R], as of `softmax_weights_`
-    divergence: TileDivergence | None = None
-
-
-@dataclass(frozen=True)
-class KnownRows:
-    """Rows whose statistics are known before their gradients are computed, if any are; the base of the other kinds."""
-
-    sweep: Sweep
-
-    def tiles(self, head: Head, memory: Tensor) -> Iterator[Tile]:
-        """The rows of a head that share the memory, one group after the other."""
-        return head.tiles(memory)
-
-    def visit_(self, tile: Tile) -> Seen:
-        """What the loss needs of the rows of a tile of raw logits, which may be overwritten."""
-        return self._finished([self._state(tile)])
-
-    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        """Add the gradients of these rows, now that d loss / d log p is known."""
-        passes, gradients, _, active = self.sweep
-        tile = tile.first(max(0, active - tile.rows.start))
-        if gradients is not None and tile.logits.numel():
-            rows = slice(len(tile.targets))
-            gradients.add_known(tile, passes, seen.statistics.rows(rows), upstream.rows(rows))
-
-    def to_revisit(self, upstream: Upstream) -> Tensor:
-        """Which rows [N] are needed again for their gradients, where there are two phases."""
-        return upstream.have_gradient()
-
-    def _state(self, tile: Tile) -> RowState:
-        passes, entropy = self.sweep.passes, self.sweep.entropy
-        return RowState(*passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.transform))
-
-    def _finished(self, parts: list[RowState]) -> Seen:
-        return Seen(Statistics(*self.sweep.passes.finish_rows(parts, entropy=self.sweep.entropy)))
-
-
-@dataclass(frozen=True)
-class WeightedRows(KnownRows):
-    """Rows whose gradients are multiples of their softmax weights."""
-
-    gradients: HeadGradients
-    kernel: SoftmaxWeightsForward | None
-
-    def tiles(self, head: Head, memory: Tensor) -> Iterator[Tile]:
-        return head.tiles(memory, multiply=self.kernel is None)
-
-    def visit_(self, tile: Tile) -> Seen:
-        passes, _, entropy, _ = self.sweep
-        weights, scale, statistics = softmax_weights_of(
-            tile, passes, self.kernel, entropy=entropy, dtype=tile.hidden.dtype
-        )
-        return Seen(statistics, weights=(weights, scale))
-
-    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        assert seen.weights is not None
-        weights, scale = seen.weights
-        count, grad_logprobs = self.sweep.active - tile.rows.start, upstream.logprobs
-        if count < len(scale):
-            tile, weights, scale = tile.first(max(0, count)), weights[: max(0, count)], scale[: max(0, count)]
-            grad_logprobs = grad_logprobs[: len(scale)]
-        if len(scale):
-            self.gradients.add_weights(tile, self.sweep.passes, weights, scale, grad_logprobs)
-
-
-@dataclass(frozen=True)
-class ShardedRows(KnownRows):
-    """Rows of which each rank has the logits of its own columns."""
-
-    shards: Shards
-
-    def visit_(self, tile: Tile) -> Seen:
-        return self._finished(self.shards.gather(self._state(tile)))
-
-    def _state(self, tile: Tile) -> RowState:
-        if tile.logits.shape[1]:
-            return super()._state(tile)
-        return no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
-
-
-@dataclass(frozen=True)
-class TaughtRows(KnownRows):
-    """Rows beside those of a teacher."""
-
-    teacher: Teacher
-
-    def visit_(self, tile: Tile) -> Seen:
-        pair = self.teacher.visit_(tile, entropy=self.sweep.entropy, differentiated=self.sweep.gradients is not None)
-        return Seen(Statistics(*pair.statistics()), divergence=pair)
-
-    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        assert seen.divergence is not None
-        self.teacher.finish(tile, seen.divergence, self.sweep.gradients, upstream.logprobs)
-
-
-@dataclass(frozen=True)
-class RevisitedRows(KnownRows):
-    """Rows beside those of a teacher, with gradients only once the log-probs of all rows are known."""
-
-    teacher: Teacher
-
-    def visit_(self, tile: Tile) -> Seen:
-        seen = super().visit_(tile)
-        if self.sweep.gradients is None:
-            self.teacher.finish(tile, self.teacher.visit_(tile, differentiated=False))
-        return seen
-
-    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        self.teacher.finish(tile, self.teacher.visit_(tile), self.sweep.gradients, upstream.logprobs)
-
-    def to_revisit(self, upstream: Upstream) -> Tensor:
-        return torch.ones_like(upstream.logprobs, dtype=torch.bool)
 
 
 def value_and_gradient(

@@ -54,6 +54,11 @@ class Tile:
     transform: LogitTransform  # of these rows and columns
     index: Tensor | None  # [R], the rows of `Head.hidden`; None if they are `rows`
 
+    @property
+    def rows_of_head(self) -> slice | Tensor:
+        """The rows of `Head.hidden`."""
+        return self.rows if self.index is None else self.index
+
     def first(self, count: int) -> Tile:
         """The first `count` rows of the tile."""
         if count >= self.logits.shape[0]:

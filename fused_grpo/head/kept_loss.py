@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from fused_grpo._maths import formulas
+from fused_grpo._maths import factors, formulas
+from fused_grpo._maths.centering import Bounds, coefficients
 from fused_grpo._maths.formulas import LossInputs
-from fused_grpo.config import GRPOLossConfig
+from fused_grpo._maths.statistics import Statistics
+from fused_grpo.config import GRPOLossConfig, TokenTerms
+from fused_grpo.head.centering import scored_by_sampler, weights_of, with_centering
 from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, rows_in_order, statistics_of, value_and_gradient
 from fused_grpo.head.entries import Support
-from fused_grpo.head.head import Head
+from fused_grpo.head.head import Gradients, Head
 from fused_grpo.head.kept_tokens import SupportedHead
 from fused_grpo.passes.protocol import RowPasses
 
@@ -23,8 +27,12 @@ def supported_loss(
     config: GRPOLossConfig,
     passes: RowPasses,
     plan: LossPlan,
+    sampler: Tensor | None = None,
 ) -> ChunkedLoss:
-    """`chunked_loss` over the kept tokens: the statistics of all rows, the loss, then the gradients."""
+    """`chunked_loss` over the kept tokens: the statistics of all rows, the loss, then the gradients.
+
+    `sampler` are the sampler's log-probs [E] of the kept tokens, for score centering.
+    """
     differentiated = any(plan.wanted)
     order, _ = rows_in_order(inputs, config, plan.score, differentiated)
     scored = inputs.tokens.mask
@@ -37,8 +45,34 @@ def supported_loss(
         row_statistics.logprobs, row_statistics.entropy, inputs, config=config, passes=passes
     )
     statistics = statistics_of([sums], upstream, scored, config, passes)
+    of_entries = None
+    if sampler is not None:
+        logprobs, sampler = rows.entry_logprobs(row_statistics), sampler[rows.items]
+        terms = _centering_of_entries(logprobs, sampler, rows.row_of_entries, row_statistics, inputs, config)
+        c, of_entries, mass = terms
+        statistics = with_centering(statistics, c, of_entries, logprobs, mass)
     recomputed = upstream.have_gradient()[rows.others].sum() * differentiated
-    gradients = rows.gradients(row_statistics, upstream, rounded=plan.rounded) if differentiated else (None, None, None)
+    gradients: Gradients = (None, None, None)
+    if differentiated:
+        gradients = rows.gradients(row_statistics, upstream, of_entries, rounded=plan.rounded)
     fraction = formulas.over_tokens(recomputed.to(statistics["loss"].dtype), statistics)
     statistics = {**statistics, "recomputed_fraction": fraction}
     return ChunkedLoss(statistics, row_statistics.logprobs, row_statistics.entropy, upstream, gradients)
+
+
+def _centering_of_entries(
+    logprobs: Tensor,
+    sampler: Tensor,
+    row: Tensor,
+    statistics: Statistics,
+    inputs: LossInputs,
+    config: GRPOLossConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(c [E], d loss / d log p [E], the probabilities under the sampler and the policy [2, E]) of entries of `row`."""
+    known = scored_by_sampler(inputs)[row] & ~sampler.isnan()
+    given = logprobs[:, None], sampler.to(logprobs.dtype)[:, None], inputs.tokens.advantages[row], known[:, None]
+    c, mass = coefficients(*given, Bounds.of(TokenTerms.of(config)), whole=True)
+    weights = weights_of(inputs)
+    policy_weights = factors.token_factors(statistics.logprobs, statistics.entropy, inputs, config)["policy_weights"]
+    weights = (weights if policy_weights is None else weights * policy_weights)[row]
+    return c[:, 0], torch.where(weights == 0, 0.0, weights * c[:, 0]), mass

@@ -64,9 +64,12 @@ class SupportedHead:
         wanted: Wanted,
     ) -> None:
         self._head, self._passes, self._chunk_bytes, self._wanted = head, passes, chunk_bytes, wanted
-        restricted = Segments(support[1]).sizes > 0
+        every = Segments(support[1])
+        restricted = every.sizes > 0
         self.others = (take_part & ~restricted).nonzero()[:, 0]
         self._entries = Entries.of(support, (take_part & restricted).nonzero()[:, 0])
+        self.items, _ = every.select(self._entries.rows)  # of the support, [E]
+        self.row_of_entries = self._entries.rows[self._entries.row]
         targets = head.targets[self._entries.rows]
         self._places = self._entries.places_of(targets)
         check_kept(self._entries, self._places, targets)
@@ -102,31 +105,53 @@ class SupportedHead:
         most = buffers.chunk_budget(self._chunk_bytes, device) // (_COPIES * head.dtype.itemsize)
         for rows, items, width in e.tiles(most):
             row = e.row[items]
-            temperature = head.temperature[e.rows[row]]
-            values = distributions.transform_logits(
-                raw[items, None],
-                bias=None,
-                temperature=temperature,
-                logit_scale=head.logit_scale,
-                softcap=head.softcap,
-            )[:, 0]
+            values = self._transformed(raw[items], e.rows[row])
             column = torch.arange(items.start, items.stop, device=device) - e.segments.offsets[row]
             z = self._passes.empty_tile(rows.stop - rows.start, width, dtype=head.dtype, device=device)
             z.fill_(-torch.inf)[row - rows.start, column] = values
             yield rows, (items, row - rows.start, column), z
 
+    def _transformed(self, raw: Tensor, rows: Tensor) -> Tensor:
+        """z [E] of entries of `rows` [E] from h.w + b."""
+        head = self._head
+        how: dict[str, Any] = {"logit_scale": head.logit_scale, "softcap": head.softcap}
+        return distributions.transform_logits(raw[:, None], temperature=head.temperature[rows], **how)[:, 0]
+
+    def entry_logprobs(self, statistics: Statistics) -> Tensor:
+        """log p of the entries, [E], from the statistics of all rows."""
+        e, z = self._entries, self._transformed(self._raw, self.row_of_entries)
+        own = z[e.segments.offsets[:-1] + self._places]
+        return statistics.logprobs[self.row_of_entries] + (z - own[e.row])
+
     def _of_tile(self, z: Tensor, places: Tensor, *, entropy: bool) -> Statistics:
         state = RowState(*self._passes.row_statistics(z, places, entropy=entropy, temperature=z.new_ones(len(z))))
         return Statistics(*self._passes.finish_rows([state], entropy=entropy))
 
-    def gradients(self, statistics: Statistics, upstream: Upstream, *, rounded: bool = True) -> Gradients:
-        """Gradients of hidden, weight (in fp32 if not `rounded`) and bias, where wanted, for upstream gradients [N]."""
-        head = self._head
-        index = upstream.have_gradient()[self._entries.rows].nonzero()[:, 0]
+    def gradients(
+        self,
+        statistics: Statistics,
+        upstream: Upstream,
+        of_entries: Tensor | None = None,
+        *,
+        rounded: bool = True,
+    ) -> Gradients:
+        """Gradients of hidden, weight (in fp32 if not `rounded`) and bias, where wanted, for upstream gradients [N].
+
+        With `of_entries`, those in the log-probs of all entries [E] come on top.
+        """
+        head, moved = self._head, None
+        if of_entries is not None:
+            upstream, moved = self._moved(upstream, of_entries)
+        has_gradient = upstream.have_gradient()
+        if moved is not None:
+            has_gradient = has_gradient.index_put((self.row_of_entries[moved != 0],), has_gradient.new_ones(()))
+        index = has_gradient[self._entries.rows].nonzero()[:, 0]
         items, e = self._entries.select(index)
         with full_precision(head.hidden):
             d_hidden, d_weight, d_bias = self._gradients_of_others(statistics, upstream, rounded=rounded)
             g = self._entry_gradients(e, self._raw[items], self._places[index], statistics, upstream)
+            if moved is not None:
+                g += moved[items] * self._slopes(e, self._raw[items])
             if d_hidden is not None:
                 self._put_sums(d_hidden, e.rows, e.segments, e.tokens, g, head.weight)
             self._put_sums_of_tokens(d_weight, d_bias, e, g)
@@ -171,10 +196,26 @@ class SupportedHead:
                 dtype=z.dtype,
             )
             g[items] = gradient[tuple(at)]
+        return g.mul_(self._slopes(e, raw))
+
+    def _slopes(self, e: Entries, raw: Tensor) -> Tensor:
+        """dz / d(h.w) of the entries, [E]."""
+        head = self._head
         slope = head.logit_scale / head.temperature[e.rows[e.row]]
-        if head.softcap is not None:
-            slope *= distributions.cap_slope(raw * (head.logit_scale / head.softcap))
-        return g.mul_(slope)
+        return (
+            slope if head.softcap is None else slope * distributions.cap_slope(raw * (head.logit_scale / head.softcap))
+        )
+
+    def _moved(self, upstream: Upstream, of_entries: Tensor) -> tuple[Upstream, Tensor]:
+        """The gradient of rows as if all were in the log-prob of their own token, and the rest of dL/dz [E].
+
+        As for several targets: log p_e = log p_t + (z_e - z_t).
+        """
+        e, own = self._entries, self._entries.segments.offsets[:-1] + self._places
+        moved = of_entries.index_fill(0, own, 0.0)
+        others = torch.segment_reduce(moved, "sum", lengths=e.segments.sizes, initial=0, unsafe=True)
+        every = upstream.logprobs.index_copy(0, e.rows, upstream.logprobs[e.rows] + others + of_entries[own])
+        return upstream._replace(logprobs=every), moved.index_copy(0, own, -others)
 
     def _put_sums_of_tokens(self, d_weight: Tensor | None, d_bias: Tensor | None, e: Entries, g: Tensor) -> None:
         """Add the sums over the entries of each token to dW and db, which are 0 but for the other rows."""

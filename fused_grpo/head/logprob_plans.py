@@ -170,7 +170,8 @@ def backward(
     targets = None
     if upstream.logprobs.ndim == 2:
         scaled = Upstream(*(g if g is None or scale is None else g * scale for g in upstream))  # type: ignore[arg-type]
-        head, targets = several_targets.known_targets(head, statistics, *scaled)
+        head, g = several_targets.distinct_targets(head, scaled.logprobs)
+        targets = several_targets.known_targets(head.targets, statistics, g, scaled.entropy)
     memory = head.tile_memory(passes, chunk_bytes, weight_gradient=wanted.weight)
     one_group = len(memory) >= len(head.targets)
     gradients = HeadGradients(
@@ -244,7 +245,7 @@ def backward_with_weights(
     moved, has_gradient = None, grad_logprobs != 0
     if grad_logprobs.ndim == 2:
         head, grad_logprobs = several_targets.distinct_targets(head, grad_logprobs)
-        moved, has_gradient = several_targets.moved_targets(head, largest, grad_logprobs), has_gradient.any(1)
+        moved, has_gradient = several_targets.moved_targets(head.targets, largest, grad_logprobs), has_gradient.any(1)
         grad_logprobs = grad_logprobs.sum(1)
     rows, places = _rows_and_places(kept, has_gradient, copied=moved is not None)
     if rows is not None:

@@ -29,6 +29,7 @@ Letters: N rows, of which a tile has R, K targets per row, C columns of a tile. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -38,7 +39,7 @@ from torch import Tensor
 
 from fused_grpo._maths import distributions
 from fused_grpo._maths.distributions import LogitTransform
-from fused_grpo._maths.statistics import RowState, Statistics, finite, merge_rows
+from fused_grpo._maths.statistics import HEADROOM, RowState, Statistics, finite, merge_rows
 from fused_grpo.head.head import SLICE_BYTES, Head, Tile
 from fused_grpo.passes import buffers
 from fused_grpo.passes.protocol import RowPasses
@@ -115,10 +116,9 @@ class KnownTargets(NamedTuple):
 
 
 def known_targets(
-    head: Head, statistics: Statistics, grad_logprobs: Tensor, grad_entropy: Tensor | None
-) -> tuple[Head, KnownTargets]:
-    """(the head with distinct targets, what is known of them) from the upstream gradients [N, K] and [N]."""
-    head, grad_logprobs = distinct_targets(head, grad_logprobs)
+    targets: Tensor, statistics: Statistics, grad_logprobs: Tensor, grad_entropy: Tensor | None
+) -> KnownTargets:
+    """What is known of distinct targets [N, K] from the upstream gradients [N, K] and [N]."""
     top, log_p, p = statistics.logprobs.argmax(1, keepdim=True), statistics.logprobs, statistics.logprobs.exp()
     top_statistics = statistics._replace(logprobs=log_p.gather(1, top)[:, 0])
     every = grad_logprobs.sum(1, keepdim=True)
@@ -130,8 +130,8 @@ def known_targets(
         # The clamp avoids 0 * -inf.
         values -= grad_entropy[:, None] * p * (log_p.clamp_min(-128.0) + statistics.entropy[:, None])
         idle &= (grad_entropy == 0)[:, None]
-    largest = head.targets.gather(1, top)[:, 0]
-    return head, KnownTargets(top_statistics, largest, every[:, 0], grad_entropy, values, idle)
+    largest = targets.gather(1, top)[:, 0]
+    return KnownTargets(top_statistics, largest, every[:, 0], grad_entropy, values, idle)
 
 
 def logits_gradient_(tile: Tile, passes: RowPasses, rows: KnownTargets, *, dtype: torch.dtype) -> Tensor:
@@ -160,12 +160,32 @@ def moved_(gradient: Tensor, tile: Tile, moved: Tensor) -> Tensor:
     return gradient.scatter_(1, column, torch.where(here, values, values.gather(1, first)))
 
 
-def moved_targets(head: Head, largest: Tensor, grad_logprobs: Tensor) -> Tensor:
+def add_moved_(weights: Tensor, tile: Tile, moved: Tensor, factor: Tensor) -> Tensor:
+    """Add to softmax weights of whole rows, in place: then the factor [R] that is returned, times them, is factor [R]
+    times what they were, plus d loss / d(h.w) `moved` [R, K] at distinct targets."""
+    column, here, first = _columns(tile)
+    at = weights.gather(1, column)
+    # A factor far below what is moved is raised, so that the quotient is finite: by 2^-30 of `moved` over the largest
+    # weight, it adds that share to others. A weight is at most e^HEADROOM, or at the target the sum of all.
+    size = moved.abs().amax(1) * 2.0**-30 / at.abs().amax(1).clamp_min(math.exp(HEADROOM))
+    factor = torch.copysign(factor.abs().maximum(size), factor)
+    added = torch.where(here & (moved != 0), moved / factor[:, None], 0.0)
+    at = at + added.to(at.dtype)
+    weights.scatter_(1, column, torch.where(here, at, at.gather(1, first)))
+    return factor
+
+
+def target_slopes(tile: Tile) -> Tensor:
+    """dz / d(h.w) [R, K] at the targets of a raw tile, [R, 1] without a soft cap."""
+    return _slopes(None if tile.transform.get("softcap") is None else _at(tile, _columns(tile)[0]), tile.transform)
+
+
+def moved_targets(targets: Tensor, largest: Tensor, grad_logprobs: Tensor) -> Tensor:
     """[N, K]: what a gradient of log p_k adds at each target to that of log p_t, for the largest targets t [N].
 
     Which target is the largest is not decided again: of equal log-probs, the logits may differ.
     """
-    is_top = head.targets == largest[:, None]
+    is_top = targets == largest[:, None]
     # What repeats the largest target moves nothing: w_t - w_t would leave a rounding far above 1 - p_t.
     moved = torch.where(is_top, 0.0, grad_logprobs)
     return moved.scatter_(1, is_top.int().argmax(1, keepdim=True), -moved.sum(1, keepdim=True))
@@ -173,7 +193,7 @@ def moved_targets(head: Head, largest: Tensor, grad_logprobs: Tensor) -> Tensor:
 
 def hidden_gradient(head: Head, d_top: Tensor, largest: Tensor, grad_logprobs: Tensor) -> Tensor:
     """dL/dh [N, D] under a frozen head from d log p_t / dh [N, D] of the largest targets t [N]."""
-    moved = moved_targets(head, largest, grad_logprobs)
+    moved = moved_targets(head.targets, largest, grad_logprobs)
     gradient = d_top * grad_logprobs.sum(1, keepdim=True)
     # In cache on a CPU; on a GPU in few launches, and with its temporaries within the default budget of a tile.
     budget = SLICE_BYTES if gradient.device.type == "cpu" else buffers.DEFAULT_TILE_BYTES // 4

@@ -1,0 +1,228 @@
+"""What differs between kinds of rows of a loss: what they leave in a tile of logits, and what they need beside it.
+
+A loop of `chunked_loss.py` visits each tile for its statistics, and adds its gradients once d loss / d log p is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_grpo._maths import factors
+from fused_grpo._maths.formulas import LossInputs
+from fused_grpo._maths.statistics import RowState, Statistics, Upstream, no_columns
+from fused_grpo.config import GRPOLossConfig
+from fused_grpo.head import several_targets
+from fused_grpo.head.centering import Centering
+from fused_grpo.head.chunked_divergence import Teacher
+from fused_grpo.head.head import Head, HeadGradients, Tile, softmax_weights_of
+from fused_grpo.head.sharded import Shards
+from fused_grpo.passes.protocol import RowPasses, SoftmaxWeightsForward, TileDivergence
+
+
+class Sweep(NamedTuple):
+    """What the visitors of a sweep over the chunks share. Only the first `active` rows may have a gradient."""
+
+    passes: RowPasses
+    gradients: HeadGradients | None
+    entropy: bool
+    active: int
+
+
+class Seen(NamedTuple):
+    """What a visit found out of the rows of a tile."""
+
+    statistics: Statistics
+    weights: tuple[Tensor, Tensor] | None = None  # E [R, C] and its scale [R], as of `softmax_weights_`
+    targets: Tensor | None = None  # [R], which these are of: of several, the largest
+    slopes: Tensor | None = None  # [R, K] or [R, 1], dz / d(h.w) at the targets
+    divergence: TileDivergence | None = None
+
+
+@dataclass(frozen=True)
+class KnownRows:
+    """Rows whose statistics are known before their gradients are computed, if any are; the base of the other kinds."""
+
+    sweep: Sweep
+
+    def tiles(self, head: Head, memory: Tensor) -> Iterator[Tile]:
+        """The rows of a head that share the memory, one group after the other."""
+        return head.tiles(memory)
+
+    def visit_(self, tile: Tile) -> Seen:
+        """What the loss needs of the rows of a tile of raw logits, which may be overwritten."""
+        return self._finished([self._state(tile)])
+
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+        """Add the gradients of these rows, now that d loss / d log p is known."""
+        passes, gradients, _, active = self.sweep
+        tile = tile.first(max(0, active - tile.rows.start))
+        if gradients is not None and tile.logits.numel():
+            rows = slice(len(tile.targets))
+            gradients.add_known(tile, passes, seen.statistics.rows(rows), upstream.rows(rows))
+
+    def all_seen(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig) -> None:
+        """Where there are two phases, after the first: what is [N] of all tokens."""
+
+    def to_revisit(self, head: Head, upstream: Upstream) -> Tensor:
+        """Which rows [R] are needed again for their gradients, where there are two phases."""
+        return upstream.have_gradient()
+
+    def _state(self, tile: Tile) -> RowState:
+        return several_targets.row_statistics(tile, self.sweep.passes, entropy=self.sweep.entropy)
+
+    def _finished(self, parts: list[RowState]) -> Seen:
+        return Seen(Statistics(*self.sweep.passes.finish_rows(parts, entropy=self.sweep.entropy)))
+
+
+@dataclass(frozen=True)
+class WeightedRows(KnownRows):
+    """Rows whose gradients are multiples of their softmax weights."""
+
+    gradients: HeadGradients
+    kernel: SoftmaxWeightsForward | None
+
+    def tiles(self, head: Head, memory: Tensor) -> Iterator[Tile]:
+        return head.tiles(memory, multiply=self.kernel is None)
+
+    def visit_(self, tile: Tile) -> Seen:
+        passes, _, entropy, _ = self.sweep
+        weights, scale, statistics = softmax_weights_of(
+            tile, passes, self.kernel, entropy=entropy, dtype=tile.hidden.dtype
+        )
+        return Seen(statistics, weights=(weights, scale))
+
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+        assert seen.weights is not None
+        weights, scale = seen.weights
+        count, grad_logprobs = self.sweep.active - tile.rows.start, upstream.logprobs
+        if count < len(scale):
+            tile, weights, scale = tile.first(max(0, count)), weights[: max(0, count)], scale[: max(0, count)]
+            grad_logprobs = grad_logprobs[: len(scale)]
+        if len(scale):
+            self.gradients.add_weights(tile, self.sweep.passes, weights, scale, grad_logprobs)
+
+
+@dataclass(frozen=True)
+class ShardedRows(KnownRows):
+    """Rows of which each rank has the logits of its own columns."""
+
+    shards: Shards
+
+    def visit_(self, tile: Tile) -> Seen:
+        return self._finished(self.shards.gather(self._state(tile)))
+
+    def _state(self, tile: Tile) -> RowState:
+        if tile.logits.shape[1]:
+            return super()._state(tile)
+        return no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
+
+
+@dataclass(frozen=True)
+class TaughtRows(KnownRows):
+    """Rows beside those of a teacher."""
+
+    teacher: Teacher
+
+    def visit_(self, tile: Tile) -> Seen:
+        pair = self.teacher.visit_(tile, entropy=self.sweep.entropy, differentiated=self.sweep.gradients is not None)
+        return Seen(Statistics(*pair.statistics()), divergence=pair)
+
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+        assert seen.divergence is not None
+        self.teacher.finish(tile, seen.divergence, self.sweep.gradients, upstream.logprobs)
+
+
+@dataclass(frozen=True)
+class RevisitedRows(KnownRows):
+    """Rows beside those of a teacher, with gradients only once the log-probs of all rows are known."""
+
+    teacher: Teacher
+
+    def visit_(self, tile: Tile) -> Seen:
+        seen = super().visit_(tile)
+        if self.sweep.gradients is None:
+            self.teacher.finish(tile, self.teacher.visit_(tile, differentiated=False))
+        return seen
+
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+        self.teacher.finish(tile, self.teacher.visit_(tile), self.sweep.gradients, upstream.logprobs)
+
+    def to_revisit(self, head: Head, upstream: Upstream) -> Tensor:
+        return torch.ones_like(upstream.logprobs, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class CentredRows(KnownRows):
+    """Rows whose targets are their own token and the tokens of a head, of which score centering needs log-probs."""
+
+    centering: Centering
+    shards: Shards | None = None
+
+    def visit_(self, tile: Tile) -> Seen:
+        if tile.logits.shape[1]:
+            own = self._state(tile)
+        else:
+            own = no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
+            own = own._replace(target_logit=own.shift[:, None].expand(tile.targets.shape))
+        parts = [own] if self.shards is None else self.shards.gather(own)
+        return self._own(tile, several_targets.finish_rows(parts, self.sweep.passes, entropy=self.sweep.entropy))
+
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+        passes, gradients, _, active = self.sweep
+        tile = tile.first(max(0, active - tile.rows.start))
+        if gradients is None or not tile.logits.numel():
+            return
+        rows, scale = slice(len(tile.targets)), 1.0 if gradients.scale is None else gradients.scale
+        grad_logprobs, grad_entropy = upstream.rows(rows)
+        known = several_targets.known_targets(
+            tile.targets,
+            self.centering.every_logprob(tile.rows_of_head, seen.statistics.rows(rows)),
+            self.centering.upstream(tile.rows_of_head, grad_logprobs) * scale,
+            None if grad_entropy is None else grad_entropy * scale,
+        )
+        gradients.add_gradient(tile, several_targets.logits_gradient_(tile, passes, known, dtype=tile.hidden.dtype))
+
+    def all_seen(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig) -> None:
+        self.centering.weigh(factors.token_factors(logprobs, entropy, inputs, config)["policy_weights"])
+
+    def to_revisit(self, head: Head, upstream: Upstream) -> Tensor:
+        weights = self.centering.weights
+        return upstream.have_gradient() | ((weights if head.index is None else weights[head.index]) != 0)
+
+    def _own(self, tile: Tile, statistics: Statistics) -> Seen:
+        return Seen(statistics._replace(logprobs=self.centering.keep(tile.rows_of_head, statistics.logprobs)))
+
+
+@dataclass(frozen=True)
+class WeightedCentredRows(CentredRows):
+    """The same in one pass: softmax weights, to which the gradients at the targets are added."""
+
+    def visit_(self, tile: Tile) -> Seen:
+        passes, _, entropy, _ = self.sweep
+        slopes = several_targets.target_slopes(tile)
+        of_largest, below = several_targets.largest_target(tile)
+        weights, scale, statistics = softmax_weights_of(
+            of_largest, passes, None, entropy=entropy, dtype=tile.hidden.dtype
+        )
+        seen = self._own(tile, several_targets.for_each_target(statistics, below))
+        return seen._replace(weights=(weights, scale), targets=of_largest.targets, slopes=slopes)
+
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+        assert seen.weights is not None
+        assert seen.targets is not None
+        assert seen.slopes is not None
+        passes, gradients, _, active = self.sweep
+        tile = tile.first(max(0, active - tile.rows.start))
+        rows = slice(len(tile.targets))
+        if gradients is None or not tile.logits.numel():
+            return
+        grad_logprobs = self.centering.upstream(tile.rows_of_head, upstream.logprobs[rows])
+        moved = several_targets.moved_targets(tile.targets, seen.targets[rows], grad_logprobs) * seen.slopes[rows]
+        weights, scale = (x[rows] for x in seen.weights)
+        factor = several_targets.add_moved_(weights, tile, moved, scale * grad_logprobs.sum(1))
+        gradients.add_weights(tile, passes, weights, factor, torch.ones_like(factor))
