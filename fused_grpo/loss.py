@@ -15,7 +15,7 @@ from fused_grpo._maths import factors, formulas
 from fused_grpo._maths.formulas import LossInputs, Sequences, TokenInputs, token_weights
 from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.config import DEFAULT_LOSS, LARGEST, GRPOLossConfig, checked_config
-from fused_grpo.errors import InputError
+from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head.checks import check_plan, check_tensors, is_number, outside_graphs
 from fused_grpo.head.chunked_loss import AttachGradients, statistics_of, value_and_gradient
 from fused_grpo.passes import choice
@@ -33,7 +33,9 @@ class GRPOLossOutput(NamedTuple):
     (the loss without KL and entropy terms), `loss_tokens` (the count), `ratio_mean`, `ratio_min`, `ratio_max`,
     `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_region`, `effective_weight` (the factor of the policy term after
     corrections and masks), `zero_gradient_fraction`, and where their inputs are given `entropy` (nats), `kl`,
-    `sampling_difference_mean` and `_max` (|log p - sampling log p|). No collective, no synchronization."""
+    `sampling_difference_mean` and `_max` (|log p - sampling log p|). With score centering `centering_sampler_mass` and
+    `centering_trainer_mass` (the probability of the sampler's tokens that were given, under each), and `centering_l1`
+    (the sum of |c| over them). No collective, no synchronization."""
     logprobs: Tensor
     """Detached log-probs in the shape of the tokens. They can be the `old_logprobs` of a second iteration."""
 
@@ -88,10 +90,16 @@ def grpo_loss(
     Raises:
         InputError: shapes, dtypes or devices that disagree, or a value out of range.
         UnavailableError: impl="triton" where Triton cannot run.
+        UnsupportedError: a config with score centering, which `fused_linear_grpo_loss` has.
 
     Source: arXiv:2402.03300 eq. 3 (GRPO), arXiv:2503.14476 eq. 8 (DAPO); formulas and names as in TRL.
     """
     config = DEFAULT_LOSS if config is None else checked_config(config)
+    if config.score_centering != "off":
+        raise UnsupportedError(
+            f"got score_centering={config.score_centering!r} with log-probs of the sampled tokens alone; "
+            "fix: fused_linear_grpo_loss, which has the logits of others"
+        )
     check_plan(impl)
     check_loss_tokens(logprobs, entropy, config)
     dtype = compute_dtype(logprobs)

@@ -196,8 +196,8 @@ class SamplerHead(NamedTuple):
         if self.ids is None or self.logprobs is None:
             return None
         sampler = self.logprobs.detach().to(inputs.tokens.weights.dtype)
-        rows = (x.reshape(len(targets), -1) for x in (self.ids.long(), sampler))
-        return Centering.of(*rows, targets, inputs, config)
+        ids, sampler = (x.reshape(len(targets), -1) for x in (self.ids.long(), sampler))
+        return Centering.of(ids, sampler, targets, inputs, config)
 
     def padded(self, support: Support) -> SamplerHead:
         """That of a support, as ids [N, K] and log-probs [N, K]."""

@@ -183,7 +183,7 @@ class SupportedHead:
         self, e: Entries, raw: Tensor, places: Tensor, statistics: Statistics, upstream: Upstream
     ) -> Tensor:
         """g = dL/dx of the entries, [E]."""
-        head, g = self._head, torch.empty_like(raw)
+        g = torch.empty_like(raw)
         for rows, (items, *at), z in self._tiles(e, raw):
             grad_logprobs, grad_entropy = upstream.rows(e.rows[rows])
             gradient = self._passes.logits_gradient_(
