@@ -12,8 +12,9 @@ from torch import Tensor
 from fused_grpo._maths.statistics import Statistics, full_precision
 from fused_grpo.bench.gpu.clock import Clock, Figure, figure_of, over, scaled
 from fused_grpo.bench.gpu.scale import Scale
-from fused_grpo.head import gemms, logprob_plans
-from fused_grpo.head.head import Wanted
+from fused_grpo.head import logprob_plans
+from fused_grpo.head.gemms import multiply_into
+from fused_grpo.head.head import Head, Wanted
 from fused_grpo.passes import choice
 from fused_grpo.passes.protocol import RowPasses
 
@@ -46,7 +47,7 @@ def products(scale: Scale, R: int, D: int, V: int) -> dict[str, Action]:
 
     def product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
         with full_precision(out):
-            gemms.multiply_into(out, a, b, accumulate=accumulate)
+            multiply_into(out, a, b, accumulate=accumulate)
 
     of_weight = size * (V + D) * R + 4 * V * D
     return {
@@ -137,7 +138,7 @@ def forward(scale: Scale) -> Iterator[Figure]:
 def through_tiles(hidden: Tensor, weight: Tensor, shape: tuple[int, int]) -> Statistics:
     """The op's plan for log-probs by tiles of logits, with tiles [R, C] of this shape: one exists at a time."""
 
-    class Tiled(head.Head):
+    class Tiled(Head):
         def tile_memory(self, passes: RowPasses, *unused: Any, **options: Any) -> Tensor:
             tile: Tensor = passes.empty_tile(*shape, dtype=torch.float32, device=hidden.device)
             return tile
@@ -156,7 +157,7 @@ def through_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperatu
     with full_precision(hidden):
         for some in (slice(first, first + rows) for first in range(0, len(hidden), rows)):
             logits = memory[: len(hidden[some])]
-            gemms.multiply_into(logits, hidden[some], weight.t())
+            multiply_into(logits, hidden[some], weight.t())
             state = kernels.row_statistics(logits, targets[some], temperature=temperature[some])
             found.append(kernels.finish_rows([state], entropy=False))
     return found
@@ -169,7 +170,7 @@ def weights_of_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temper
     with full_precision(hidden):
         for some in (slice(first, first + rows) for first in range(0, len(hidden), rows)):
             logits = memory[: len(hidden[some])]
-            gemms.multiply_into(logits, hidden[some], weight.t())
+            multiply_into(logits, hidden[some], weight.t())
             given = {"temperature": temperature[some], "dtype": hidden.dtype}
             triton().softmax_weights_(logits, targets[some], **given)
 

@@ -202,9 +202,9 @@ class SupportedHead:
         """dz / d(h.w) of the entries, [E]."""
         head = self._head
         slope = head.logit_scale / head.temperature[e.rows[e.row]]
-        return (
-            slope if head.softcap is None else slope * distributions.cap_slope(raw * (head.logit_scale / head.softcap))
-        )
+        if head.softcap is not None:
+            slope = slope * distributions.cap_slope(raw * (head.logit_scale / head.softcap))
+        return slope
 
     def _moved(self, upstream: Upstream, of_entries: Tensor) -> tuple[Upstream, Tensor]:
         """The gradient of rows as if all were in the log-prob of their own token, and the rest of dL/dz [E].
