@@ -45,6 +45,8 @@ CASES = {
         "threshold and bonus": Case(EVEN, BONUS, options=(("entropy_threshold", 4.0), ("num_entropy_tokens", 9.0))),
         "quantile and bonus": Case(EVEN, BONUS),
         "nothing measured": Case(EVEN, {}, options=(("entropy", False),)),
+        "centred": Case(EVEN, {"score_centering": "topk"}),
+        "centred by kernels": Case(EVEN, {"score_centering": "kept"}, dtype=torch.float32, impl="triton"),
         "frozen head": Case(EVEN, {}, without=("weight", "bias")),
         "frozen backbone": Case(EVEN, {}, without=("hidden",)),
         "no gradient": Case(EVEN, {}, without=("hidden", "weight", "bias")),
@@ -60,6 +62,9 @@ CASES = {
         "sequences of an empty shard": Case(EMPTY, {"importance_sampling_level": "sequence"}),
         "tokens of an empty shard": Case(EMPTY, {}),
         "masks": Case(ODD, {"off_policy_mask_threshold": 0.05, "sampling_correction": "sequence_mask"}),
+        "centred sequences of an empty shard": Case(
+            EMPTY, {"score_centering": "topk", "importance_sampling_level": "sequence"}
+        ),
         "only what is needed": Case(ODD, {}, options=(("score", "needed"),)),
         "no tokens": Case(ODD, {}, tokens=0),
         "no tokens of sequences": Case(ODD, {"importance_sampling_level": "sequence"}, tokens=0),
@@ -92,6 +97,9 @@ def problem(case: Case, rows: slice) -> tuple[dict[str, Tensor], dict[str, Any],
         {name: x[: case.tokens] if name.endswith("targets") else x[..., : case.tokens] for name, x in tensors.items()}
         for tensors in (head, rest)
     )
+    if "score_centering" in (case.config or {}):
+        ids = torch.stack([torch.randperm(V, generator=generator)[:4] for _ in range(case.tokens)])
+        rest |= {"sampling_topk_ids": ids, "sampling_topk_logprobs": normal(case.tokens, 4).log_softmax(-1) - 0.2}
     return leaves, {**head, "logit_scale": 1.5, "softcap": 20.0}, rest
 
 

@@ -1,0 +1,123 @@
+"""The bugs of `planted_bugs.py` in score centering: (file, old, new, caught by)."""
+
+MATHS = "fused_grpo/_maths/centering.py"
+HEAD = "fused_grpo/head/centering.py"
+ROWS = "fused_grpo/head/visited_rows.py"
+TESTS = "tests/ops/test_score_centering.py"
+FORMULA = [TESTS, "-k", "formula"]
+MEAN = [TESTS, "-k", "mean_of_the_gradient"]
+CHUNKS = [TESTS, "-k", "chunks_give and (dapo or sequence or quantile)"]
+CERTAIN = [TESTS, "-k", "almost_certain"]
+BAD = [TESTS, "-k", "bad_input"]
+SHARDS = ["tests/ops/test_vocab_parallel.py", "-k", "shards_give and centred"]
+
+BUGS = {
+    "the tail of the sampler is left out": (
+        MATHS,
+        "weighted - tail[:, None] * p",
+        "weighted",
+        FORMULA,
+    ),
+    "the tail is weighted by its own mass": (
+        MATHS,
+        "bounds.weighted(torch.ones_like(rho), rho)",
+        "rho",
+        FORMULA,
+    ),
+    "tokens of the sampler have no weight of importance": (
+        MATHS,
+        "weighted = bounds.weighted(p, q)",
+        "weighted = q",
+        FORMULA,
+    ),
+    "weights outside of the bounds are cut instead of masked": (
+        MATHS,
+        'if self.correction == "mask":',
+        "if False:",
+        MEAN,
+    ),
+    "a lower bound of weights is ignored": (
+        MATHS,
+        "p.maximum(self.least * q).minimum(",
+        "p.minimum(",
+        MEAN,
+    ),
+    "a token too far from the sampler is not left out": (
+        MATHS,
+        "weighted = torch.where(far, 0.0, weighted)",
+        "pass",
+        [TESTS, "-k", "formula or chunks_give", "--co"],
+    ),
+    "all that was kept has a tail": (
+        HEAD,
+        'whole=config.score_centering == "kept",',
+        "whole=False,",
+        FORMULA,
+    ),
+    "a token without a log-prob of the sampler is centred": (
+        HEAD,
+        "return inputs.tokens.mask & ~sampling.isnan()",
+        "return inputs.tokens.mask",
+        FORMULA,
+    ),
+    "a row's own token counts twice": (
+        HEAD,
+        "of_head.masked_fill(repeats, 0.0)], 1)",
+        "of_head], 1)",
+        CHUNKS,
+    ),
+    "a row's own token is not among the sampler's": (
+        HEAD,
+        "own = grad_logprobs + torch.where(repeats, of_head, 0.0).sum(1)",
+        "own = grad_logprobs",
+        CHUNKS,
+    ),
+    "factors of the policy term do not reach the centering": (
+        HEAD,
+        "self.weights = self.weights * policy_weights",
+        "pass",
+        CHUNKS,
+    ),
+    "clipped tokens of two phases are not visited again": (
+        ROWS,
+        "return upstream.have_gradient() | (",
+        "return upstream.have_gradient() & (",
+        CHUNKS,
+    ),
+    "gradients are moved to the target of another row": (
+        ROWS,
+        "seen.targets[rows], grad_logprobs)",
+        "seen.targets[rows].roll(1), grad_logprobs)",
+        CHUNKS,
+    ),
+    "slopes of a soft cap are read after the logits are gone": (
+        ROWS,
+        "* seen.slopes[rows]",
+        "* several_targets.target_slopes(tile)",
+        CHUNKS,
+    ),
+    "a factor of almost 0 is divided by": (
+        "fused_grpo/head/several_targets.py",
+        "torch.copysign(factor.abs().maximum(size), factor)",
+        "factor",
+        CERTAIN,
+    ),
+    "gradients of kept tokens leave their own token out": (
+        "fused_grpo/head/kept_tokens.py",
+        "moved.index_copy(0, own, -others)",
+        "moved",
+        CHUNKS,
+    ),
+    "a token may be given twice": (
+        HEAD,
+        "(wrong | twice).any()",
+        "wrong.any()",
+        BAD,
+    ),
+    "ranks find the tokens of their own shard alone": (
+        ROWS,
+        "parts = [own] if self.shards is None else self.shards.gather(own)",
+        "parts = [own]",
+        SHARDS,
+    ),
+}
