@@ -259,7 +259,7 @@ def test_without_a_gradient_loss_and_metrics_are_the_same():
                     torch.testing.assert_close(value, exact[name], rtol=1e-9, atol=1e-12)
 
 
-def test_rows_without_an_advantage_are_left_out_when_only_what_is_needed_is_scored():
+def test_only_what_is_needed_leaves_rows_without_an_advantage_out():
     given = problem()
     given.loss["advantages"][1] = 0.0
     every, needed = (solve(given, config_of(), torch.float64, impl="torch", score=score) for score in ("all", "needed"))
