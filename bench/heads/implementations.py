@@ -26,12 +26,20 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import fused_grpo
-from fused_grpo import Distillation, fused_linear_divergence, fused_linear_grpo_loss, linear_logprobs
-from fused_grpo.bench.heads.work import Batch, Work, kept_tokens, logprobs_of
+from fused_grpo import (
+    Distillation,
+    GRPOLossConfig,
+    fused_linear_divergence,
+    fused_linear_grpo_loss,
+    linear_logprobs,
+)
+from fused_grpo.bench.heads.work import Batch, Work, kept_tokens, logprobs_of, sampler_head
 
 EPSILON = 0.2
 COEF = 0.1
 """Of the divergence in a distillation."""
+CAP = 3.0
+"""Of the weights of importance."""
 
 LogprobOp = Callable[[Tensor, Tensor, Tensor, Work], Tensor]
 """(hidden [N, D], weight [V, D], targets [N] or [N, K], work) -> log-probs in the shape of targets."""
@@ -58,6 +66,7 @@ class Implementation:
     """None: the log-probs, followed by TRL's formula."""
     divergence: LossOp | None = None
     distillation: LossOp | None = None
+    centred: LossOp | None = None
     several: bool = False
     """Whether its op takes K targets per row."""
     missing: str | None = None
@@ -76,6 +85,8 @@ class Implementation:
             return "has no op for log-probs or for the loss"
         if work.has_teacher and getattr(self, work.kind) is None:
             return f"has no op for a {work.kind}"
+        if work.centred is not None and self.centred is None:
+            return "has no score centering"
         if work.several is not None and not self.several:
             return "takes one target per row"
         return self.limits(work, device)
@@ -104,6 +115,9 @@ class Implementation:
         if work.has_teacher:
             value: Tensor = getattr(self, work.kind)(batch, work)
             return value
+        if work.centred is not None:
+            assert self.centred is not None
+            return self.centred(batch, work)
         if self.loss is not None:
             return self.loss(batch, work)
         assert self.logprobs is not None
@@ -155,6 +169,29 @@ def full_distillation(batch: Batch, work: Work) -> Tensor:
     p, q = full_log_softmax(batch, work)
     logprobs = over_scored(lambda hidden, weight, targets, work: p.gather(-1, targets[:, None])[:, 0], batch, work)
     return dapo(logprobs, batch) + COEF * (p.exp() * (p - q)).sum(-1).mean()
+
+
+def full_centred(batch: Batch, work: Work) -> Tensor:
+    """The GRPO loss with score centering from all log-probs, [N, V] of them and of their gradients."""
+    kept, softcap = batch.mask.bool(), work.shape.softcap
+    logits = linear(batch.hidden[kept], batch.weight)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    ids, sampler = sampler_head(batch.targets[kept], work)
+    of_head, of_targets = log_p.gather(-1, ids), log_p.gather(-1, batch.targets[kept][:, None])[:, 0]
+    p, q = of_head.detach().exp(), sampler.to(log_p.dtype).exp()
+    rho = (1 - q.sum(-1)) / (1 - p.sum(-1)).clamp_min(1e-6)
+    c = torch.minimum(p, CAP * q) - (CAP * rho).clamp_max(1.0)[:, None] * p
+    advantages = batch.advantages[:, None].expand(kept.shape)[kept]
+    logprobs = torch.zeros_like(batch.old_logprobs, dtype=log_p.dtype).masked_scatter(kept, of_targets)
+    return dapo(logprobs, batch) + (advantages * (c * of_head).sum(-1)).sum() / len(c)
+
+
+def ours_centred(batch: Batch, work: Work) -> Tensor:
+    ids, logprobs = sampler_head(batch.targets, work)
+    config = GRPOLossConfig(score_centering="topk", sampling_clip_max=CAP)
+    given: dict[str, Any] = {"sampling_topk_ids": ids, "sampling_topk_logprobs": logprobs, "config": config}
+    return ours_loss(sampling_logprobs=batch.old_logprobs, **given)(batch, work)
 
 
 def ours_divergence(batch: Batch, work: Work) -> Tensor:
@@ -226,6 +263,7 @@ def exact(batch: Batch, work: Work) -> Result:
     leaves["hidden"].requires_grad_(work.gradients != "no_grad")
     leaves["weight"].requires_grad_(work.gradients == "trainable")
     ops: dict[str, Any] = {"logprobs": full_logits, "divergence": full_divergence, "distillation": full_distillation}
+    ops |= {"centred": full_centred}
     reference = Implementation(name="fp64", version=None, setting="", several=True, **ops)
     return reference.run(batch._replace(**leaves, **wide), work)
 
@@ -257,7 +295,15 @@ def ours() -> list[Implementation]:
             loss=ours_loss(),
             divergence=ours_divergence,
             distillation=ours_distillation("reverse_kl"),
+            centred=ours_centred,
             several=True,
+        ),
+        Implementation(
+            name="fused-grpo, not centred",
+            version=version,
+            setting="the loss without score centering",
+            centred=ours_loss(),
+            floor=True,
         ),
         OneTarget(name="fused-grpo, one target", version=version, setting="the first of K targets", floor=True),
         Implementation(
@@ -297,6 +343,7 @@ def plain() -> list[Implementation]:
             logprobs=full_logits,
             divergence=full_divergence,
             distillation=full_distillation,
+            centred=full_centred,
             several=True,
         ),
         Implementation(

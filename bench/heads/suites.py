@@ -105,6 +105,14 @@ DISTILLATION = Case(
     Work(kind="distillation", head="GPT-2", tokens=2048), (NO_TEACHER, "fused-grpo", OF_JSD), 4, memory=False
 )
 
+NOT_CENTRED = "fused-grpo, not centred"
+CENTRED = Case(
+    Work(kind="loss", head="GPT-2", tokens=2048, centred=128),
+    (NOT_CENTRED, "fused-grpo", "full logits"),
+    6,
+    slow=("full logits",),
+)
+
 # The heads of real models over N. A worker of Qwen3's head keeps 1.2 GiB of weights and gradients, and full logits of
 # 4,096 tokens take three times 2.3 GiB: with more implementations 20 GiB would not do.
 ON_CPU = (FLOOR, "fused-grpo", "full logits", "TRL", "Liger GRPO", "Liger FSLCE", "torch core")
@@ -131,6 +139,7 @@ CPU: list[Case] = [
     SMALL_DIVERGENCE,
     DIVERGENCE,
     DISTILLATION,
+    CENTRED,
     Case(Work(kind="logprobs", head="GPT-2", tokens=256), rounds=2),
     Case(Work(kind="loss", head="GPT-2", tokens=512, idle=0.5), (FLOOR, *OURS, "TRL"), rounds=2),
     Case(Work(kind="loss", head="Qwen3-0.6B", tokens=96, uneven=True), (*PROMISED, "torch core"), rounds=2),
@@ -154,6 +163,8 @@ PROMISES = [
     Promise(DIVERGENCE, "fused-grpo", FLOOR, "<= 1.2"),
     Promise(SMALL_DIVERGENCE, "TRL divergence", "fused-grpo", ">= 1.4"),
     Promise(DISTILLATION, "fused-grpo", NO_TEACHER, "<= 1.4"),
+    Promise(CENTRED, "fused-grpo", NOT_CENTRED, "<= 1.03"),
+    Promise(CENTRED, "full logits", "fused-grpo", ">= 10", what="bytes beside gradients"),
     # Not kept by a CPU without AVX-512 yet (1.43 to 1.45): two logarithms for each column.
     Promise(DISTILLATION, OF_JSD, NO_TEACHER, "<= 1.4"),
 ]

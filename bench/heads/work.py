@@ -66,6 +66,8 @@ class Work:
     """Whether lengths differ like those of samples, with the longest twice the mean; else all are equal."""
     kept: int | None = None
     """The tokens of each row that its sampler kept, the target first; None for the whole vocabulary."""
+    centred: int | None = None
+    """The tokens of each row by which score centering corrects the loss, the target first; None for no centering."""
 
     @property
     def shape(self) -> Head:
@@ -78,6 +80,7 @@ class Work:
         parts += [f"K={self.several}"] if self.several is not None else []
         parts += [f"{self.idle:.0%} idle"] if self.idle else []
         parts += [f"{self.kept} kept"] if self.kept else []
+        parts += [f"{self.centred} centred"] if self.centred else []
         return ", ".join([*parts, "uneven"] if self.uneven else parts)
 
     @property
@@ -133,10 +136,18 @@ class Batch(NamedTuple):
 
 def kept_tokens(targets: Tensor, work: Work) -> Tensor | None:
     """[*targets, kept], the target first and the others far apart; None for the whole vocabulary."""
-    if work.kept is None:
-        return None
-    vocab = work.shape.vocab
-    return (targets[..., None] + torch.arange(work.kept, device=targets.device) * (vocab // work.kept)) % vocab
+    return None if work.kept is None else _apart(targets, work.kept, work.shape.vocab)
+
+
+def _apart(targets: Tensor, count: int, vocab: int) -> Tensor:
+    return (targets[..., None] + torch.arange(count, device=targets.device) * (vocab // count)) % vocab
+
+
+def sampler_head(targets: Tensor, work: Work) -> tuple[Tensor, Tensor]:
+    """(ids, the sampler's log-probs) [*targets, centred], the target first. The sampler has nine tenths there."""
+    assert work.centred is not None
+    logprobs = torch.linspace(0.0, -8.0, work.centred, device=targets.device).log_softmax(0) + math.log(0.9)
+    return _apart(targets, work.centred, work.shape.vocab), logprobs.expand(*targets.shape, -1)
 
 
 def batch_of(work: Work, device: str = "cpu") -> Batch:
