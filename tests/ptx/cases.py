@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from emulator.launch import Emulation
 from emulator.memory import Fault
-from emulator.program import Program
+from emulator.instructions import Program
 from torch import Tensor
 
 from fused_grpo import kernels

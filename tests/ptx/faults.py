@@ -3,25 +3,27 @@
 Each barrier, fence and wait is removed in turn. What is not found stays removed, so of two barriers that do the same,
 the second is found. In one kernel also each mask of a store is removed, and each vector access is moved.
 
-Run as a script in a process without TRITON_INTERPRET: `faults.py architecture ...`. Prints a JSON object per kernel and
-kind of fault.
+Run as a script in a process without TRITON_INTERPRET: `faults.py architecture ...`. Prints what `cases.py` does, then a
+JSON object per kernel and kind of fault.
 """
 
 import functools
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
+import cases as clean
 from cases import Case, cases, errors, logprobs, weights_of_head
 from emulator.memory import Fault
-from emulator.program import Instruction, Program
+from emulator.instructions import Instruction, Program
 
 MASKED, VECTORS = "logits gradient in fp32", "softmax weights of rising logits"
 # A kernel that other cases launch as well.
 HAS_CASES = {"_finish_rows_kernel": "finish rows", "_logprob_forward_kernel": "logprobs"}
-Edit = Callable[[Program, int], Program]
+Edit = Callable[[Program, int], None]
 
 
 def repeated_cases(arch: str) -> dict[str, Case]:
@@ -50,46 +52,64 @@ def is_vector(instruction: Instruction) -> bool:
     return instruction.op[1:2] == ("global",) and instruction.op[2] in ("v2", "v4")
 
 
-def unmasked(program: Program, place: int) -> Program:
-    return edited(program, place, replace(program.code[place], guard=None))
+def unmask(program: Program, place: int) -> None:
+    program.code[place] = program.code[place]._replace(guard=None)
 
 
-def moved(program: Program, place: int) -> Program:
+def move(program: Program, place: int) -> None:
     """By one element of 32 bits."""
     arguments = tuple(x.replace("+ ", "+ 4") if x[0] == "[" else x for x in program.code[place].arguments)
-    return edited(program, place, replace(program.code[place], arguments=arguments))
-
-
-def edited(program: Program, place: int, instruction: Instruction) -> Program:
-    return replace(program, code=(*program.code[:place], instruction, *program.code[place + 1 :]))
+    program.code[place] = program.code[place]._replace(arguments=arguments)
 
 
 def plant(arch: str, name: str, case: Case, where: Callable[[Instruction], bool], edit: Edit) -> None:
-    _, programs = errors(case, arch)
-    for program in programs.values():
-        if not name.startswith(HAS_CASES.get(program.name, "")):
-            continue
-        found, silent, changed = Counter[str](), [], program
-        places = [place for place, instruction in enumerate(program.code) if where(instruction)]
-        for place in places:
-            faulty = edit(changed, place)
-            try:
-                wrong, _ = errors(case, arch, change=lambda x, y=program, z=faulty: z if x is y else x)
-            except Fault as fault:
-                found[str(fault).partition(":")[0]] += 1
-                continue
-            if max(wrong.values()) > 1.0:
-                found["wrong values, or padding"] += 1
-            else:
-                silent.append(program.code[place].text)
-                changed = faulty
-        facts = {"arch": arch, "case": name, "kernel": program.name, "kind": where.__name__, "planted": len(places)}
-        print(json.dumps(facts | {"found": found, "silent": silent}), flush=True)
+    """Each fault has a process of its own, forked from this one where it comes to the place of the fault."""
+    facts: dict[str, dict[str, Any]] = {}
+    report: list[int] = []  # in such a process: where it says what was found
+
+    def prepare(program: Program) -> None:
+        if name.startswith(HAS_CASES.get(program.name, "")):
+            places = [place for place, instruction in enumerate(program.code) if where(instruction)]
+            # What is never reached is not found.
+            silent = {place: program.code[place].text for place in places}
+            facts[program.name] = {"planted": len(places), "found": Counter(), "silent": silent}
+            program.breakpoints.update({place: functools.partial(attempt, program, place) for place in places})
+
+    def attempt(program: Program, place: int) -> None:
+        if report:
+            return
+        reader, writer = os.pipe()
+        if not (process := os.fork()):
+            report.append(writer)
+            return edit(program, place)
+        os.close(writer)
+        with open(reader) as pipe:
+            finding = pipe.read()
+        assert os.waitpid(process, 0)[1] == 0, finding
+        if finding:
+            facts[program.name]["found"][finding] += 1
+            del facts[program.name]["silent"][place]
+        else:
+            edit(program, place)
+
+    try:
+        wrong, _ = errors(case, arch, prepare=prepare)
+        finding = "wrong values, or padding" if max(wrong.values()) > 1.0 else ""
+    except Fault as fault:
+        finding = str(fault).partition(":")[0]
+    if report:
+        os.write(report[0], finding.encode())
+        os._exit(0)
+    assert not finding, "without a fault, and with those that are not found"
+    for kernel, found in facts.items():
+        found = {"arch": arch, "case": name, "kernel": kernel, "kind": where.__name__, **found}
+        print(json.dumps(found | {"silent": list(found["silent"].values())}), flush=True)
 
 
 if __name__ == "__main__":
     for arch in sys.argv[1:]:
+        clean.main(arch)
         for name, case in repeated_cases(arch).items():
-            plant(arch, name, case, orders, Program.without)
-        plant(arch, MASKED, cases(arch)[MASKED], is_masked_store, unmasked)
-        plant(arch, VECTORS, cases(arch)[VECTORS], is_vector, moved)
+            plant(arch, name, case, orders, Program.remove)
+        plant(arch, MASKED, cases(arch)[MASKED], is_masked_store, unmask)
+        plant(arch, VECTORS, cases(arch)[VECTORS], is_vector, move)

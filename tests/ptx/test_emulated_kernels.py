@@ -4,7 +4,8 @@ Other processes compile and run them, because this one imported the kernels in i
 in pytest's cache. What a fault is stands in `emulator/memory.py`.
 """
 
-from collections.abc import Callable
+import fcntl
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,27 +39,29 @@ Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def run(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Rows]:
-    """What a script prints for all architectures."""
-    kept = getattr(pytestconfig, "cache", None)
-    cache = kept.mkdir("triton") if kept else tmp_path_factory.mktemp("triton")
-
-    def per_arch(script: str) -> Rows:
-        with ThreadPoolExecutor() as pool:
-            both = pool.map(lambda arch: run_script(FOLDER / script, arch, cache=cache), ARCHES)
-            return [row for rows in both for row in rows]
-
-    return per_arch
-
-
-@pytest.fixture(scope="module")
-def cases(run: Callable[[str], Rows]) -> Rows:
-    return run("cases.py")
+def printed(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """By the script for all architectures, in one process each; workers of a session share it."""
+    kept, shared = getattr(pytestconfig, "cache", None), tmp_path_factory.getbasetemp()
+    # Apart from that of other tests, because nothing is assembled here.
+    cache = kept.mkdir("triton-ptx") if kept else tmp_path_factory.mktemp("triton")
+    shared = shared.parent if hasattr(pytestconfig, "workerinput") else shared
+    with (shared / "ptx.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (rows := shared / "ptx.json").exists():
+            with ThreadPoolExecutor() as pool:
+                both = pool.map(lambda arch: run_script(FOLDER / "faults.py", arch, cache=cache), ARCHES)
+                rows.write_text(json.dumps([row for rows in both for row in rows]))
+        return json.loads(rows.read_text())
 
 
 @pytest.fixture(scope="module")
-def faults(run: Callable[[str], Rows]) -> Rows:
-    rows = run("faults.py")
+def cases(printed: Rows) -> Rows:
+    return [row for row in printed if "kind" not in row]
+
+
+@pytest.fixture(scope="module")
+def faults(printed: Rows) -> Rows:
+    rows = [row for row in printed if "kind" in row]
     for row in rows:
         kind, found = row["kind"].replace("_", " "), ", ".join(f"{n} {x}" for x, n in row["found"].items())
         print(f"{row['arch']}  {row['kernel']:24} {kind:16} {row['planted']:3} planted, found: {found}")

@@ -1,0 +1,336 @@
+"""A block: its threads, and the units that copy and multiply beside them.
+
+Threads that are at one place run an instruction at once; a register is an array over all of them. A copy reaches shared
+memory as late as the waits of the program allow: without one, threads read what was there before.
+"""
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .instructions import DTYPES, Instruction, Op, Program, Values, from_bf16, function_of, split
+from .memory import AGENTS, Cells, Clock, Fault, Memory, Places, check
+
+LIMIT = 1_000_000  # instructions of a block
+WARP, WARPGROUP, LINE = 32, 128, 16  # threads, threads, bytes that swizzling keeps in order
+SPANS = {1: 128, 2: 64, 3: 32}  # bytes of a swizzled row, by the number in the descriptor of an operand
+Arguments = tuple[Any, ...]
+
+
+@functools.cache
+def constant(number: str, kind: str, threads: int) -> Values:
+    bits = int(number[2:], 16) if number.startswith(("0f", "0d")) else int(number.rstrip("U"), 0)
+    return np.full(threads, bits % (1 << 8 * DTYPES[kind].itemsize), f"u{DTYPES[kind].itemsize}").view(DTYPES[kind])
+
+
+def swizzled(places: Places, span: int) -> Places:
+    """Lines are permuted by the number of their row."""
+    return places ^ (places >> 7 & span // LINE - 1) << 4
+
+
+def numbers(bits: Values, op: Op) -> Values:
+    """The bf16 or fp16 numbers in the bits of matrices, in fp64."""
+    halves = bits.view(np.uint16)
+    return (from_bf16(halves) if "bf16" in op else halves.view(np.float16)).astype(np.float64)
+
+
+@dataclass
+class Mbarrier:
+    """A phase ends when all have arrived, and all bytes."""
+
+    count: int
+    pending: int
+    transactions: int = 0
+    parity: int = 0
+    copies: list[tuple[Cells, Values]] = field(default_factory=list)
+
+    def arrive(self, arrivals: int, transactions: int) -> None:
+        self.pending, self.transactions = self.pending - arrivals, self.transactions + transactions
+        if self.pending == self.transactions == 0:
+            self.parity, self.pending = 1 - self.parity, self.count
+
+
+@dataclass
+class Block:
+    """A method `_ld` is the instruction ld, for the `active` threads."""
+
+    program: Program
+    parameters: dict[str, Any]  # bytes, or tensor descriptors
+    place: dict[str, int]  # "%ctaid.x" and the like
+    shared_bytes: int
+    find: Callable[[int], Memory]  # the memory at an address
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self.threads, self.everyone = np.arange(self.program.threads), np.ones(self.program.threads, bool)
+        self.shared = Memory(np.zeros(self.shared_bytes, np.uint8), self.clock, written=False)
+        known = (
+            self.place | {"global_smem": 0} | {x: number for number, x in enumerate(self.parameters)}
+        )  # as addresses
+        self.registers = {name: np.full(len(self.threads), number, np.uint64) for name, number in known.items()}
+        self.registers["%tid.x"] = self.threads.astype(np.uint32)
+        self._changing = Counter[str]()  # registers, by products in flight
+        self._unfenced = set[str]()  # registers that were written after the last wgmma.fence
+        self._mbarriers: dict[int, Mbarrier] = {}  # by their places
+        # By unit: what ends each piece of work in flight. The last group is not committed yet.
+        self._groups: dict[str, list[list[Callable[[], None]]]] = defaultdict(lambda: [[]])
+
+    def run(self) -> None:
+        self.clock.block = self.clock.epoch = self.clock.now = self.clock.now + AGENTS
+        code, breakpoints, ready = self.program.code, self.program.breakpoints, {0: self.everyone}
+        for _ in range(LIMIT):
+            place = min(ready)  # those behind go on first, so branches join
+            if place in breakpoints:
+                breakpoints.pop(place)()
+            try:
+                onward = self._step(code[place], place, ready.pop(place))
+            except Fault as fault:
+                raise Fault(f"{fault}: {self.program.name}: {code[place].text}") from None
+            for to, threads in onward:
+                ready[to] = self._joined(threads | ready[to]) if to in ready else threads
+            if not ready:
+                break
+        check(not ready, f"no end: {self.program.name}")
+        landings = self._groups.pop("landing", [])  # for which the end of a launch waits
+        check(not any(map(any, self._groups.values())), f"end before copies and products: {self.program.name}")
+        for finish in sum(landings, []):
+            finish()
+
+    def _joined(self, threads: Values) -> Values:
+        return self.everyone if threads.all() else threads
+
+    def _step(self, instruction: Instruction, place: int, running: Values) -> list[tuple[int, Values]]:
+        """Execute; which threads go on where."""
+        op, arguments, guard, negated, _ = instruction
+        active = running if guard is None else self._joined(running & (self.value(guard, "pred") ^ negated))
+        if op[0] in ("bra", "ret"):
+            onward = [(self.program.labels.get(x, x), active) for x in arguments]
+            return [x for x in (*onward, (place + 1, self._joined(running & ~active))) if x[1].any()]
+        if active is self.everyone or active.any():
+            if method := getattr(self, f"_{op[0]}", None):
+                method(op, arguments, active)
+            else:
+                function, kinds = function_of(op)
+                self.set(arguments[0], function(*map(self.value, arguments[1:], kinds)), active)
+        return [(place + 1, running)]
+
+    def value(self, operand: str, kind: str) -> Values:
+        """[threads] of the type that an instruction gives an operand: a register or an immediate."""
+        check(not self._changing or operand not in self._changing, "read of a register that a product changes")
+        if (bits := self.registers.get(operand)) is None:
+            check(operand[0] != "%", "read of a register that was never written")
+            return constant(operand, kind, len(self.threads))
+        dtype = DTYPES[kind]
+        return (bits if bits.itemsize == dtype.itemsize else bits.astype(f"u{dtype.itemsize}")).view(dtype)
+
+    def values(self, operands: str, kind: str) -> Values:
+        """[registers, threads]."""
+        return np.stack([self.value(x, kind) for x in split(operands)])
+
+    def set(self, register: str, values: Values, active: Values) -> None:
+        check(not self._changing or register not in self._changing, "write of a register that a product changes")
+        self._unfenced.add(register)
+        if active is not self.everyone:
+            values = np.where(active, values, self.registers.get(register, np.zeros_like(values)).view(values.dtype))
+        self.registers[register] = values
+
+    def set_all(self, registers: str, values: Iterable[Values], active: Values) -> None:
+        for register, of_threads in zip(split(registers), values, strict=True):
+            self.set(register, of_threads.flatten(), active)
+
+    def locate(self, space: str, operand: str, width: int, active: Values) -> tuple[Memory, Cells]:
+        """The memory and the cells that active threads access at "[%r1 + 16]"."""
+        (base, *offset), is_shared = split(operand.replace("+", " ")), space.startswith("shared")
+        addresses = self.value(base, "u32" if is_shared else "u64")[active].astype(np.int64) + int(*offset or "0")
+        memory = self.shared if is_shared else self.find(int(addresses[0]))
+        return memory, memory.cells(addresses, width, self.threads[active])
+
+    def _ld(self, op: Op, arguments: Arguments, active: Values) -> None:
+        count, dtype = len(split(arguments[0])), DTYPES[op[-1]]
+        values = np.zeros((count, len(active)), f"u{max(2, dtype.itemsize)}")  # no register has 8 bits
+        if op[1] == "param":
+            values[:] = np.frombuffer(self.parameters[arguments[1][1:-1]], f"u{dtype.itemsize}", 1)
+        else:
+            memory, cells = self.locate(op[1], arguments[1], dtype.itemsize * count, active)
+            values[:, active] = memory.read(cells).view(f"u{dtype.itemsize}").T
+        self.set_all(arguments[0], values, active)
+
+    def _st(self, op: Op, arguments: Arguments, active: Values) -> None:
+        values = np.ascontiguousarray(self.values(arguments[1], op[-1])[:, active].T).view(np.uint8)
+        memory, cells = self.locate(op[1], arguments[0], values.shape[1], active)
+        memory.write(cells, values)
+
+    def _mov(self, op: Op, arguments: Arguments, active: Values) -> None:
+        """Also between a register and its parts, "{low, high}"."""
+        (to, of), size = map(split, arguments), DTYPES[op[1]].itemsize
+        values = self.values(arguments[1], op[1] if len(of) == 1 else f"b{8 * size // len(of)}")
+        if len(to) != len(of):
+            values = np.ascontiguousarray(values.T).view(f"u{size // len(to)}").T
+        self.set_all(arguments[0], values, active)
+
+    def _shfl(self, op: Op, arguments: Arguments, active: Values) -> None:
+        assert (active is self.everyone, arguments[3:]) == (True, ("31", "-1")), "by all lanes of a warp"
+        lanes, operand = self.threads % WARP, self.value(arguments[2], "u32")
+        source = {"bfly": lanes ^ operand, "idx": operand % WARP}[op[2]]
+        self.set(arguments[0], self.value(arguments[1], op[-1])[self.threads - lanes + source], active)
+
+    def _redux(self, op: Op, arguments: Arguments, active: Values) -> None:
+        reduced = getattr(np, op[2])(self.value(arguments[1], op[-1]).reshape(-1, WARP), axis=1)
+        self.set(arguments[0], np.repeat(reduced, WARP), active)
+
+    def _elect(self, op: Op, arguments: Arguments, active: Values) -> None:
+        """The device chooses a lane: here not the first, which a program that tests %tid.x would choose."""
+        self.set(arguments[0].split("|")[1], self.threads % WARP == WARP - 1, active)
+
+    def _bar(self, op: Op, arguments: Arguments, active: Values) -> None:
+        assert (op[1:], arguments) == (("sync",), ("0",)), op
+        check(active is self.everyone, "barrier of some threads of a block")
+        self.clock.epoch = self.clock.now = self.clock.now + AGENTS
+
+    def _fence(self, op: Op, arguments: Arguments, active: Values) -> None:
+        assert op[1:3] == ("proxy", "async"), op
+        self.shared.fence()
+
+    def _is_grouped(self, op: Op, arguments: Arguments, *units: str) -> bool:
+        """Whether this is an instruction about groups of work; then it is executed."""
+        for groups in map(self._groups.__getitem__, units):
+            groups += [[]] * ("commit_group" in op)
+            while "wait_group" in op and len(groups) > int(arguments[0]) + 1:
+                for finish in groups.pop(0):
+                    finish()
+        return bool({"commit_group", "wait_group"} & set(op))
+
+    def _cp(self, op: Op, arguments: Arguments, active: Values) -> None:
+        if op[2:4] == ("bulk", "tensor"):
+            return self._copy_block(op, arguments, active)
+        if op[2] == "bulk":  # until what is stored was read, or also was written
+            self._is_grouped(op, arguments, "store", *["landing"] * ("read" not in op))
+        elif not self._is_grouped(op, arguments, "copy"):
+            values = np.zeros((len(active), int(arguments[2], 0)), np.uint8)
+            full = active & (self.value(arguments[3], "u32") > 0) if len(arguments) > 3 else active  # else zeros
+            if full.any():
+                memory, source = self.locate("global", arguments[1], values.shape[1], full)
+                values[full] = memory.read(source)
+            _, cells = self.locate("shared", arguments[0], values.shape[1], active)
+            self.shared.start_copy(cells)
+            self._groups["copy"][-1].append(lambda: self.shared.end_copy(cells, values[active], for_all=False))
+        return None
+
+    def _copy_block(self, op: Op, arguments: Arguments, active: Values) -> None:
+        """Of a matrix, by one thread, to shared memory or from there. Past the ends are zeros; none are stored."""
+        is_store, (agent,) = op[5] == "global", self.threads[active]
+        handle, coordinates = split(arguments[1 - is_store])
+        matrix = self.parameters[self.program.parameters[int(self.value(handle, "u64")[agent])]]
+        (height, width), (stride, _) = matrix.block_shape, matrix.strides
+        start, item = matrix.base.data_ptr(), matrix.base.element_size()
+        check(start % LINE == stride * item % LINE == 0, "misaligned access")
+        assert width * item in SPANS.values(), "a block is as wide as a swizzled row"
+        column, row = self.values(coordinates, "s32")[:, agent].astype(int)
+        rows, columns = row + np.arange(height)[:, None], column + np.arange(width)
+        exists = ((rows < matrix.shape[0]) & (columns < matrix.shape[1])).ravel()
+        places, memory = start + ((rows * stride + columns) * item).ravel()[exists], self.find(start)
+        outside = memory.cells(places, item, np.full(len(places), agent))
+        first = self.locate("shared", arguments[is_store], 128, active)[1].units[0] * 128
+        lines = swizzled(first + np.arange(0, height * width * item, LINE), width * item)
+        inside = self.shared.cells(lines, LINE, np.full(len(lines), agent))
+        if is_store:
+            values = self.shared.start_product(inside).reshape(-1, item)[exists]
+            memory.start_copy(outside, is_thread=False)
+            self._groups["store"][-1].append(lambda: self.shared.end_product(inside))
+            self._groups["landing"][-1].append(lambda: memory.end_copy(outside, values, for_all=False))
+        else:  # an mbarrier counts the bytes
+            values = np.zeros((height * width, item), np.uint8)
+            values[exists] = memory.read(outside)
+            self.shared.start_copy(inside, is_thread=False)
+            self._mbarriers[self._mbarrier_at(arguments[2], active)].copies.append((inside, values.reshape(-1, LINE)))
+
+    def _mbarrier_at(self, operand: str, active: Values) -> int:
+        _, cells = self.locate("shared", operand, 8, active)
+        self.shared.read(cells)
+        return int(cells.units[0])
+
+    def _mbarrier(self, op: Op, arguments: Arguments, active: Values) -> None:
+        if op[1] in ("init", "inval"):
+            self._st(("st", "shared", "b64"), (arguments[0], "0"), active)
+            known = self._mbarriers.pop(place := self._mbarrier_at(arguments[0], active), None)
+            check((known is None) == (op[1] == "init"), "change of an mbarrier in use")
+            check(known is None or not known.copies, "change of an mbarrier in use")
+            if op[1] == "init":
+                self._mbarriers[place] = Mbarrier(int(arguments[1]), int(arguments[1]))
+            return None
+        mbarrier = self._mbarriers[self._mbarrier_at(arguments[1], active)]
+        if op[1] == "arrive":
+            return mbarrier.arrive(int(active.sum()), int(arguments[2]))
+        assert (active is self.everyone, op[1]) == (True, "try_wait"), "all threads wait"
+        while mbarrier.parity == self.value(arguments[2], "u32")[0]:
+            check(len(mbarrier.copies) > 0, "wait without end")
+            cells, values = mbarrier.copies.pop(0)
+            self.shared.end_copy(cells, values, for_all=True)
+            mbarrier.arrive(0, -values.size)
+        return self.set(arguments[0], active, active)
+
+    def _matrices(self, operand: str, count: int) -> Cells:
+        """The rows of `count` matrices [8, 16 bytes] of each warp, which accesses them as one."""
+        _, cells = self.locate("shared", operand, LINE, self.everyone)
+        units = cells.units.reshape(-1, WARP)[:, : 8 * count]
+        return Cells(units.ravel(), LINE, len(self.threads) + np.arange(len(units)).repeat(8 * count))
+
+    def _ldmatrix(self, op: Op, arguments: Arguments, active: Values) -> None:
+        assert "trans" not in op, op
+        count = len(split(arguments[0]))
+        values = self.shared.read(self._matrices(arguments[1], count)).view(np.uint32)
+        self.set_all(arguments[0], values.reshape(-1, count, WARP).swapaxes(0, 1), active)
+
+    def _stmatrix(self, op: Op, arguments: Arguments, active: Values) -> None:
+        assert "trans" not in op, op
+        values = self.values(arguments[1], "b32")
+        lines = np.ascontiguousarray(values.reshape(len(values), -1, WARP).swapaxes(0, 1)).view(np.uint8)
+        self.shared.write(self._matrices(arguments[0], len(values)), lines.reshape(-1, LINE))
+
+    def _mma(self, op: Op, arguments: Arguments, active: Values) -> None:
+        """[16, 16] @ [16, 8] + [16, 8] of each warp. A register of 16-bit numbers is a quarter of a [16, 16]."""
+        assert op[3:6] == ("m16n8k16", "row", "col"), op
+        a, b, c = (self.values(x, "b32").reshape(len(split(x)), -1, 8, 4) for x in arguments[1:])
+        a, b = numbers(a, op), numbers(b, op).swapaxes(2, 3)
+        product = a[:2] @ b[0] + a[2:] @ b[1]
+        pairs = np.stack([product[..., ::2], product[..., 1::2]], 1).reshape(c.shape)
+        self.set_all(arguments[0], (pairs + c.view(np.float32)).astype(np.float32), active)
+
+    def _wgmma(self, op: Op, arguments: Arguments, active: Values) -> None:
+        """[64, 16] @ [N, 16].T of each warpgroup, from shared memory, added to accumulators [64, N]."""
+        if op[1] == "fence":
+            return self._unfenced.clear()
+        if self._is_grouped(op, arguments, "product"):
+            return None
+        registers, N = split(arguments[0]), int(op[4].removeprefix("m64n").removesuffix("k16"))
+        assert arguments[4:] == ("1", "1", "0", "0"), "no signs, nothing transposed"
+        check(not self._unfenced.intersection(registers), "no fence between a write of accumulators and their product")
+        (a, reads), (b, more) = self._operand(arguments[1], 64, op), self._operand(arguments[2], N, op)
+        # A thread has pairs of two halves of the 16 rows of its warp.
+        product = (a @ b.swapaxes(1, 2)).reshape(-1, 4, 2, 8, N // 8, 4, 2).transpose(4, 2, 6, 0, 1, 3, 5)
+        before = np.stack([self.registers[x].view(np.float32) for x in registers])
+        after = product.reshape(before.shape) + np.where(self.value(arguments[3], "pred"), before, 0.0)
+        self.registers.update(zip(registers, after.astype(np.float32), strict=True))
+        self._changing.update(registers)
+
+        def finish() -> None:
+            self._changing -= Counter(registers)
+            for cells in reads + more:
+                self.shared.end_product(cells)
+
+        return self._groups["product"][-1].append(finish)
+
+    def _operand(self, descriptors: str, rows: int, op: Op) -> tuple[Values, list[Cells]]:
+        """The matrices [warpgroups, rows, 16], and what reads where."""
+        matrices, reads, row = [], [], np.arange(rows)[:, None]
+        for group, descriptor in enumerate(self.value(descriptors, "u64")[::WARPGROUP].tolist()):
+            span, stride = SPANS[descriptor >> 62], (descriptor >> 32 & 0x3FFF) << 4
+            lines = ((descriptor & 0x3FFF) << 4) + row // 8 * stride + row % 8 * span + [0, LINE]
+            agents = np.full(lines.size, len(self.threads) + WARP + group)
+            reads.append(self.shared.cells(swizzled(lines.ravel(), span), LINE, agents))
+            matrices.append(self.shared.start_product(reads[-1]).reshape(rows, 2 * LINE))
+        return numbers(np.stack(matrices), op), reads
