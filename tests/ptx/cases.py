@@ -17,9 +17,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from emulator.instructions import Program
 from emulator.launch import Emulation
 from emulator.memory import Fault
-from emulator.instructions import Program
 from torch import Tensor
 
 from fused_grpo import kernels

@@ -17,8 +17,8 @@ from typing import Any
 
 import cases as clean
 from cases import Case, cases, errors, logprobs, weights_of_head
-from emulator.memory import Fault
 from emulator.instructions import Instruction, Program
+from emulator.memory import Fault
 
 MASKED, VECTORS = "logits gradient in fp32", "softmax weights of rising logits"
 # A kernel that other cases launch as well.

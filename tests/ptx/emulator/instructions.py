@@ -4,8 +4,6 @@ Approximations are off by the largest error that the PTX ISA allows them, up for
 fused multiply-add is rounded to fp64 first, which in one of 2^29 cases gives other bits than rounding once.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable
@@ -16,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Values, Op = NDArray[Any], tuple[str, ...]
-Function = Callable[..., Values]
+Values, Op, Function = NDArray[Any], tuple[str, ...], Callable[..., NDArray[Any]]
 KERNEL = re.compile(r"\.entry (\w+)\((.*?)\)\s*\.reqntid (\d+).*?^\{(.*)^\}", re.DOTALL | re.MULTILINE)
 STATEMENT = re.compile(r"(?:@(!?)(%?\w+)\s+)?([\w.:]+)\s*(.*)", re.DOTALL)
 ARGUMENT = re.compile(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+")  # a list in brackets or braces is one
@@ -26,10 +23,10 @@ DTYPES |= {"f32": np.dtype("f4"), "f64": np.dtype("f8"), "pred": np.dtype(bool),
 
 
 class Instruction(NamedTuple):
-    """`@guard op[0].op[1]... arguments`, or `@!guard`."""
+    """`@guard op[0].op[1]... arguments`, or `@!guard`. A label before it is its place among the instructions."""
 
     op: Op
-    arguments: tuple[Any, ...]  # texts, and the place of a label before the instruction
+    arguments: tuple[Any, ...]
     guard: str | None = None
     negated: bool = False
     text: str = ""
@@ -59,14 +56,13 @@ def split(text: str) -> list[str]:
 def parse(ptx: str) -> Program:
     """The one kernel in a module of Triton's."""
     name, parameters, threads, body = KERNEL.search(ptx).groups()  # type: ignore[union-attr]
-    code, labels = [], dict[str, int]()
+    code, labels = list[Instruction](), dict[str, int]()
     for line in (line.partition("//")[0].strip() for line in body.splitlines()):
         if line.endswith(":"):
-            labels[line[:-1]] = len(code)
+            labels[line[:-1]] = len(code)  # inline assembly may give the same again, after its branches
             continue
         for text in filter(lambda x: x.strip("{}") and x[0] != ".", map(str.strip, line.split(";"))):
             negated, guard, op, rest = STATEMENT.fullmatch(text).groups()  # type: ignore[union-attr]
-            # Inline assembly may give a label again, after its branches.
             arguments = tuple(labels.get(x, x) for x in ARGUMENT.findall(rest))
             code.append(Instruction(tuple(op.split(".")), arguments, guard, negated == "!", text))
     return Program(name, int(threads), re.findall(rf"{name}_param_\d+", parameters), code, labels)
@@ -100,41 +96,34 @@ def wide(x: Values) -> Values:
     return x.astype(f"{x.dtype.kind}{2 * x.itemsize}")
 
 
-def extract(x: Values, start: Values, length: Values) -> Values:
-    """Bits, with their sign if the type has one."""
-    top = (8 * x.itemsize - length.astype(np.int64)).astype(x.dtype)
-    return x << (top - start.astype(x.dtype)) >> top
-
-
-def permute(x: Values, y: Values, choice: Values) -> Values:
-    places = choice[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & np.uint32(15)
-    assert (places < 8).all(), "no replication of signs"
+def permuted(x: Values, y: Values, choice: Values) -> Values:
+    places = choice[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & np.uint32(15)  # from 8 on the sign is replicated
     return np.take_along_axis(np.stack([x, y], 1).view(np.uint8), places.astype(int), 1).view(np.uint32)[:, 0]
 
 
-# By the start of an instruction's name; the longest counts. NumPy shifts all bits out where PTX does. Comparisons with a
-# NaN are false, and true with a "u".
+# By the start of an instruction's name; the longest counts. Shifts give 0 or the sign where PTX does. Comparisons with
+# a NaN are false, and true with a "u". What is `sync` is executed by all threads.
 FUNCTIONS: dict[str, Function] = {
     **{"mov": np.copy, "cvta": np.copy, "abs": np.abs, "neg": np.negative, "not": np.invert, "and": np.bitwise_and},
-    **{"or": np.bitwise_or, "xor": np.bitwise_xor, "add": np.add, "sub": np.subtract, "mul": np.multiply},
-    **{"max": np.fmax, "min": np.fmin, "max.NaN": np.maximum, "min.NaN": np.minimum, "bfe": extract, "prmt": permute},
-    **{"mul.lo": np.multiply, "mul.wide": lambda x, y: wide(x) * wide(y), "mad.lo": lambda x, y, z: x * y + z},
-    **{"mad.wide": lambda x, y, z: wide(x) * wide(y) + z, "fma": lambda x, y, z: (wide(x) * y + z).astype(x.dtype)},
-    "shl": lambda x, count: x << np.minimum(count, 64).astype(x.dtype),
-    "shr": lambda x, count: x >> np.minimum(count, 64).astype(x.dtype),
-    "selp": lambda x, y, condition: np.where(condition, x, y),
+    **{"or": np.bitwise_or, "xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift, "prmt": permuted},
+    "bfe": lambda x, start, length: x << (top := 8 * x.itemsize - length) - start >> top,
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "mul.lo": np.multiply, "div.rn": rounded(np.divide)},
+    **{"max": np.fmax, "min": np.fmin, "max.NaN": np.maximum, "min.NaN": np.minimum},
+    **{"mul.wide": lambda x, y: wide(x) * wide(y), "mad.wide": lambda x, y, z: wide(x) * wide(y) + z},
+    **{"mad.lo": lambda x, y, z: x * y + z, "fma": lambda x, y, z: (wide(x) * y + z).astype(x.dtype)},
+    **{"div.s32": lambda x, y: np.trunc(x / y).astype(x.dtype), "selp": lambda x, y, choice: np.where(choice, x, y)},
     **{"setp.eq": np.equal, "setp.lt": np.less, "setp.le": np.less_equal, "setp.gt": np.greater},
     **{"setp.ge": np.greater_equal, "setp.ne": lambda x, y: (x < y) | (x > y), "setp.neu": np.not_equal},
     **{"setp.ltu": lambda x, y: ~(x >= y), "setp.leu": lambda x, y: ~(x > y), "setp.gtu": lambda x, y: ~(x <= y)},
     **{"setp.geu": lambda x, y: ~(x < y), "setp.equ": lambda x, y: ~((x < y) | (x > y))},
     **{"setp.nan": lambda x, y: (x != x) | (y != y), "setp.num": lambda x, y: (x == x) & (y == y)},
-    "div.s32": lambda x, y: np.trunc(x / y).astype(x.dtype),
-    **{"div.rn": rounded(np.divide), "div.full": rounded(np.divide, 2.0), "rcp.approx": rounded(np.reciprocal, 1.0)},
-    **{"ex2.approx": rounded(np.exp2, 2.0), "lg2.approx": rounded(np.log2, 2.0), "tanh": rounded(np.tanh, 4096.0)},
-    "rsqrt.approx": rounded(lambda x: x**-0.5, 1.1),
+    **{"div.full": rounded(np.divide, 2.0), "ex2.approx": rounded(np.exp2, 2.0), "lg2.approx": rounded(np.log2, 2.0)},
+    **{"rcp.approx": rounded(np.reciprocal, 1.0), "rsqrt.approx": rounded(lambda x: x**-0.5, 1.1)},
+    **{"tanh.approx": rounded(np.tanh, 4096.0), "cvt.rn.bf16": to_bf16, "cvt.f32.bf16": from_bf16},
     "cvt.rn.bf16x2": lambda x, y: to_bf16(x).astype(np.uint32) << np.uint32(16) | to_bf16(y),
-    "cvt.rn.bf16": to_bf16,
-    "cvt.f32.bf16": from_bf16,
+    "shfl.sync.bfly": lambda x, mask, *_: x[np.arange(len(x)) ^ mask],
+    "shfl.sync.idx": lambda x, lane, *_: x[np.arange(len(x)) // 32 * 32 + lane % 32],
+    "redux.sync.max": lambda x, _: x.reshape(-1, 32).max(1).repeat(32),
 }
 
 
@@ -144,12 +133,12 @@ def function_of(op: Op) -> tuple[Function, list[str]]:
     if "ftz" in op:
         function, kinds = function_of(tuple(part for part in op if part != "ftz"))
         return lambda *inputs: flushed(function(*map(flushed, inputs))), kinds
-    kinds = [op[-1], *["u32" if op[0] in ("shl", "shr", "bfe") else op[-1]] * 2]
+    kinds = [op[-1]] * 4
     if op[0] == "selp" or op[:2] == ("mad", "wide"):
         kinds[2] = "pred" if op[0] == "selp" else f"{op[-1][0]}{2 * int(op[-1][1:])}"
     for end in range(len(op), 0, -1):
         if function := FUNCTIONS.get(".".join(op[:end])):
             assert set(op[end:-1]) <= {"rn", "approx", "param"}, op
             return function, kinds
-    assert op[0] == "cvt" and op[-1] != "bf16" and set(op[1:-2]) <= {"rn"}, op
+    assert (op[0], op[-1] == "bf16", set(op[1:-2]) <= {"rn"}) == ("cvt", False, True), op
     return lambda x: x.astype(DTYPES[op[-2]]), kinds

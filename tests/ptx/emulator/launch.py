@@ -20,7 +20,7 @@ from fused_grpo.kernels import _device, tuning
 
 from .block import Block
 from .instructions import Program, parse
-from .memory import Clock, Memory
+from .memory import Clock, Memory, check
 
 sys.path.append(str(Path(__file__).parents[2] / "kernels"))
 from compile_all import TARGETS, specialise
@@ -87,7 +87,7 @@ class Emulation(ExitStack):
                 yield from self._parameters(*part)
         elif kind.startswith("tensordesc"):
             self._memory(value.base)
-            yield from [value, *[b""] * 4]  # its shape and strides, which the descriptor has, too
+            yield from (value, *[b""] * 4)  # its shape and strides, which the descriptor has, too
         elif kind != "constexpr":
             if isinstance(value, Tensor):
                 value = self._memory(value) and value.data_ptr()
@@ -102,4 +102,6 @@ class Emulation(ExitStack):
         return self._memories[start]
 
     def _find(self, address: int) -> Memory:
-        return next(x for x in self._memories.values() if x.base <= address < x.end)
+        found = [x for x in self._memories.values() if x.base <= address < x.end]
+        check(len(found) == 1, "access of no tensor")
+        return found[0]

@@ -6,8 +6,7 @@ may write its bytes at any time between its start and the wait for its end, so n
 a matrix unit still reads. Those asynchronous units see what threads wrote after a fence only.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 AGENTS = 1 << 12
 SEVERAL, BEFORE, NEVER = AGENTS - 1, -1, -2  # who; ordered before all that follows
 COPIED = -1  # else the number of products that read a byte
-Bytes, Places = NDArray[np.uint8], NDArray[np.integer]
+Places = NDArray[np.integer]
+Cells = tuple[Places, int, Places]  # aligned units [n] of some bytes, and the agents [n] that access them
 
 
 class Fault(Exception):
@@ -28,31 +28,21 @@ def check(passed: bool | np.bool_, message: str) -> None:
         raise Fault(message)
 
 
-@dataclass
 class Clock:
-    """It goes on at barriers, fences and starts of blocks: stamps of now, of the last barrier and of the last start."""
+    """Stamps of now, of the last barrier, and of the start of the block."""
 
-    now: int = 0
-    epoch: int = 0
-    block: int = 0
-
-
-class Cells(NamedTuple):
-    """Aligned units of some bytes, and the agents that access them, [n] each."""
-
-    units: Places
-    width: int
-    agents: Places
+    now = epoch = block = 0
 
 
 class Memory:
     """Bytes at the addresses from `base` on."""
 
-    def __init__(self, data: Bytes, clock: Clock, *, base: int = 0, written: bool = True) -> None:
+    def __init__(self, data: NDArray[np.uint8], clock: Clock, *, base: int = 0, written: bool = True) -> None:
         assert base % 16 == 0, "units of the memory are aligned at its addresses, too"
-        self.base, self.end, self._clock, self._fenced = base, base + len(data), clock, 0
-        writes, reads = (np.full(len(data), stamp, np.int32) for stamp in (BEFORE if written else NEVER, BEFORE))
-        self._arrays = data, writes, reads, np.zeros(len(data), np.int8)
+        self.base, self.end, self._clock = base, base + len(data), clock
+        reads, in_flight = np.full(len(data), BEFORE, np.int32), np.zeros(len(data), np.int8)
+        self._arrays = data, np.full(len(data), BEFORE if written else NEVER, np.int32), reads, in_flight
+        self.start_launch()
 
     def start_launch(self) -> None:
         """Launches are in order."""
@@ -61,58 +51,47 @@ class Memory:
         self._fenced = 0
 
     def fence(self) -> None:
-        self._clock.now += AGENTS
-        self._fenced = self._clock.now
+        self._fenced = self._clock.now = self._clock.now + AGENTS
 
     def cells(self, addresses: Places, width: int, agents: Places) -> Cells:
         places = addresses - self.base
         check(not (places % width).any(), "misaligned access")
         check(not ((places < 0) | (places > self.end - self.base - width)).any(), "access out of bounds")
-        return Cells(places // width, width, agents)
+        return places // width, width, agents
 
-    def read(self, cells: Cells) -> Bytes:
-        return self._access(cells, write=False)[0][cells.units]
+    def read(self, cells: Cells, *, products: int = 0) -> NDArray[np.uint8]:
+        """By threads; or by a product that starts (1) or ends (-1)."""
+        data, _, _, in_flight = self._access(cells, by_unit=products > 0)
+        in_flight[cells[0]] += products
+        return data[cells[0]]
 
-    def write(self, cells: Cells, values: Bytes) -> None:
+    def write(self, cells: Cells, values: NDArray[np.uint8]) -> None:
         data, *_ = self._access(cells, write=True)
-        data[cells.units] = values
-        check((data[cells.units] == values).all(), "race: two threads write different values at once")
+        data[cells[0]] = values
+        check((data[cells[0]] == values).all(), "race: two threads write different values at once")
 
-    def start_copy(self, cells: Cells, *, is_thread: bool = True) -> None:
-        check(is_thread or self._is_fenced(cells), "no fence between a write and an asynchronous access")
-        self._access(cells, write=True)[3][cells.units] = COPIED
+    def start_copy(self, cells: Cells, *, by_unit: bool = False) -> None:
+        self._access(cells, write=True, by_unit=by_unit)[3][cells[0]] = COPIED
 
-    def end_copy(self, cells: Cells, values: Bytes, *, for_all: bool) -> None:
+    def end_copy(self, cells: Cells, values: NDArray[np.uint8], *, for_all: bool = False) -> None:
         """All threads have waited for it; else those that did have to tell the others."""
-        data, writes, _, in_flight = self._by_width(cells.width)
-        in_flight[cells.units] = 0
+        data, writes, _, in_flight = self._units(cells[1])
+        in_flight[cells[0]] = 0
         if not for_all:
             return self.write(cells, values)
-        data[cells.units], writes[cells.units] = values, BEFORE
+        data[cells[0]], writes[cells[0]] = values, BEFORE
         return None
 
-    def start_product(self, cells: Cells) -> Bytes:
-        check(self._is_fenced(cells), "no fence between a write and an asynchronous access")
-        data, _, _, in_flight = self._access(cells, write=False)
-        in_flight[cells.units] += 1
-        return data[cells.units]
-
-    def end_product(self, cells: Cells) -> None:
-        self._access(cells, write=False)[3][cells.units] -= 1
-
-    def _by_width(self, width: int) -> list[NDArray[Any]]:
+    def _units(self, width: int) -> list[NDArray[Any]]:
         """Bytes, stamps of writes and of reads, and what is in flight: [units, width] each."""
         whole = (self.end - self.base) // width * width
         return [array[:whole].reshape(-1, width) for array in self._arrays]
 
-    def _is_fenced(self, cells: Cells) -> np.bool_:
-        writes = self._by_width(cells.width)[1][cells.units]
-        return ((writes < 0) | (writes < self._fenced)).all()
-
-    def _access(self, cells: Cells, *, write: bool) -> list[NDArray[Any]]:
-        units, clock, agents = cells.units, self._clock, cells.agents[:, None]
-        arrays = _, writes, reads, in_flight = self._by_width(cells.width)
+    def _access(self, cells: Cells, *, write: bool = False, by_unit: bool = False) -> list[NDArray[Any]]:
+        units, agents, clock = cells[0], cells[2][:, None], self._clock
+        arrays = _, writes, reads, in_flight = self._units(cells[1])
         busy, wrote, read, now = in_flight[units], writes[units], reads[units], clock.now + agents
+        check(not (by_unit and (wrote >= self._fenced).any()), "no fence between a write and an asynchronous access")
         check(not (busy == COPIED).any(), "access where a copy is in flight")
         check(not (write and busy.any()), "write where a product in flight reads")
         check(write or (wrote != NEVER).all(), "read of what was never written")
