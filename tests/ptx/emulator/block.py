@@ -56,6 +56,8 @@ class Mbarrier:
 
 @dataclass
 class Block:
+    """Methods after parts of instructions execute these, for the `active` threads."""
+
     program: Program
     parameters: dict[str, Any]  # bytes, or tensor descriptors
     place: dict[str, int]  # "%ctaid.x" and the like
@@ -67,9 +69,8 @@ class Block:
         self.threads = np.arange(self.program.threads)
         self.active = self.everyone = np.ones(len(self.threads), bool)
         self.shared = Memory(np.zeros(self.shared_bytes, np.uint8), self.clock, written=False)
-        known = (
-            self.place | {"global_smem": 0} | {x: number for number, x in enumerate(self.parameters)}
-        )  # as addresses
+        # A descriptor is at the address of its number.
+        known = self.place | {"global_smem": 0} | {x: number for number, x in enumerate(self.parameters)}
         self.registers = {name: np.full(len(self.threads), number, np.uint64) for name, number in known.items()}
         self.registers["%tid.x"] = self.threads.astype(np.uint32)
         self._changing = Counter[str]()  # registers, by products in flight
@@ -243,32 +244,28 @@ class Block:
         self.shared.write(cells, np.zeros((1, 8), np.uint8)) if write else self.shared.read(cells)
         return int(cells[0][0])
 
-    def _init(self, op: Op, arguments: Arguments) -> None:
-        place = self._mbarrier_at(arguments[0], write=True)
-        check(place not in self._mbarriers, "change of an mbarrier in use")
-        assert arguments[1] == "1", "one arrival"
-        self._mbarriers[place] = Mbarrier()
-
-    def _inval(self, op: Op, arguments: Arguments) -> None:
-        mbarrier = self._mbarriers.pop(self._mbarrier_at(arguments[0], write=True), None)
-        check(mbarrier is not None and not mbarrier.copies, "change of an mbarrier in use")
-
-    def _arrive(self, op: Op, arguments: Arguments) -> None:
-        mbarrier = self._mbarriers[self._mbarrier_at(arguments[1])]
-        check(mbarrier.expected is None and self.active.sum() == 1, "more arrivals than an mbarrier counts")
-        mbarrier.expected = int(arguments[2])
-
-    def _try_wait(self, op: Op, arguments: Arguments) -> None:
-        assert self.active is self.everyone, "all threads wait"
-        mbarrier = self._mbarriers[self._mbarrier_at(arguments[1])]
-        if mbarrier.parity == self.value(arguments[2], "u32")[0]:
-            while mbarrier.expected != 0:
-                check(mbarrier.expected is not None and len(mbarrier.copies) > 0, "wait without end")
-                cells, values = mbarrier.copies.pop(0)
-                self.shared.end_copy(cells, values, for_all=True)
-                mbarrier.expected -= values.size
-            mbarrier.parity, mbarrier.expected = 1 - mbarrier.parity, None
-        self.set(arguments[0], self.everyone)
+    def _mbarrier(self, op: Op, arguments: Arguments) -> None:
+        is_change = op[1] in ("init", "inval")
+        place = self._mbarrier_at(arguments[not is_change], write=is_change)
+        check((place in self._mbarriers) == (op[1] != "init"), "change of an mbarrier in use")
+        mbarrier = self._mbarriers.setdefault(place, Mbarrier())
+        if op[1] == "init":
+            assert arguments[1] == "1", "one arrival"
+        elif op[1] == "inval":
+            check(not self._mbarriers.pop(place).copies, "change of an mbarrier in use")
+        elif op[1] == "arrive":
+            check(mbarrier.expected is None and self.active.sum() == 1, "more arrivals than an mbarrier counts")
+            mbarrier.expected = int(arguments[2])
+        else:
+            assert (op[1], self.active is self.everyone) == ("try_wait", True), "all threads wait"
+            if mbarrier.parity == self.value(arguments[2], "u32")[0]:
+                while mbarrier.expected != 0:
+                    check(mbarrier.expected is not None and len(mbarrier.copies) > 0, "wait without end")
+                    cells, values = mbarrier.copies.pop(0)
+                    self.shared.end_copy(cells, values, for_all=True)
+                    mbarrier.expected -= values.size
+                mbarrier.parity, mbarrier.expected = 1 - mbarrier.parity, None
+            self.set(arguments[0], self.everyone)
 
     def _matrices(self, op: Op, arguments: Arguments) -> None:
         """Their rows of 16 bytes, eight of each matrix. A warp accesses them as one."""
@@ -306,10 +303,8 @@ class Block:
         after = product.reshape(before.shape) + np.where(self.value(arguments[3], "pred"), before, 0.0)
         self.registers.update(zip(registers, after.astype(np.float32), strict=True))
         self._changing.update(registers)
-        self._groups["product"][-1] += [
-            functools.partial(self.shared.read, cells, products=-1) for cells in reads + more
-        ]
-        self._groups["product"][-1].append(lambda: self._changing.subtract(registers))
+        ends = [functools.partial(self.shared.read, cells, products=-1) for cells in reads + more]
+        self._groups["product"][-1] += [*ends, lambda: self._changing.subtract(registers)]
 
     def _operand(self, descriptors: str, rows: int, op: Op) -> tuple[Values, list[Cells]]:
         """The matrices [warpgroups, rows, 16], and what reads where."""
