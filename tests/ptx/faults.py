@@ -1,7 +1,8 @@
 """Faults planted in compiled kernels, which are then emulated.
 
 Each barrier, fence and wait is removed in turn. What is not found stays removed, so of two barriers that do the same,
-the second is found. In one kernel also each mask of a store is removed, and each vector access is moved.
+the second is found. Each wait is also for one group less. In one kernel each mask of a store is removed, and in one
+each vector access is moved.
 
 Run as a script in a process without TRITON_INTERPRET: `faults.py architecture ...`. Prints what `cases.py` does, then a
 JSON object per kernel and kind of fault.
@@ -52,6 +53,10 @@ def is_vector(instruction: Instruction) -> bool:
     return instruction.op[1:2] == ("global",) and instruction.op[2] in ("v2", "v4")
 
 
+def is_wait(instruction: Instruction) -> bool:
+    return "wait_group" in instruction.op
+
+
 def unmask(program: Program, place: int) -> None:
     program.code[place] = program.code[place]._replace(guard=None)
 
@@ -60,6 +65,12 @@ def move(program: Program, place: int) -> None:
     """By one element of 32 bits."""
     arguments = tuple(x.replace("+ ", "+ 4") if x[0] == "[" else x for x in program.code[place].arguments)
     program.code[place] = program.code[place]._replace(arguments=arguments)
+
+
+def relax(program: Program, place: int) -> None:
+    """Wait for one group less."""
+    groups = str(int(program.code[place].arguments[0]) + 1)
+    program.code[place] = program.code[place]._replace(arguments=(groups,))
 
 
 def plant(arch: str, name: str, case: Case, where: Callable[[Instruction], bool], edit: Edit) -> None:
@@ -111,5 +122,7 @@ if __name__ == "__main__":
         clean.main(arch)
         for name, case in repeated_cases(arch).items():
             plant(arch, name, case, orders, Program.remove)
+            if name.startswith(("logprobs", "weights")):
+                plant(arch, name, case, is_wait, relax)
         plant(arch, MASKED, cases(arch)[MASKED], is_masked_store, unmask)
         plant(arch, VECTORS, cases(arch)[VECTORS], is_vector, move)
