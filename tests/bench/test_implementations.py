@@ -32,6 +32,7 @@ WORKS += [
         ("divergence", "distillation"), ("GPT-2", "Gemma-2-2B"), ("no_grad", "frozen", "trainable")
     )
 ]
+WORKS += [Work(kind="loss", head=head, tokens=2048, uneven=True, centred=20) for head in ("GPT-2", "Gemma-2-2B")]
 # Each compilation takes seconds: all that differs in what is compiled, once.
 FEW = [
     Work(kind="logprobs", head="GPT-2", tokens=2048, uneven=True),
