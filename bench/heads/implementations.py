@@ -302,8 +302,10 @@ def ours() -> list[Implementation]:
             name="fused-grpo, not centred",
             version=version,
             setting="the loss without score centering",
+            loss=ours_loss(),
             centred=ours_loss(),
             floor=True,
+            limits=lambda work, device: None if work.centred else "differs for score centering only",
         ),
         OneTarget(name="fused-grpo, one target", version=version, setting="the first of K targets", floor=True),
         Implementation(
