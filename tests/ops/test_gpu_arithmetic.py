@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fused_grpo import fused_linear_grpo_loss, linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.head import head, logprob_plans
 
 pytestmark = pytest.mark.cpu_only(reason="it does on a CPU what tests/gpu sees a GPU do")
@@ -60,12 +60,18 @@ def test_small_gradients_of_large_vocabularies_do_not_vanish(impl, dtype, chunk_
 
 @pytest.mark.parametrize(("impl", "dtype"), PATHS)
 @pytest.mark.parametrize("chunk_bytes", [None, 400_000])
-def test_nor_do_those_of_the_loss(impl, dtype, chunk_bytes):
+@pytest.mark.parametrize("centred", [False, True])
+def test_nor_do_those_of_the_loss(impl, dtype, chunk_bytes, centred):
     """The same step: each token has a millionth of the loss."""
     generator, (N, V, D) = torch.Generator().manual_seed(0), SHAPES[impl]
     hidden, weight = torch.randn(N, D, generator=generator), torch.randn(V, D, generator=generator) / 4
     targets = torch.randint(0, V, (N,), generator=generator)
     rest = {"advantages": torch.tensor([1.0, -0.5, 2.0]), "cu_seqlens": torch.tensor([0, N // 3, N - 1, N]).int()}
+    if centred:
+        sampler = (hidden @ weight.t() + torch.randn(N, V, generator=generator)).log_softmax(-1).topk(20, -1)
+        rest |= {"sampling_topk_ids": sampler.indices, "sampling_topk_logprobs": sampler.values}
+        config = GRPOLossConfig(score_centering="topk", sampling_correction=None)
+        rest |= {"sampling_logprobs": sampler.values[:, -1], "config": config}
 
     def solve(dtypes, **options):
         leaves = [x.to(dtype).to(to).requires_grad_() for x, to in zip((hidden, weight), dtypes, strict=True)]
