@@ -238,6 +238,8 @@ class Learner:
     def evaluate(self, batch: list[Sample]) -> float:
         """The loss of a step with this batch, without gradients and without dropout. A collective."""
         batch, packed, options, _ = self._prepared(batch)
+        # Completions of an evaluation come without the log-probs that it needs.
+        options["config"] = dataclasses.replace(options["config"], score_centering="off")
         outputs = self._measured(self._unwrapped, "loss", packed, **options)
         return self._metrics(batch, packed, outputs)["loss"]
 

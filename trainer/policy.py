@@ -21,6 +21,7 @@ several ranks: TRL shuffles the sequences, and has the prompts of masked complet
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -111,6 +112,11 @@ class PolicyLoss(nn.Module):
         aux_loss = router_aux_loss(base_model(self.model), output, batch.attention_mask) if balanced else None
         hidden, weight, options = self._head_inputs(batch, states)
         del states, output  # [R, L, D], of which the loss needs N rows
+        config = self.loss_config if config is None else config
+        if not len(batch.targets):  # of a rank without samples, which has no log-probs of a sampler
+            config = dataclasses.replace(config, score_centering="off")
+        if config.score_centering != "off":
+            options["sampling_topk_ids"], options["sampling_topk_logprobs"] = batch.centering or (None, None)
         output = fused_linear_grpo_loss(
             hidden,
             weight,
@@ -125,7 +131,7 @@ class PolicyLoss(nn.Module):
             num_sequences=num_sequences,
             entropy_threshold=entropy_threshold,
             num_entropy_tokens=num_entropy_tokens,
-            config=self.loss_config if config is None else config,
+            config=config,
             distillation=distillation,
             **options,
         )

@@ -22,7 +22,9 @@ of L tokens in a micro-batch (prompts and completions), N the model's own comple
 
 The support of a token is the set of ids that top_p, top_k and min_p left for the sampler to draw from. It travels as
 two tensors for each sequence of T tokens: the sizes [T] of its supports, 0 for the whole vocabulary, and their ids [K],
-K = sum of the sizes, end to end, ascending within a token. Both are int32 on the CPU.
+K = sum of the sizes, end to end, ascending within a token. Both are int32 on the CPU. With `score_centering` the
+sampler's log-probs of these ids, [K] fp32, travel beside them. With score_centering="topk" the ids are the most likely
+ones that the sampler had, whatever it drew (`is_top_k`), and log-probs are over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ FinishReason = Literal["stop", "length"]
 # `done` was true.
 EpisodeEnd = Literal["stop", "length", "turn limit", "no room", "done"]
 SupportChoice = Literal["auto", "require", "off"]
+Centering = Literal["off", "topk", "kept"]
 # Options of an engine that leave the distribution of each token as it is: where to stop, how to compute.
 _PLAIN_EXTRAS = {"stop", "stop_token_ids", "ignore_eos", "cache_implementation", "disable_compile"}
 
@@ -61,6 +64,8 @@ class SamplingParams:
     first_prompt: int = 0  # the place of a call's first prompt among those that share the seed, where ranks share them
     extra: dict[str, Any] = field(default_factory=dict)  # further options, under the engine's own names
     sampling_support: SupportChoice = "off"  # whether to return the support of each token, where it is truncated
+    score_centering: Centering = "off"  # whether to return log-probs of the support ("kept") or of the most likely ids
+    score_centering_topk: int = 128  # how many those are, of "topk"
 
     @property
     def num_sampled(self) -> int:
@@ -76,6 +81,21 @@ class SamplingParams:
     def wants_support(self) -> bool:
         """True where an engine that can is to return the support of each token."""
         return self.sampling_support != "off" and self.is_truncated and self.temperature > 0
+
+    @property
+    def top_k_listed(self) -> int:
+        """How many of the most likely tokens are to be returned in place of supports, with log-probs; 0: none."""
+        return self.score_centering_topk if self.score_centering == "topk" and self.temperature > 0 else 0
+
+    @property
+    def wants_ids(self) -> bool:
+        """True where an engine that can is to return ids for each token: its support, or the most likely ones."""
+        return self.wants_support or self.top_k_listed > 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True where it has to, with the sampler's log-probs of them."""
+        return self.wants_ids and self.score_centering != "off"
 
     @property
     def is_plain(self) -> bool:
@@ -139,6 +159,8 @@ class Rollouts:
     completion_masks: list[list[bool]] | None = None  # B lists, True: the model's own token; None: all of them are
     support_ids: list[Tensor] | None = None  # B, [K] int32; None: the engine cannot say, or keeps all tokens
     support_sizes: list[Tensor] | None = None  # B, [T] int32
+    support_logprobs: list[Tensor] | None = None  # B, [K] fp32, of these ids as sampled from; None: not asked for
+    is_top_k: bool = False  # True: those ids are the sampler's most likely ones instead of supports
     episodes: list[Episode] | None = None  # B; None: each completion is one turn
 
     def samples(self) -> list[Sample]:
@@ -153,6 +175,8 @@ class Rollouts:
                 "sampling_logprobs": self.sampling_logprobs,
                 "support_ids": self.support_ids,
                 "support_sizes": self.support_sizes,
+                "support_logprobs": self.support_logprobs,
+                "is_top_k": [self.is_top_k] * len(self.completion_ids),
                 "finish_reason": self.finish_reasons,
                 "weight_version": [self.weight_version] * len(self.completion_ids),
                 "extra": extra or None,
@@ -175,6 +199,8 @@ class Sample:
     sampling_logprobs: list[float] | None = None  # T, as drawn; None: the engine does not say
     support_ids: Tensor | None = None  # [K] int32; None: the whole vocabulary for all tokens
     support_sizes: Tensor | None = None  # [T] int32
+    support_logprobs: Tensor | None = None  # [K] fp32, as sampled from; None: no score centering
+    is_top_k: bool = False  # True: the ids are the sampler's most likely ones instead of the tokens that it kept
     finish_reason: FinishReason
     weight_version: int  # the optimizer step whose weights the engine was serving
     extra: dict[str, Any] = field(default_factory=dict)  # by column, for the reward functions
@@ -200,6 +226,11 @@ class Sample:
     def num_own(self) -> int:
         """Completion tokens that are the model's own, and so in the loss."""
         return len(self.completion_ids) if self.completion_mask is None else sum(self.completion_mask)
+
+    @property
+    def kept_sizes(self) -> Tensor | None:
+        """The sizes [T] of its supports; None where they are the whole vocabulary."""
+        return None if self.is_top_k else self.support_sizes
 
     @property
     def in_forward(self) -> bool:
@@ -243,6 +274,9 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # [N] fp32; None: no KL term
     # Ids [K] int32 and offsets [N+1] int64, equal where a token's support is the whole vocabulary; None: of all tokens.
     support: tuple[Tensor, Tensor] | None = None
+    # For score centering: ids [N, k] int64, -1 where a token has fewer, and their log-probs [N, k] fp32, the sampler's;
+    # or None and those of the support's ids, [K] fp32.
+    centering: tuple[Tensor | None, Tensor] | None = None
     covariance_selected: Tensor | None = None  # [N] bool, of the whole step; None: no Clip-Cov or KL-Cov
     # Of one row: where each of its sequences starts, [b+1] int32, and the length of the longest; None of several rows.
     row_cu_seqlens: Tensor | None = None

@@ -11,8 +11,9 @@ that is left; since sum_v p_v grad log p_v = 0, what the tail contributes is a s
 
     c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v        rho = (1 - sum_H q) / max(1 - sum_H p, 1e-6)
 
-and rho = 0 where H is all that the sampler kept. For f(x) = min(x, C), c_v = min(p_v, C q_v) - min(1, C rho) p_v. On
-policy (p = q) all c_v are 0.
+and rho = 0 where H is all that the sampler kept. For f(x) = min(x, C), c_v = min(p_v, C q_v) - min(1, C rho) p_v. Where
+the policy is over H as well, p_v times the sum of all c is subtracted: the gradient is the same, for the same reason,
+and on policy (p = q) all c_v are 0.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class SamplerHead(NamedTuple):
         if self.ids is None or self.logprobs is None:
             return None
         sampler = self.logprobs.detach().to(inputs.tokens.weights.dtype)
-        ids, sampler = (x.reshape(len(targets), -1) for x in (self.ids.long(), sampler))
+        ids, sampler = (x.reshape(-1, self.ids.shape[-1]) for x in (self.ids.long(), sampler))
         return Centering.of(ids, sampler, targets, inputs, config)
 
     def padded(self, support: Support) -> SamplerHead:

@@ -59,22 +59,34 @@ class EngineByPrompt(RolloutEngine):
             completions += whole[first : first + sampling.n]
         pairs = [(list(prompt_ids[i // sampling.n]), ids) for i, ids in enumerate(completions)]
         kept = [kept_with(ids) if sampling.wants_support else None for ids in completions]
+        rows = [self.logprobs(*pair, some) for pair, some in zip(pairs, kept, strict=True)]
+        of_tokens = [
+            row.gather(1, torch.tensor(ids)[:, None])[:, 0] for row, ids in zip(rows, completions, strict=True)
+        ]
         return Rollouts(
             prompt_ids=[list(ids) for ids in prompt_ids],
             completion_ids=completions,
-            sampling_logprobs=[[] if i in failed else self.logprobs(*pair, kept[i]) for i, pair in enumerate(pairs)],
+            sampling_logprobs=[[] if i in failed else values.tolist() for i, values in enumerate(of_tokens)],
             finish_reasons=["stop" if ids[-1] % 2 else "length" for ids in completions],
             num_generations=sampling.n,
             weight_version=self.weight_version,
-            **support_fields([None if some is None else Support.of(some) for some in kept]),
+            **support_fields([self.listed(*each, sampling) for each in zip(rows, kept, strict=True)], sampling),
         )
 
+    def listed(self, rows, kept, sampling) -> Support | None:
+        if not sampling.wants_logprobs:
+            return None if kept is None else Support.of(kept)
+        likely = [row.topk(sampling.top_k_listed or 14) for row in rows]
+        steps = [zip(top.indices.tolist(), top.values.tolist(), strict=True) for top in likely]
+        return Support.of([{token: logprob for token, logprob in step if logprob > -torch.inf} for step in steps])
+
     @torch.no_grad()
-    def logprobs(self, prompt, completion, kept) -> list[float]:
+    def logprobs(self, prompt, completion, kept) -> torch.Tensor:
+        """[T, 14], of the distributions that the tokens are drawn from."""
         logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         for row, tokens in zip(logits, kept or [[]] * len(logits), strict=True):
             row[[token for token in range(14) if tokens and token not in tokens]] = -torch.inf
-        return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+        return logits.log_softmax(-1)
 
     def load_weights(self, named_weights, version) -> None:
         self.model.load_state_dict(dict(named_weights))

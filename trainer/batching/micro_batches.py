@@ -36,6 +36,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -248,7 +249,7 @@ def pack(
         sampling_logprobs=per_token("sampling_logprobs"),
         old_logprobs=per_token("old_logprobs"),
         ref_logprobs=per_token("ref_logprobs"),
-        support=_support(batch, samples, device),
+        **_support(batch, samples, device),
         row_cu_seqlens=torch.tensor(row_ends, dtype=torch.int32, device=device) if one_row else None,
         longest=max(lengths, default=1),
     )
@@ -269,19 +270,35 @@ def _tree(samples: Sequence[Sample]) -> tuple[list[int], list[int], list[int], l
     return ids, positions, seen_until, predictors
 
 
-def _support(batch: Sequence[Sample], samples: Sequence[Sample], device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """The supports of all predicted tokens, end to end: token ids [K] int32 and offsets [N+1] int64."""
+def _support(batch: Sequence[Sample], samples: Sequence[Sample], device: torch.device) -> dict[str, Any]:
+    """`support` and `centering` of all predicted tokens, end to end."""
     if not batch or any(sample.support_ids is None for sample in batch):
-        return None
+        return {}
     zero = torch.zeros(1, dtype=torch.int32)
-    ids, sizes = [zero[:0]], [zero]
+    ids, sizes, logprobs = [zero[:0]], [zero], [torch.zeros(0)]
     for sample in samples:
         assert sample.support_ids is not None
         assert sample.support_sizes is not None  # as of the ids
         own = torch.tensor(sample.completion_mask or [True] * len(sample.completion_ids), dtype=torch.bool)
-        ids.append(sample.support_ids[own.repeat_interleave(sample.support_sizes)])
+        entries = own.repeat_interleave(sample.support_sizes)
+        ids.append(sample.support_ids[entries])
         sizes.append(sample.support_sizes[own])
-    return torch.cat(ids).to(device), torch.cat(sizes).cumsum(0).to(device)
+        if sample.support_logprobs is not None:
+            logprobs.append(sample.support_logprobs[entries])
+    all_ids, all_sizes, all_logprobs = torch.cat(ids), torch.cat(sizes), torch.cat(logprobs)
+    if batch[0].is_top_k:
+        return {"centering": tuple(each.to(device) for each in _in_rows(all_ids, all_sizes[1:], all_logprobs))}
+    support = all_ids.to(device), all_sizes.cumsum(0).to(device)
+    is_known = batch[0].support_logprobs is not None
+    return {"support": support, "centering": (None, all_logprobs.to(device)) if is_known else None}
+
+
+def _in_rows(ids: Tensor, sizes: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids [K] of N tokens in rows of the longest one's length: [N, k] int64, -1 behind the end, and log-probs."""
+    filled = torch.arange(max(1, int(sizes.max()) if len(sizes) else 1)) < sizes[:, None]
+    rows, values = torch.full(filled.shape, -1, dtype=torch.int64), torch.zeros(filled.shape)
+    rows[filled], values[filled] = ids.long(), logprobs
+    return rows, values
 
 
 def place(lengths: Sequence[int], row_length: int, *, share: bool = True) -> tuple[list[int], int]:

@@ -33,9 +33,11 @@ ROWS = {
     "ref_logprobs": torch.float32,
     "support_ids": torch.int32,
     "support_sizes": torch.int32,
+    "support_logprobs": torch.float32,
 }
-_TENSORS = ("old_logprobs", "ref_logprobs", "support_ids", "support_sizes")
-# Fields with one value. Of a finish reason that is its place in FinishReason, of a failure that there is one.
+_TENSORS = ("old_logprobs", "ref_logprobs", "support_ids", "support_sizes", "support_logprobs")
+# Fields with one value. Of a finish reason that is its place in FinishReason, of a failure that there is one; without
+# lists of likely tokens there is no `is_top_k`.
 VALUES = {
     "advantage": torch.float32,
     "reward": torch.float32,
@@ -44,6 +46,7 @@ VALUES = {
     "finish_reason": torch.int64,
     "weight_version": torch.int64,
     "failure": torch.bool,
+    "is_top_k": torch.bool,
 }
 _REASONS = get_args(FinishReason)
 
@@ -99,6 +102,8 @@ def as_tensors(batch: Sequence[Sample]) -> dict[str, Tensor]:
     columns["finish_reason"] = [_REASONS.index(reason) for reason in columns["finish_reason"]]
     columns["failure"] = [failure is not None for failure in columns["failure"]]
     table = {name: torch.tensor(columns[name], dtype=dtype) for name, dtype in VALUES.items()}
+    if not table["is_top_k"].any():
+        del table["is_top_k"]
     for name, dtype in ROWS.items():
         rows = [getattr(sample, name) for sample in batch]
         table |= {} if any(row is None for row in rows) else joined_rows(name, rows, dtype)
@@ -114,7 +119,7 @@ def joined_rows(name: str, rows: Sequence[Any], dtype: torch.dtype) -> dict[str,
 
 def from_tensors(table: Mapping[str, Tensor]) -> list[Sample]:
     """The inverse of `as_tensors`. The reason of a failure is in the log of the run that sampled it."""
-    columns: dict[str, list[Any]] = {name: table[name].tolist() for name in VALUES}
+    columns: dict[str, list[Any]] = {name: table[name].tolist() for name in VALUES if name in table}
     columns["finish_reason"] = [_REASONS[place] for place in columns["finish_reason"]]
     columns["failure"] = ["dropped before the checkpoint" if failed else None for failed in columns["failure"]]
     for name in ROWS:

@@ -61,6 +61,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     ("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon optim_args", Rule("checkpoint", _IN_STATE)),
     ("max_steps num_train_epochs lr_scheduler_type lr_scheduler_kwargs warmup_steps", Rule("new", _SCHEDULE)),
     ("max_completion_length top_p top_k min_p repetition_penalty generation_kwargs", Rule("new", _SAMPLED)),
+    ("score_centering_topk", Rule("new", _SAMPLED)),
     ("scale_rewards advantage_estimator reward_weights multi_objective_aggregation", Rule("new", _SAMPLED)),
 )
 # All other options, but those without effect (MISSING), are the new run's, from the next step on.
@@ -240,6 +241,8 @@ def rule_of(name: str, args: GRPOConfig, *, mid_batch: bool) -> Rule:
         return Rule("none", MISSING[name].why)
     if name == "temperature" and mid_batch:
         return Rule("refused", "the checkpoint has rollouts in progress, with log-probs at that temperature")
+    if name == "score_centering" and mid_batch:
+        return Rule("refused", "the checkpoint has rollouts in progress, with the log-probs that it needs")
     if name == "entropy_coef" and args.use_adaptive_entropy:
         return Rule("checkpoint", "use_adaptive_entropy has moved it since")
     return RULES.get(name, Rule("new", "from the next step on"))

@@ -136,7 +136,7 @@ class Collector:
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         count, name = self.args.num_generations_eval, "eval_dataset"
         sampling = self.args.sampling(seed=self.args.seed, n=count or 1, temperature=0.0 if count is None else None)
-        sampling = replace(sampling, sampling_support="off")  # nothing is learnt from these
+        sampling = replace(sampling, sampling_support="off", score_centering="off")  # nothing is learnt from these
         with all_ranks_succeed(self.accelerator, "evaluating"), self._in_place():
             started, rows = time.time(), list(self.prompt_limit.applied(all_rows(dataset, name=name), name=name))
             # One after the other, so that the ranks' parts are in the order of the dataset.

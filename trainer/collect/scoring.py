@@ -106,7 +106,7 @@ class Scored:
                 **({"dropped": True} if sample.dropped else {}),
                 **({} if sample.failure is None else {"failure": sample.failure}),
             }
-            for sample, sizes in ((sample, sample.support_sizes) for sample in self.samples)
+            for sample, sizes in ((sample, sample.kept_sizes) for sample in self.samples)
         ]
 
 
@@ -177,7 +177,7 @@ def score_rollouts(
     return Scored(
         samples=with_fields(samples, scores),
         weight_version=samples[0].weight_version,
-        has_support=all(sample.support_ids is not None for sample in samples),
+        has_support=all(sample.kept_sizes is not None for sample in samples),
         reward_names=rewards.names,
         **said,
         num_tokens=sum(len(sample.prompt_ids) + sample.num_own for sample in samples),
@@ -233,7 +233,7 @@ class RolloutFacts(NamedTuple):
     def of(cls, scored: Scored) -> RolloutFacts:
         sound = [sample for sample in scored.samples if sample.failure is None]
         episodes = [sample.episode for sample in scored.samples if sample.episode is not None]
-        known = [sample.support_sizes for sample in scored.samples if sample.support_sizes is not None]
+        known = [sample.kept_sizes for sample in scored.samples if sample.kept_sizes is not None]
         sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *known])
         return cls(
             rewards=torch.tensor([sample.reward for sample in scored.samples], dtype=torch.float32),

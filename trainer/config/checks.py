@@ -18,7 +18,8 @@ RANGES: Ranges = (
         "per_device_train_batch_size gradient_accumulation_steps num_iterations log_completions_steps "
         "max_completion_length ref_model_sync_steps steps_per_generation generation_batch_size chunk_bytes "
         "max_tokens_per_micro_batch torch_empty_cache_steps ddp_bucket_cap_mb num_generations_eval "
-        "num_completions_to_print vllm_max_model_length max_tool_calling_iterations max_concurrent_tools",
+        "num_completions_to_print vllm_max_model_length max_tool_calling_iterations max_concurrent_tools "
+        "score_centering_topk",
     ),
     (
         "a number of steps, or a share of all steps between 0 and 1",
@@ -86,8 +87,8 @@ def check_arguments(
 
     Raises:
         UnsupportedError: `quantization_config`, which only TRL has.
-        InputError: `rollout_func` with `generate_ahead` or with tools, evaluations without a dataset, environments with
-            `generate_ahead`, or as `check_teacher`.
+        InputError: `rollout_func` with `generate_ahead`, score centering or tools, evaluations without a dataset,
+            environments with `generate_ahead`, or as `check_teacher`.
     """
     if quantization_config:
         raise UnsupportedError(
@@ -97,6 +98,11 @@ def check_arguments(
     check_teacher(args, teacher_model)
     if rollout_func is not None and args.generate_ahead:  # it would sample from the model while that is trained
         raise InputError("got generate_ahead with rollout_func, want vLLM servers alone; fix: leave one of them out")
+    if rollout_func is not None and args.score_centering != "off":
+        raise InputError(
+            f"got score_centering={args.score_centering!r} with rollout_func, want an engine that returns log-probs of "
+            "tokens that were not drawn; fix: score_centering='off', or leave rollout_func out"
+        )
     if rollout_func is not None and (tools or environment_factory is not None):
         raise InputError(
             "got rollout_func with tools or environment_factory, want one way to play episodes; fix: call the tools in "
@@ -180,6 +186,27 @@ def _check_distillation(args: Any) -> None:
         )
 
 
+def _check_score_centering(args: Any) -> None:
+    """The tokens that the correction sums over are those that were kept, or else the likely ones of them all."""
+    kind, within_kept = args.score_centering, args.sampling(seed=0).wants_support
+    if kind != "off" and args.distillation_coef > 0:
+        raise InputError(
+            f"got score_centering={kind!r} with distillation_coef={args.distillation_coef}, want one of them; fix: "
+            "leave the other out"
+        )
+    cut = f"got score_centering={kind!r} with top_p={args.top_p}, top_k={args.top_k}, min_p={args.min_p} and "
+    if kind == "kept" and not within_kept:
+        raise InputError(
+            f"{cut}sampling_support={args.sampling_support!r}, want truncated sampling with log-probs over the tokens "
+            "that are kept; fix: a truncation and sampling_support='auto', or score_centering='topk'"
+        )
+    if kind == "topk" and within_kept:
+        raise InputError(
+            f"{cut}sampling_support={args.sampling_support!r}, want log-probs over the whole vocabulary; fix: "
+            "score_centering='kept', or sampling_support='off'"
+        )
+
+
 def _check_best_model(args: Any) -> None:
     """A best model needs a metric, and checkpoints at evaluations: else the best one might not be saved."""
     if args.metric_for_best_model is None and (args.load_best_model_at_end or args.save_strategy == "best"):
@@ -254,6 +281,7 @@ def _check_together(args: Any) -> None:
     _check_best_model(args)
     _check_estimator(args)
     _check_distillation(args)
+    _check_score_centering(args)
     _check_curriculum(args)
     if args.sync_ref_model and args.beta == 0.0:
         raise InputError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fused_grpo.config import BOUNDED, GRPOLossConfig, LossOptions, check_option_types
 from fused_grpo.errors import FusedGRPOError
@@ -21,7 +21,7 @@ from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
 from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, with_trl_fields
-from fused_grpo.trainer.types import SamplingParams
+from fused_grpo.trainer.types import Centering, SamplingParams
 
 # HfArgumentParser of transformers has one type per option, that of its text: of a union, the second member but None.
 # So some annotations have another order or another type when they are read than they have for a type checker.
@@ -253,6 +253,8 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """With `top_p`, `top_k` or `min_p`: log-probs over the tokens that the sampler kept, its support (DeepSeek-V3.2's
     Keep Sampling Mask), where the engine returns them ("auto") or else an error ("require"). "off": over the whole
     vocabulary, so that the sampled and the trained distribution differ."""
+    score_centering_topk: int = 128
+    """Number of the most likely tokens whose log-probs the sampler returns with `score_centering="topk"`."""
     repetition_penalty: float = 1.0
     """Penalty of tokens that occurred before. 1 is none."""
     max_completion_length: int = 512
@@ -411,6 +413,8 @@ class GRPOConfig(LossOptions, DerivedOptions):
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty,
             sampling_support=self.sampling_support,
+            score_centering=cast("Centering", self.score_centering),  # one of them, as the loss checks
+            score_centering_topk=self.score_centering_topk,
             seed=seed,
             structured_outputs_regex=self.vllm_structured_outputs_regex,
             extra={

@@ -49,7 +49,8 @@ class RolloutEngine(Protocol):
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
         """Sample `sampling.n` completions for each prompt, with the weights of `weight_version`.
 
-        An engine that can returns the support of each token where `sampling.wants_support`.
+        An engine that can returns the support of each token where `sampling.wants_support`; and where
+        `sampling.wants_logprobs`, its log-probs of them, or of the `sampling.top_k_listed` most likely tokens.
         """
         ...
 

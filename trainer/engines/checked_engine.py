@@ -272,7 +272,7 @@ def _dropped(samples: Sequence[Sample], wrong: Mapping[int, str], size: int) -> 
         failures.setdefault(index // size, problem)
     no_support = torch.zeros(0, dtype=torch.int32)
     empty: dict[str, Any] = {"completion_ids": [], "completion_mask": [], "sampling_logprobs": []}
-    empty |= {"support_ids": no_support, "support_sizes": no_support}
+    empty |= {"support_ids": no_support, "support_sizes": no_support, "support_logprobs": torch.zeros(0)}
     dropped = []
     for index, sample in enumerate(samples):
         if index in wrong:
@@ -286,6 +286,7 @@ def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: in
     lists: dict[str, Any] = {"completions": rollouts.completion_ids, "finish reasons": rollouts.finish_reasons}
     optional: dict[str, Any] = {"lists of log-probs": rollouts.sampling_logprobs, "episodes": rollouts.episodes}
     optional |= {"completion masks": rollouts.completion_masks}
+    optional |= {"lists of log-probs of kept tokens": rollouts.support_logprobs}
     lists |= {what: column for what, column in optional.items() if column is not None}
     if rollouts.support_ids is not None or rollouts.support_sizes is not None:
         lists |= {"lists of kept tokens": rollouts.support_ids or (), "sizes of supports": rollouts.support_sizes or ()}
@@ -316,7 +317,8 @@ def wrong_completion(sample: Sample, *, vocab_size: int, nan_allowed: bool) -> s
     if wrong := wrong_logprob(() if logprobs is None else sample.own(logprobs), nan_allowed=nan_allowed):
         return wrong
     if sample.support_ids is not None and sample.support_sizes is not None:
-        wrong = wrong_support(Support(sample.support_ids, sample.support_sizes), ids, vocab_size)
+        support = Support(sample.support_ids, sample.support_sizes, sample.support_logprobs)
+        wrong = wrong_support(support, ids, vocab_size, is_top_k=sample.is_top_k)
     known = sample.finish_reason in get_args(FinishReason)
     return wrong or (None if known else f"finish reason {sample.finish_reason!r}")
 

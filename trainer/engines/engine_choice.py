@@ -97,6 +97,7 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
     if name == "transformers":
         cache = args.cache_implementation
         return TransformersEngine(model, tokenizer, seed=args.seed, cache_implementation=cache)
+    support = sampling if (sampling := args.sampling(seed=0)).wants_ids else None
     if name == "server":
         return VLLMServerEngine(
             base_model(model),
@@ -107,6 +108,7 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
             seed=args.seed,
             allow_remote=args.vllm_server_allow_remote,
             weight_transfer=args.vllm_weight_transfer,
+            support=support,
         )
     check_installed()
     model_impl = {} if args.vllm_model_impl == "vllm" else {"model_impl": args.vllm_model_impl}
@@ -117,7 +119,7 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
         "seed": args.seed,
         "trust_remote_code": args.runs_remote_code,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
-        "support": sampling if (sampling := args.sampling(seed=0)).wants_support else None,
+        "support": support,
         "engine_options": model_impl | (args.vllm_engine_kwargs or {}),
         "max_sequences": args.prompts_per_process(args.world_size) * args.group_part(args.world_size),
     }

@@ -12,14 +12,19 @@ quantity again (DeepSeek-V3.2's "Keep Sampling Mask", arXiv:2512.02556 section 3
 
 An id takes 4 bytes, as do the sizes: with top_k=50 at most 204 bytes a token, and 107 MB for 512 completions of 1024
 tokens. What is kept whole has size 0 and no ids.
+
+Score centering compares distributions of sampler and trainer, so with it the sampler's log-probs of the ids travel too,
+4 bytes each, and ids of what is kept whole. Without truncation the ids are the `score_centering_topk` most likely ones.
+Which those are does not depend on the token that was drawn: one that is not among them stays out.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,6 +48,7 @@ VLLM_EXTRAS |= {"presence_penalty", "stop", "stop_token_ids", "thinking_token_bu
 # Of a list of the most likely tokens: the largest top_k or vocabulary; the log-prob of a token that was left out (JSON
 # has no -inf, servers send -9999); and the probability of kept tokens that may be missing.
 MAX_LISTED, _LEFT_OUT, _MISSING_MASS = 1024, -9000.0, 1e-4
+_MASS_ERROR = 1e-3  # of the sum of a support's probabilities: what may be missing, and rounding
 
 
 def stop_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -116,7 +122,7 @@ def vllm_requests(
     prompts, seed = prepared(
         prompt_ids, sampling, seeds, engine=engine, allowed=VLLM_EXTRAS, max_model_len=max_model_len
     )
-    listed = num_listed(sampling, vocab_size) if sampling.wants_support else None
+    listed = num_listed(sampling, vocab_size) if sampling.wants_ids else None
     # All of them: a server takes missing ones from the model's generation config.
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     same = {name: getattr(sampling, name) for name in names} | sampling.extra
@@ -135,22 +141,36 @@ def turn_sampling(sampling: SamplingParams, max_tokens: int, *, seed: int) -> Sa
 
 
 class Support(NamedTuple):
-    """The supports of a completion of T tokens."""
+    """The supports of a completion of T tokens, or the most likely tokens in their place."""
 
     ids: Tensor  # [K] int32, ascending within a token
     sizes: Tensor  # [T] int32, 0: the whole vocabulary
+    logprobs: Tensor | None = None  # [K] fp32, the sampler's; None: not known
 
     @classmethod
-    def of(cls, kept: Iterable[Iterable[int]]) -> Support:
-        """From the ids of each token, in any order."""
-        ordered = [sorted(ids) for ids in kept]
-        sizes = torch.tensor([len(ids) for ids in ordered], dtype=torch.int32)
-        return cls(torch.tensor([token for ids in ordered for token in ids], dtype=torch.int32), sizes)
+    def of(cls, kept: Iterable[Collection[int]]) -> Support:
+        """From the ids of each token, in any order, or mappings from these to their log-probs."""
+        steps = list(kept)
+        ids = torch.tensor(list(chain.from_iterable(steps)), dtype=torch.int32)
+        sizes = torch.tensor(list(map(len, steps)), dtype=torch.int32)
+        order = ids.argsort()
+        order = order[torch.arange(len(sizes)).repeat_interleave(sizes)[order].argsort(stable=True)]
+        values = list(chain.from_iterable(step.values() for step in steps if isinstance(step, Mapping)))
+        logprobs = torch.tensor(values, dtype=torch.float32)
+        return cls(ids[order], sizes, logprobs[order] if len(values) == len(ids) else None)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Support]) -> Support:
+        """Of several parts of a completion, one after the other."""
+        ids, sizes, logprobs = zip(*parts, strict=True)
+        known = [values for values in logprobs if values is not None]
+        return cls(torch.cat(ids), torch.cat(sizes), torch.cat(known) if len(known) == len(parts) else None)
 
     def first(self, tokens: int) -> Support:
         """Of the first tokens alone."""
         sizes = self.sizes[:tokens]
-        return Support(self.ids[: int(sizes.sum())].clone(), sizes.clone())
+        count, logprobs = int(sizes.sum()), self.logprobs
+        return Support(self.ids[:count].clone(), sizes.clone(), None if logprobs is None else logprobs[:count].clone())
 
 
 class Completion(NamedTuple):
@@ -174,57 +194,102 @@ def rollouts_of(
         finish_reasons=[completion.finish_reason for completion in completions],
         num_generations=sampling.n,
         weight_version=weight_version,
-        **support_fields([completion.support for completion in completions] if sampling.wants_support else [None]),
+        **support_fields([one.support for one in completions] if sampling.wants_ids else [None], sampling),
     )
 
 
-def support_fields(supports: Sequence[Support | None]) -> dict[str, Any]:
-    """Both fields of Rollouts; None where a completion has no support."""
+def support_fields(supports: Sequence[Support | None], sampling: SamplingParams | None = None) -> dict[str, Any]:
+    """The fields of Rollouts: log-probs where `sampling` wants them; none where a completion has no support."""
     given = [support for support in supports if support is not None]
     if len(given) < len(supports):
-        return {"support_ids": None, "support_sizes": None}
-    return {"support_ids": [support.ids for support in given], "support_sizes": [support.sizes for support in given]}
+        return {}
+    fields: dict[str, Any] = {"support_ids": [one.ids for one in given], "support_sizes": [one.sizes for one in given]}
+    if sampling is None or not sampling.wants_logprobs:
+        return fields
+    logprobs = [one.logprobs for one in given if one.logprobs is not None]
+    fields["support_logprobs"] = logprobs if len(logprobs) == len(given) else None
+    return fields | {"is_top_k": sampling.top_k_listed > 0}
 
 
 class SupportRecorder:
     """Collects the supports of a batch of B sequences, a step of one token each at a time."""
 
     def __init__(self) -> None:
-        self._ids, self._sizes = list[Tensor](), list[Tensor]()
+        self._ids, self._sizes, self._logprobs = list[Tensor](), list[Tensor](), list[Tensor]()
 
-    def add(self, scores: Tensor) -> None:
-        """The scores [B, V] of a step, -inf where a token was left out."""
+    def add(self, scores: Tensor, logprobs: Tensor | None = None, *, top: int = 0) -> None:
+        """The scores [B, V] of a step, -inf where a token was left out, and their log-probs [B, V] where those are
+        wanted; with `top` of so many of the most likely tokens."""
         kept = scores > -torch.inf
-        kept &= ~kept.all(dim=1, keepdim=True)
+        if logprobs is None:
+            kept &= ~kept.all(dim=1, keepdim=True)
+        elif top:
+            likely = logprobs.topk(min(top, logprobs.shape[1])).indices
+            kept &= torch.zeros_like(kept).scatter_(1, likely, True)
         self._ids.append(kept.nonzero()[:, 1].to("cpu", torch.int32))
         self._sizes.append(kept.sum(dim=1).to("cpu", torch.int32))
+        if logprobs is not None:
+            self._logprobs.append(logprobs[kept].cpu())
 
     def take(self) -> list[Support]:
         """The supports of each sequence since the last call."""
         sizes = torch.stack(self._sizes)  # [T, B]
         sequences = torch.arange(sizes.shape[1]).repeat(len(sizes)).repeat_interleave(sizes.flatten())
-        ids = torch.cat(self._ids)[sequences.argsort(stable=True)].split(sizes.sum(0).tolist())
-        self._ids, self._sizes = [], []
-        return [Support(*each) for each in zip(ids, sizes.T.contiguous(), strict=True)]
+        order, counts = sequences.argsort(stable=True), sizes.sum(0).tolist()
+        ids, logprobs = torch.cat(self._ids)[order].split(counts), [None] * len(counts)
+        if self._logprobs:
+            logprobs = torch.cat(self._logprobs)[order].split(counts)
+        self._ids, self._sizes, self._logprobs = [], [], []
+        return [Support(*each) for each in zip(ids, sizes.T.contiguous(), logprobs, strict=True)]
 
 
 def num_listed(sampling: SamplingParams, vocab_size: int) -> int | None:
-    """How many of the most likely tokens include all that are kept; None: more than an engine should list."""
+    """How many of the most likely tokens to list: those that score centering asks for, or else so many that all that
+    are kept are among them; None: more than an engine should list."""
+    if sampling.top_k_listed:
+        return min(sampling.top_k_listed, vocab_size)
     most = min(sampling.top_k or vocab_size, vocab_size)
     # More than top_k: of tokens with equal logits all are kept, and those of 16 bits often are equal.
     return None if most > MAX_LISTED else min(most + max(8, most // 2), vocab_size)
 
 
-def listed_support(steps: Iterable[dict[int, float]]) -> Support:
-    """From the log-probs of each step's most likely tokens; empty, which is wrong, where more than those were kept."""
+def check_listed(sampling: SamplingParams | None, *, max_listed: int, vocab_size: int, engine: str, fix: str) -> None:
+    """Raise UnsupportedError where score centering needs the log-probs of more tokens than an engine lists."""
+    if sampling is None or not sampling.wants_logprobs:
+        return
+    listed, kind = num_listed(sampling, vocab_size), sampling.score_centering
+    if listed is None:
+        raise UnsupportedError(
+            f"got score_centering={kind!r} and top_k={sampling.top_k} with the {engine} engine, want a bound of the "
+            f"tokens that are kept, of which it has to list the log-probs; fix: top_k of 1 to {MAX_LISTED}, or "
+            "use_vllm=False"
+        )
+    if listed > max_listed:
+        raise UnsupportedError(
+            f"got score_centering={kind!r} and a {engine} engine that lists the log-probs of {max_listed} tokens at "
+            f"most, want {listed}; fix: {fix}={listed}, or fewer (score_centering_topk, top_k)"
+        )
+
+
+def listed_support(steps: Iterable[dict[int, float]], top: int = 0) -> Support:
+    """From the log-probs of each step's most likely tokens; empty, which is wrong, where more than those were kept.
+
+    With `top` it has so many of them, whatever was kept. A step has the token that was drawn too, however likely it is.
+    """
     kept = [{token: logprob for token, logprob in step.items() if logprob > _LEFT_OUT} for step in steps]
+    if top:
+        return Support.of([step if len(step) <= top else _most_likely(step, top) for step in kept])
     masses = [sum(math.exp(min(logprob, 0.0)) for logprob in step.values()) for step in kept]
     return Support.of(kept if min(masses, default=1.0) >= 1.0 - _MISSING_MASS else [])
 
 
-def wrong_support(support: Support, token_ids: Sequence[int], vocab_size: int) -> str | None:
-    """What is wrong with the support of a completion."""
-    ids, sizes = support
+def _most_likely(step: dict[int, float], top: int) -> dict[int, float]:
+    return dict(sorted(step.items(), key=lambda entry: (-entry[1], entry[0]))[:top])
+
+
+def wrong_support(support: Support, token_ids: Sequence[int], vocab_size: int, *, is_top_k: bool = False) -> str | None:
+    """What is wrong with the support of a completion, or with the most likely tokens in its place."""
+    ids, sizes, _ = support
     if not len(sizes):
         return "no complete list of the tokens that the sampler kept"
     if len(sizes) != len(token_ids) or int(sizes.min()) < 0 or int(sizes.sum()) != len(ids):
@@ -238,14 +303,39 @@ def wrong_support(support: Support, token_ids: Sequence[int], vocab_size: int) -
         return "kept tokens that are not ascending, or twice there"
     # Without duplicates a token is at most once in its support.
     sampled = ids == torch.as_tensor(token_ids, dtype=torch.int32)[place]
-    return None if int(sampled.sum()) == int((sizes > 0).sum()) else "a token that is not among those that were kept"
+    if not is_top_k and int(sampled.sum()) != int((sizes > 0).sum()):
+        return "a token that is not among those that were kept"
+    return _wrong_probabilities(support, place, least=0.0 if is_top_k else 1.0)
+
+
+def _wrong_probabilities(support: Support, place: Tensor, *, least: float) -> str | None:
+    """What is wrong with the log-probs of entries at these places, whose probabilities sum to `least` to 1."""
+    ids, sizes, logprobs = support
+    if logprobs is None:
+        return None
+    if len(logprobs) != len(ids) or not logprobs.isfinite().all():
+        return f"{len(logprobs)} log-probs for {len(ids)} kept tokens, or one that is not finite"
+    sums = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, place, logprobs.double().exp())[sizes > 0]
+    if float(sums.min()) < least - _MASS_ERROR or float(sums.max()) > 1.0 + _MASS_ERROR:
+        return f"probabilities of kept tokens that sum to {float(sums.min()):.4g} to {float(sums.max()):.4g}"
+    return None
 
 
 def check_support(rollouts: Rollouts, sampling: SamplingParams, engine: Any) -> None:
-    """Warn, or raise UnsupportedError, where the support of truncated sampling is wanted and `rollouts` have none."""
+    """Warn, or raise UnsupportedError, where the support of truncated sampling is wanted and `rollouts` have none.
+
+    Raise it too where score centering has no log-probs of the sampler.
+    """
+    reason = getattr(engine, "why_no_support", None) or "it does not return them"
+    is_known = None not in (rollouts.support_ids, rollouts.support_logprobs, rollouts.sampling_logprobs)
+    is_known = is_known and rollouts.is_top_k == (sampling.top_k_listed > 0)
+    if sampling.wants_logprobs and rollouts.completion_ids and not is_known:
+        raise UnsupportedError(
+            f"got score_centering={sampling.score_centering!r} and no log-probs of the sampler's likely tokens from "
+            f"the {engine.name} engine: {reason}; fix: what it needs, or score_centering='off'"
+        )
     if not sampling.wants_support or rollouts.support_ids is not None or not rollouts.completion_ids:
         return
-    reason = getattr(engine, "why_no_support", None) or "it does not return them"
     set_to = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
     options = ", ".join(f"{name}={value}" for name, value in set_to.items() if value not in (0, 1.0))
     text = (

@@ -177,9 +177,10 @@ class _Sampler:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         for shape in self.shaping:
             scores = shape(input_ids, scores)
-        if self._sampling.wants_support:
-            self._supports.add(scores)
         logprobs = scores.float().log_softmax(dim=-1)
+        if self._sampling.wants_ids:
+            known = logprobs if self._sampling.wants_logprobs else None
+            self._supports.add(scores, known, top=self._sampling.top_k_listed)
         if self._sampling.temperature == 0:
             tokens = logprobs.argmax(dim=-1, keepdim=True)
         else:
@@ -195,7 +196,7 @@ class _Sampler:
         if not self._tokens:
             return []
         tokens, logprobs = torch.cat(self._tokens, dim=1).tolist(), torch.cat(self._logprobs, dim=1).tolist()
-        supports = self._supports.take() if self._sampling.wants_support else [None] * len(tokens)
+        supports = self._supports.take() if self._sampling.wants_ids else [None] * len(tokens)
         self._tokens, self._logprobs = [], []
         return list(zip(tokens, logprobs, supports, strict=True))
 

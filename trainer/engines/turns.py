@@ -102,7 +102,7 @@ def _cut(sample: Sample, turn: Turn) -> Completion:
         raise UnsupportedError("got a completion_mask of an engine and tools, want one of them; fix: leave one out")
     ids, logprobs, support = sample.completion_ids, sample.sampling_logprobs, None
     if sample.support_ids is not None and sample.support_sizes is not None:
-        support = Support(sample.support_ids, sample.support_sizes).first(turn.max_tokens)
+        support = Support(sample.support_ids, sample.support_sizes, sample.support_logprobs).first(turn.max_tokens)
     return Completion(
         ids[: turn.max_tokens],
         None if logprobs is None else logprobs[: turn.max_tokens],

@@ -16,8 +16,6 @@ from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from fused_grpo.errors import DataError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, clean_prompt, is_conversational
@@ -118,7 +116,7 @@ class EpisodeEngine:
             num_generations=sampling.n,
             weight_version=self.weight_version,
             episodes=[one.episode() for one in played],
-            **support_fields([one.support() for one in played] if sampling.wants_support else [None]),
+            **support_fields([one.support() for one in played] if sampling.wants_ids else [None], sampling),
         )
 
     def _begin(self, ids: list[int], number: int, row: Row, sampling: SamplingParams, *, seed: str) -> _Played:
@@ -244,4 +242,4 @@ class _Played:
 
     def support(self) -> Support | None:
         """Of all tokens; those of answers were not sampled, so that they have none."""
-        return None if self.supports is None else Support(*map(torch.cat, zip(*self.supports, strict=True)))
+        return None if self.supports is None else Support.joined(self.supports)

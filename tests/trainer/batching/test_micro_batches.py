@@ -11,6 +11,8 @@ from transformers import modeling_flash_attention_utils as flash
 
 from fused_grpo import GRPOLossConfig
 from fused_grpo.trainer.batching.micro_batches import cut_by_length, cut_by_tokens, micro_batches, pack, place
+from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
+from fused_grpo.trainer.engines.sampling import Support
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import Sample, with_fields
 
@@ -53,6 +55,46 @@ def test_each_token_keeps_its_support_however_sequences_are_packed(batch, option
         of_sequence += zip(part.sequence_index.tolist(), [supports[a:b] for a, b in pairwise(ends)], strict=True)
     assert sorted(of_sequence) == [(0, kept[0]), (2, kept[2])]
     assert pack(batch, [], one_row=False, device=CPU).support[1].tolist() == [0]
+
+
+def listed(is_top_k: bool) -> dict[str, list]:
+    """Columns of three completions: ids of each token, and log-probs that say which."""
+    ids = [[[8, 9], [9], [3]], [[0, 1]], [[10], [2, 11], [], [1, 5, 6]]]
+    supports = [Support.of([{token: -float(token) for token in step} for step in steps]) for steps in ids]
+    names = ("support_ids", "support_sizes", "support_logprobs")
+    return dict(zip(names, map(list, zip(*supports, strict=True)), strict=True)) | {"is_top_k": [is_top_k] * 3}
+
+
+def test_logprobs_of_likely_tokens_are_in_the_rows_of_predicted_tokens(batch):
+    masks = [[True, False, True], [True], [True] * 4]
+    batch = with_fields(batch, {**listed(True), "completion_mask": masks})
+    packed = pack(batch, [[2], [0]], one_row=True, device=CPU)
+    ids, logprobs = packed.centering
+    assert packed.support is None
+    # In the order of `targets`: the second token of the first completion is not the model's own.
+    rows = [[10, -1, -1], [2, 11, -1], [-1, -1, -1], [1, 5, 6], [8, 9, -1], [3, -1, -1]]
+    assert packed.targets.tolist() == [10, 11, 12, 1, 8, 1]
+    assert ids.tolist() == rows
+    assert torch.equal(torch.where(ids < 0, 0.0, logprobs), torch.where(ids < 0, 0.0, -ids.float()))
+    assert logprobs.isfinite().all()
+    assert pack(batch, [], one_row=False, device=CPU).centering[0].shape == (0, 1)
+
+
+def test_logprobs_of_kept_tokens_are_beside_the_ids_of_supports(batch):
+    packed = pack(with_fields(batch, listed(False)), [[2], [0]], one_row=True, device=CPU)
+    assert packed.centering[0] is None
+    assert packed.centering[1].tolist() == [-token for token in packed.support[0].tolist()]
+    assert packed.support[0].tolist() == [10, 2, 11, 1, 5, 6, 8, 9, 9, 3]
+    assert pack(batch, [[0]], one_row=True, device=CPU).centering is None
+
+
+@pytest.mark.parametrize("is_top_k", [False, True])
+def test_a_table_of_samples_has_the_logprobs_of_listed_tokens(batch, is_top_k):
+    table = as_tensors(with_fields(batch, listed(is_top_k)))
+    torch.testing.assert_close(as_tensors(from_tensors(table)), table, rtol=0, atol=0, equal_nan=True)
+    assert [one.is_top_k for one in from_tensors(table)] == [is_top_k] * 3
+    assert torch.equal(from_tensors(table)[2].support_logprobs, torch.tensor([-10.0, -2, -11, -1, -5, -6]))
+    assert ("is_top_k" in table) is is_top_k  # tables of older checkpoints have none
 
 
 def test_rows_are_as_long_as_the_longest_sequence(batch):

@@ -17,6 +17,7 @@ from fused_grpo.trainer.checkpoint.training_state import random_state, read_weig
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 
 RUN = Path(__file__).parents[1] / "resume_run.py"
+SEVERAL = {"steps_per_generation": 4, "num_iterations": 2}
 OPTIONS = {
     "plain": {},
     "iterations": {"num_iterations": 2},
@@ -28,6 +29,8 @@ OPTIONS = {
     "truncated masked": {"mask_truncated_completions": True, "loss_type": "grpo"},
     "a teacher": {"teacher_model": "self", "distillation_coef": 0.5, "num_iterations": 2, "steps_per_generation": 4},
     "kept tokens": {"engine": TransformersEngine, "top_p": 0.8, "steps_per_generation": 4, "num_iterations": 2},
+    "centered on kept tokens": {"engine": TransformersEngine, "top_p": 0.8, "score_centering": "kept", **SEVERAL},
+    "centered on likely tokens": {"engine": TransformersEngine, "score_centering": "topk", **SEVERAL},
 }
 
 
@@ -312,6 +315,14 @@ def test_what_is_loaded_is_the_checkpoints_and_the_rest_is_new(saved, resumed):
     group = learner.optimizer.param_groups[0]
     assert (group["lr"], group["weight_decay"], *group["betas"], learner.args.epsilon) == (1e-3, 0.0, 0.9, 0.999, 0.3)
     assert not any(line.startswith(("resume_from", "overwrite", "output_dir")) for line in said)
+
+
+def test_score_centering_is_not_turned_on_for_rollouts_in_progress(make_trainer, tmp_path):
+    options = {"steps_per_generation": 4, "save_steps": 1, "max_steps": 1, "output_dir": str(tmp_path / "run")}
+    make_trainer(**options).train()
+    options |= {"overwrite_output_dir": False, "max_steps": 2}
+    with pytest.raises(CheckpointError, match=r"got score_centering='topk' .* want score_centering='off' .*fix: "):
+        make_trainer(score_centering="topk", **options).train(resume_from_checkpoint=True)
 
 
 def test_nothing_is_said_where_nothing_has_changed(saved, resumed):

@@ -30,6 +30,18 @@ INF, NAN = float("inf"), float("nan")
         ({"entropy_target": NAN}, "entropy_target=nan"),
         ({"entropy_coef_delta": NAN}, "entropy_coef_delta=nan"),
         ({"entropy_coef_min": NAN}, "entropy_coef_min=nan"),
+        ({"score_centering": "all"}, "score_centering='all', want one of"),
+        ({"score_centering_topk": 0}, "score_centering_topk=0, want at least 1"),
+        ({"score_centering": "topk", "distillation_coef": 0.5}, "score_centering='topk' with distillation_coef=0.5"),
+        ({"score_centering": "kept"}, "score_centering='kept' with top_p=1.0, .*'auto', want truncated .*fix: "),
+        (
+            {"score_centering": "kept", "top_p": 0.9, "sampling_support": "off"},
+            "score_centering='kept' with top_p=0.9, .*='off', want .*fix: .* sampling_support='auto'",
+        ),
+        (
+            {"score_centering": "topk", "top_k": 9},
+            "score_centering='topk' with .*top_k=9, .*fix: score_centering='kept', or sampling_support='off'",
+        ),
         ({"advantage_estimator": "gae"}, "advantage_estimator='gae', want "),
         ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, "scale_rewards='batch' with advantage_estimator"),
         (

@@ -19,6 +19,7 @@ TIED = {"tie_word_embeddings": True}
 FOLLOWS = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}
 COVARIANCE = {"kl_cov_ratio": 0.2, "num_iterations": 2, "advantage_estimator": "reinforce_plus_plus"}
 COVARIANCE |= {"scale_rewards": "group"}
+LIKELY = {"score_centering": "topk", "score_centering_topk": 5}
 WIDER = {"teacher": {"hidden_size": 48}}
 DISTILLED = {"distillation_coef": 0.5, "distillation_kind": "jsd"}
 HALF = {"half_equal": True, "num_iterations": 2, "mask_truncated_completions": True, "data_seed": 5}
@@ -38,6 +39,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
         (3, 2),
     ),
     "within the kept tokens": ({}, {"top_p": 0.9, "sampling_support": "require", **FOLLOWS}, (32, 1), (8, 2)),
+    "centered on the kept tokens": ({}, {"top_p": 0.9, "score_centering": "kept", **FOLLOWS}, (32, 1), (8, 2)),
+    "centered on likely tokens": ({}, {**LIKELY, "mask_truncated_completions": True}, (32, 1), (1, 16)),
     "only tokens of high entropy": ({}, {"top_entropy_quantile": 0.47}, (32, 1), (8, 2)),
     "from a wider teacher": (WIDER, DISTILLED, (32, 1), (8, 2)),
     "from the reference, tied": (

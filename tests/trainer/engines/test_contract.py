@@ -104,6 +104,31 @@ def test_the_support_of_a_token_is_what_the_truncation_keeps(engine, model, prom
     assert engine.generate(prompts, replace(PLAIN, **cut)).support_ids is None
 
 
+@pytest.mark.parametrize("kind", ["kept", "topk"])
+def test_logprobs_of_likely_tokens_are_those_of_the_tempered_model(engine, model, prompts, plain_logits, kind) -> None:
+    cut = {"top_p": 0.9, "top_k": 8, "sampling_support": "require"} if kind == "kept" else {"score_centering_topk": 5}
+    rollouts = engine.generate(prompts, replace(PLAIN, **cut, temperature=0.5, score_centering=kind))
+    drawn = set()
+    for index, completion in enumerate(rollouts.completion_ids):
+        sizes = rollouts.support_sizes[index].tolist()
+        listed = zip(
+            rollouts.support_ids[index].split(sizes), rollouts.support_logprobs[index].split(sizes), strict=True
+        )
+        logits = plain_logits(model, rollouts, index) / 0.5
+        for (ids, got), row, token, of_token in zip(
+            listed, logits, completion, rollouts.sampling_logprobs[index], strict=True
+        ):
+            within = kept_tokens(row, top_p=0.9, top_k=8, min_p=0.0) if kind == "kept" else row.topk(5).indices.tolist()
+            assert ids.tolist() == sorted(within)
+            expected = row[ids].log_softmax(-1) if kind == "kept" else row.log_softmax(-1)[ids]
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+            assert kind == "topk" or got.double().exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+            assert torch.equal(got[ids == token], torch.full_like(got[ids == token], of_token))  # the same number
+            drawn.add(token in ids.tolist())
+    assert rollouts.is_top_k is (kind == "topk")
+    assert drawn == ({True} if kind == "kept" else {True, False})
+
+
 def test_a_repetition_penalty_does_not_depend_on_the_batch(engine, prompts, sampled_logprobs) -> None:
     penalised = replace(GREEDY, repetition_penalty=1.5, n=1)
     together = engine.generate(prompts, penalised)

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from datasets import IterableDataset
 
-from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines import engine_choice
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+from fused_grpo.trainer.engines.vllm import inprocess
 
 ROWS = [{"prompt": f"{a}+{a}="} for a in range(4)]
 
@@ -47,6 +48,25 @@ def test_the_engine_is_the_one_that_the_options_ask_for(options, name) -> None:
 @pytest.mark.engine
 def test_without_an_option_vllm_is_chosen_where_it_is_installed() -> None:
     assert engine_name(GRPOConfig()) == "vllm"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("most", "wanted"), [(3, "max_logprobs in vllm_engine_kwargs=22"), (22, None), (-1, None)])
+def test_score_centering_has_vllm_list_as_many_tokens_as_it_needs(
+    build_model, tokenizer, monkeypatch, most, wanted
+) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(inprocess, "start_vllm", lambda *_, options, **__: started.append(options) or 1 / 0)
+    model = build_model(tied=False)
+    vocab = model.config.vocab_size
+    args = GRPOConfig(score_centering="topk", score_centering_topk=22, vllm_max_model_length=64)
+    with pytest.raises(ZeroDivisionError):
+        choose_engine("vllm", args, model, tokenizer)
+    assert started.pop()["max_logprobs"] == min(22, vocab)
+    args.vllm_engine_kwargs = {"max_logprobs": most}
+    with pytest.raises(UnsupportedError if wanted else ZeroDivisionError, match=wanted):
+        choose_engine("vllm", args, model, tokenizer)
+    assert len(started) == (0 if wanted else 1)
 
 
 @pytest.mark.parametrize("rows", [lambda: ROWS, stream])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.server import replicas
 from fused_grpo.trainer.engines.server.replicas import Replicas
@@ -74,6 +74,15 @@ def test_a_server_that_lists_too_few_tokens_is_not_asked_for_supports(connect, s
     rollouts = connect(1).generate(PROMPTS[:1], truncated)
     assert servers[0].seen[-1]["logprobs"] == 30
     assert [ids.tolist() for ids in rollouts.support_ids] == rollouts.completion_ids
+
+
+def test_score_centering_is_refused_of_a_server_that_lists_too_few_tokens(connect, servers) -> None:
+    likely = replace(SAMPLING, score_centering="topk", score_centering_topk=30)
+    servers[0].max_logprobs, servers[1].max_logprobs = 30, 29
+    with pytest.raises(UnsupportedError, match=r"a vllm-server engine that lists .* 29 .*fix: --max-logprobs=30, or"):
+        connect(2, support=likely)
+    connect(1, support=likely).generate(PROMPTS[:1], likely)
+    assert servers[0].seen[-1]["logprobs"] == 30
 
 
 @pytest.mark.parametrize("fault", ["no answer", "cut off", 500, 503, 429, {"finish_reason": "abort"}])

@@ -2,19 +2,21 @@
 
 import math
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from batches import column
 from hypothesis import given
-from hypothesis.strategies import booleans, integers, lists
+from hypothesis.strategies import booleans, floats, integers, lists
 
-from fused_grpo.errors import UnavailableError
+from fused_grpo.errors import UnavailableError, UnsupportedError
 from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.engines.sampling import (
     Support,
     SupportRecorder,
+    check_listed,
     listed_support,
     num_listed,
     support_fields,
@@ -25,7 +27,8 @@ from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, _completion
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 V = 20
-SAMPLING = SamplingParams(n=2, max_tokens=3, top_p=0.9, sampling_support="auto")
+PLAIN = SamplingParams(n=2, max_tokens=3)
+SAMPLING = replace(PLAIN, top_p=0.9, sampling_support="auto")
 
 
 def rollouts_of(supports: list[Support]) -> Rollouts:
@@ -109,6 +112,83 @@ def test_a_list_of_likely_tokens_is_a_support_only_with_all_kept_ones() -> None:
     support = listed_support([even | {7: -math.inf}, even | {7: -9999.0}])
     assert (support.ids.tolist(), support.sizes.tolist()) == ([3, 5, 3, 5], [2, 2])
     assert not len(listed_support([even, {5: math.log(0.5), 3: math.log(0.4)}]).sizes)
+
+
+def test_the_most_likely_tokens_do_not_depend_on_the_one_that_was_drawn() -> None:
+    likely = {5: -1.0, 3: -0.5, 8: -3.0, 2: -1.0}
+    drawn = [{token: likely.get(token, -9.0), **likely} for token in (9, 8, 5)]  # first, as vLLM has it
+    support = listed_support([*drawn, {4: -0.1, 6: -math.inf}], top=2)
+    assert (support.ids.tolist(), support.sizes.tolist()) == ([2, 3, 2, 3, 2, 3, 4], [2, 2, 2, 1])
+    torch.testing.assert_close(support.logprobs, torch.tensor([-1.0, -0.5] * 3 + [-0.1]))
+
+
+@given(lists(lists(floats(-9, 9, width=32), min_size=6, max_size=6), min_size=1, max_size=5), integers(1, 3))
+def test_probabilities_of_all_kept_tokens_sum_to_one(rows, batch) -> None:
+    recorder = SupportRecorder()
+    for row in rows:
+        scores = torch.stack([torch.tensor(row).roll(shift) for shift in range(batch)])
+        scores = scores.masked_fill(scores < scores.mean(1, keepdim=True), -torch.inf)
+        recorder.add(scores, scores.log_softmax(-1))
+    for support in recorder.take():
+        assert support.sizes.min() > 0  # all tokens are listed where all are kept
+        parts = support.logprobs.double().exp().split(support.sizes.tolist())
+        torch.testing.assert_close(
+            torch.stack([part.sum() for part in parts]), torch.ones(len(rows)).double(), atol=1e-6, rtol=0
+        )
+
+
+CENTERED = replace(SAMPLING, score_centering="kept")
+KNOWN = [Support.of([{9: math.log(0.25), 3: math.log(0.75)}, {1: 0.0}]), Support.of([{4: 0.0}] * 2 + [{1: 0.0}])]
+
+
+def centered(**changes) -> Rollouts:
+    given = support_fields(KNOWN, CENTERED) | changes
+    return replace(rollouts_of(KNOWN), sampling_logprobs=[[-1.0] * 2, [-1.0] * 3], **given)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "message"),
+    [
+        ([0.0, 0.0], "2 log-probs for 3 kept tokens"),
+        ([0.0, 0.0, math.nan], "one that is not finite"),
+        ([0.0, 0.0, 0.1], "probabilities of kept tokens that sum to 1 to 1.105"),
+        ([0.0, -0.1, 0.0], "probabilities of kept tokens that sum to 0.9048 to 1"),
+    ],
+)
+def test_logprobs_that_are_no_distribution_make_a_completion_unusable(logprobs, message) -> None:
+    bad = centered(support_logprobs=[KNOWN[0].logprobs, torch.tensor(logprobs)])
+    with pytest.raises(UnavailableError, match=rf"got .*{message}.* in completion 1 of prompt 0 .*fix:"):
+        checked_generate(Engine(bad), [[6]], CENTERED, vocab_size=V)
+    dropped = checked_generate(Engine(bad), [[6]], CENTERED, vocab_size=V, failure="drop")
+    assert [list(map(len, column(dropped, "support_logprobs")))] == [[3, 0]]
+
+
+@pytest.mark.parametrize("missing", [{"support_logprobs": None}, {"is_top_k": True}, {"sampling_logprobs": None}])
+def test_score_centering_without_the_samplers_logprobs_is_refused(missing) -> None:
+    assert column(checked_generate(Engine(centered()), [[6]], CENTERED, vocab_size=V), "support_logprobs")
+    with pytest.raises(UnsupportedError, match=r"got score_centering='kept' and no log-probs .* mine engine.*fix:"):
+        checked_generate(Engine(replace(centered(), **missing)), [[6]], CENTERED, vocab_size=V)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "most", "message"),
+    [
+        (
+            replace(PLAIN, score_centering="topk"),
+            100,
+            "lists the log-probs of 100 tokens at most, want 128; fix: --x=128",
+        ),
+        (replace(PLAIN, score_centering="topk", score_centering_topk=30), 30, None),
+        (replace(CENTERED, top_k=20), 29, "of 29 tokens at most, want 30"),
+        (replace(CENTERED, top_k=20), 30, None),
+        (CENTERED, 9000, "top_k=0 with the vllm engine, want a bound .*fix: top_k of 1 to 1024"),
+        (replace(SAMPLING, top_k=20), 0, None),
+    ],
+)
+def test_an_engine_that_lists_too_few_tokens_is_refused_at_the_start(sampling, most, message) -> None:
+    limits = {"max_listed": most, "vocab_size": 9000, "engine": "vllm", "fix": "--x"}
+    with nullcontext() if message is None else pytest.raises(UnsupportedError, match=message):
+        check_listed(sampling, **limits)
 
 
 def test_more_than_top_k_are_listed_as_equal_logits_are_all_kept() -> None:

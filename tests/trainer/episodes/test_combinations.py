@@ -103,6 +103,31 @@ def test_an_update_is_that_of_the_tokens_that_were_sampled(trained, name):
     assert "peft_config" in options or not torch.equal(own.model.lm_head.weight, untrained["lm_head.weight"])
 
 
+CENTERED: dict[str, dict[str, Any]] = {
+    "kept": {"top_p": 0.9, "score_centering": "kept", "sampling_support": "require"},
+    "topk": {"score_centering": "topk", "score_centering_topk": 4},
+}
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.engine)])
+@pytest.mark.parametrize("kind", CENTERED)
+def test_likely_tokens_of_several_turns_stay_with_the_tokens_of_the_model(trained, kind, engine):
+    options = CENTERED[kind] | ({"use_vllm": True, "vllm_dtype": "float32"} if engine == "vllm" else {})
+    _, batches = trained("centered", options, tools=[calculator.multiply])
+    found = 0
+    for sample in (sample for batch in batches for sample in batch):
+        assert len(sample.support_ids) == len(sample.support_logprobs)
+        sizes = sample.support_sizes.tolist()
+        parts = zip(sample.support_ids.split(sizes), sample.support_logprobs.split(sizes), strict=True)
+        named = zip(sample.completion_ids, sample.completion_mask, sample.sampling_logprobs, parts, strict=True)
+        for token, is_own, logprob, (ids, logprobs) in named:
+            assert len(ids) == (0 if not is_own else 4 if kind == "topk" else len(ids))
+            assert (logprobs[ids == token] == torch.tensor(logprob)).all()
+            found += int((ids == token).sum())
+        assert kind == "topk" or found
+    assert found > 100
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["kept tokens of top_p", "an adapter"])
 def test_turns_of_vllm_are_what_is_trained_on(trained, name):

@@ -23,7 +23,14 @@ from torch import Tensor
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import Completion, listed_support, rollouts_of, stop_token_ids, vllm_requests
+from fused_grpo.trainer.engines.sampling import (
+    Completion,
+    check_listed,
+    listed_support,
+    rollouts_of,
+    stop_token_ids,
+    vllm_requests,
+)
 from fused_grpo.trainer.engines.server.replicas import Choice, Json, NoRouteError, Replica, Replicas, RequestError
 from fused_grpo.trainer.engines.server.server_info import ModelFacts, check_model, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
@@ -56,9 +63,11 @@ class VLLMServerEngine(RolloutEngine):
         weight_transfer: the way of the weights: "files", "nccl" (experimental), or "auto"; see choose_transfer.
         weights_directory: the parent of the weight files, which the servers can read too. None: shared memory.
         max_concurrency: the number of prompts that are sampled at a time.
+        support: the sampling of which supports or the most likely tokens are wanted. None: neither.
 
     Raises:
         InputError: URLs that cannot be used, or a server that was started with options that do not fit.
+        UnsupportedError: score centering that needs more log-probs than a server lists.
         UnavailableError: a server that does not respond in time, or a weight transfer that cannot run here.
     """
 
@@ -79,6 +88,7 @@ class VLLMServerEngine(RolloutEngine):
         weight_transfer: TransferName = "auto",
         weights_directory: str | None = None,
         max_concurrency: int = 256,
+        support: SamplingParams | None = None,
     ) -> None:
         self._replicas = Replicas(
             base_urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency, timeout=timeout
@@ -93,12 +103,14 @@ class VLLMServerEngine(RolloutEngine):
         configs = [config for _, config in infos]
         served = [config.model_config for config in configs]
         vocab_size = model.config.get_text_config().vocab_size
+        max_listed = min((one.max_logprobs for one in served if one.max_logprobs >= 0), default=vocab_size)
+        check_listed(support, max_listed=max_listed, vocab_size=vocab_size, engine=self.name, fix="--max-logprobs")
         self._options = partial(
             vllm_requests,
             seeds=random.Random(seed),
             engine=self.name,
             max_model_len=min(listed.max_model_len for listed, _ in infos),
-            max_listed=min((one.max_logprobs for one in served if one.max_logprobs >= 0), default=vocab_size),
+            max_listed=max_listed,
             vocab_size=vocab_size,
         )
         self.weight_dtype = _DTYPES.get(str(served[0].dtype)) if len({one.dtype for one in served}) == 1 else None
@@ -124,7 +136,8 @@ class VLLMServerEngine(RolloutEngine):
             )
         prompts, options = self._options(prompt_ids, sampling)
         bodies = [self._body(*each, sampling) for each in zip(prompts, options, strict=True)]
-        groups = self._replicas.complete(bodies, weight_version=self._server_version, read=_completions, out=out)
+        read = partial(_completions, top=sampling.top_k_listed)
+        groups = self._replicas.complete(bodies, weight_version=self._server_version, read=read, out=out)
         return rollouts_of(prompts, [*chain(*groups)], sampling, weight_version=self.weight_version)
 
     def turn_session(self, sampling: SamplingParams) -> AbstractContextManager[ConcurrentSession]:
@@ -211,20 +224,20 @@ async def _finish_sync(client: httpx.AsyncClient, replica: Replica, *, server_ve
         await replica.request(client, "POST", "/update_weight_version", {"new_version": server_version})
 
 
-def _completions(body: Json, choices: list[Choice]) -> list[Completion]:
+def _completions(body: Json, choices: list[Choice], *, top: int = 0) -> list[Completion]:
     """The completions of one prompt: as many as were asked for, in the order of their index."""
     choices = sorted(choices, key=lambda choice: choice.index)
     indices = [choice.index for choice in choices]
     if indices != list(range(body["n"])):
         raise RequestError(f"completions {indices} where {body['n']} were asked for")
-    return [_completion(choice, listed=body["logprobs"] > 0) for choice in choices]
+    return [_completion(choice, listed=body["logprobs"] > 0, top=top) for choice in choices]
 
 
-def _completion(choice: Choice, *, listed: bool) -> Completion:
+def _completion(choice: Choice, *, listed: bool, top: int) -> Completion:
     if choice.finish_reason not in ("stop", "length"):
         raise RequestError(f"a completion that ended with {choice.finish_reason!r}", retry=True)
     # Values and lengths are checked with those of all engines, in checked_engine.py.
-    support = listed_support(map(_by_id, choice.logprobs.top_logprobs or [])) if listed else None
+    support = listed_support(map(_by_id, choice.logprobs.top_logprobs or []), top) if listed else None
     reason = cast(FinishReason, choice.finish_reason)
     return Completion(choice.token_ids, choice.logprobs.token_logprobs, reason, support)
 

@@ -33,6 +33,7 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
     Completion,
     Support,
+    check_listed,
     listed_support,
     num_listed,
     rollouts_of,
@@ -80,13 +81,14 @@ class VLLMEngine(RolloutEngine):
         seed: the seed of calls without `sampling.seed`.
         trust_remote_code: let vLLM run code that comes with the model.
         enable_sleep_mode: make `sleep` possible, on a GPU.
-        support: the truncated sampling whose supports are wanted. None: no supports.
+        support: the sampling of which supports or the most likely tokens are wanted. None: neither.
         engine_options: further arguments of `vllm.LLM`; they override this class's own choices.
         max_sequences: decoded at a time on a CPU, up to 256, with a KV cache for as many.
 
     Raises:
         UnavailableError: vLLM is missing, cannot start with these settings, or already runs in this process.
-        UnsupportedError: an engine over several devices, or sleep mode on a CPU.
+        UnsupportedError: an engine over several devices, sleep mode on a CPU, or score centering that needs more
+            log-probs than vLLM lists.
         InputError: an engine option that this class sets.
     """
 
@@ -137,6 +139,9 @@ class VLLMEngine(RolloutEngine):
             **({} if support is None else self._support_options(support)),
             **_checked(engine_options or {}, taken=_TAKEN | (_PARTIAL_PREFILLS if self._on_cpu else set())),
         }
+        asked, fix = options.get("max_logprobs", 0), "max_logprobs in vllm_engine_kwargs"
+        most = self._vocab_size if asked < 0 else asked
+        check_listed(support, max_listed=most, vocab_size=self._vocab_size, engine=self.name, fix=fix)
         self._tie = Tie.of(model) if self._on_cpu else None
         self._can_sleep, self._asleep = enable_sleep_mode, False
         self.weight_version = -1
@@ -176,8 +181,8 @@ class VLLMEngine(RolloutEngine):
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         with self._sampling() as llm, sampling_errors():
             outputs = llm.generate(inputs, requests, use_tqdm=False, lora_request=self._lora_request)
-        listed = any(each["logprobs"] for each in options)
-        completions = [_completion(each, listed) for output in outputs for each in output.outputs]
+        listed, top = any(each["logprobs"] for each in options), sampling.top_k_listed
+        completions = [_completion(each, listed, top) for output in outputs for each in output.outputs]
         return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
 
     @contextmanager
@@ -189,7 +194,8 @@ class VLLMEngine(RolloutEngine):
             return self._requests(options, sampling)[0]
 
         with self._sampling(generators=False) as llm:  # tools draw meanwhile
-            yield VLLMTurns(llm, request, _completion, self._lora_request)
+            completion = partial(_completion, top=sampling.top_k_listed)
+            yield VLLMTurns(llm, request, completion, self._lora_request)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy these weights (checkpoint names, full tensors, any float dtype) into the engine; see RolloutEngine.
@@ -271,10 +277,13 @@ class VLLMEngine(RolloutEngine):
             raise
 
     def _support_options(self, support: SamplingParams) -> dict[str, Any]:
-        """What makes vLLM return supports: its sampling mask, and as many log-probs as would do without it."""
+        """What makes vLLM return supports: its sampling mask, and as many log-probs as would do without it.
+
+        The mask has no log-probs, so it is no help to score centering.
+        """
         listed = num_listed(support, self._vocab_size)
         options: dict[str, Any] = {} if listed is None else {"max_logprobs": listed}
-        return options | ({} if self._on_cpu else {"return_sampling_mask": True})
+        return options | ({} if self._on_cpu or support.wants_logprobs else {"return_sampling_mask": True})
 
     def _requests(self, of_prompts: list[dict[str, Any]], sampling: SamplingParams) -> list[Any]:
         from vllm import SamplingParams as RequestParams
@@ -385,13 +394,14 @@ def _detached(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
     return named[0], named[1].detach()
 
 
-def _completion(output: Any, listed: bool) -> Completion:
+def _completion(output: Any, listed: bool, top: int = 0) -> Completion:
     logprobs = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
     support, mask = None, getattr(output, "sampling_mask", None)
     if mask is not None:
         support = Support.of(mask.token_ids)
     elif listed:
-        support = listed_support({token: entry.logprob for token, entry in step.items()} for step in output.logprobs)
+        steps = ({token: entry.logprob for token, entry in step.items()} for step in output.logprobs)
+        support = listed_support(steps, top)
     return Completion(list(output.token_ids), logprobs, output.finish_reason, support)
 
 

@@ -1,0 +1,76 @@
+"""The bugs of `planted_bugs.py` in what samplers say of tokens that were not drawn: (file, old, new, caught by)."""
+
+ENGINE = ["tests/trainer/engines/test_contract.py", "-k", "logprobs_of_likely and transformers"]
+LISTS = ["tests/trainer/engines/test_support.py", "-k", "most_likely or unusable or too_few or sum_to_one"]
+RUNS = ["tests/trainer/test_score_centering.py", "-k", "samplers or reported or evaluation or without_samples"]
+CUTS = ["tests/trainer/test_score_centering.py", "-k", "however_a_batch_is_cut"]
+ROWS = ["tests/trainer/batching/test_micro_batches.py", "-k", "likely or beside_the_ids or table"]
+TURNS = ["tests/trainer/episodes/test_combinations.py", "-k", "likely and transformers"]
+SAMPLING, BATCHES = "trainer/engines/sampling.py", "trainer/batching/micro_batches.py"
+
+BUGS = {
+    "the token that was drawn is among the likely ones": (
+        SAMPLING,
+        "dict(sorted(step.items(), key=lambda entry: (-entry[1], entry[0]))[:top])",
+        "dict(list(step.items())[:top])",
+        LISTS,
+    ),
+    "log-probs of several sequences stay in the order of steps": (
+        SAMPLING,
+        "torch.cat(self._logprobs)[order].split(counts)",
+        "torch.cat(self._logprobs).split(counts)",
+        ENGINE,
+    ),
+    "likely tokens that were left out are listed": (
+        SAMPLING,
+        "kept &= torch.zeros_like(kept).scatter_(1, likely, True)",
+        "kept = torch.zeros_like(kept).scatter_(1, likely, True)",
+        RUNS,
+    ),
+    "tokens that are all kept are not listed": (
+        SAMPLING,
+        "if logprobs is None:\n            kept",
+        "if True:\n            kept",
+        LISTS,
+    ),
+    "the probabilities of kept tokens may sum to less than 1": (SAMPLING, "0.0 if is_top_k else 1.0", "0.0", LISTS),
+    "an engine is not asked whether it lists enough": (
+        SAMPLING,
+        "if listed > max_listed:\n        raise",
+        "if False:\n        raise",
+        LISTS,
+    ),
+    "scores stand for log-probs": (
+        "trainer/engines/transformers_generate.py",
+        "known = logprobs if",
+        "known = scores if",
+        ENGINE,
+    ),
+    "a turn loses the log-probs of its likely tokens": (
+        "trainer/engines/turns.py",
+        "sample.support_sizes, sample.support_logprobs)",
+        "sample.support_sizes)",
+        TURNS,
+    ),
+    "log-probs of a tool's tokens are packed": (
+        BATCHES,
+        "logprobs.append(sample.support_logprobs[entries])",
+        "logprobs.append(sample.support_logprobs)",
+        ROWS,
+    ),
+    "likely tokens are taken for kept ones": (BATCHES, "if batch[0].is_top_k:", "if False:", CUTS),
+    "a checkpoint forgets that tokens are the likely ones": (
+        "trainer/batching/rollout_buffer.py",
+        '    "is_top_k": torch.bool,\n',
+        "",
+        ROWS,
+    ),
+    "likely tokens are reported as kept": (
+        "trainer/types.py",
+        "return None if self.is_top_k else self.support_sizes",
+        "return self.support_sizes",
+        RUNS,
+    ),
+    "an evaluation lists likely tokens": ("trainer/collect/collector.py", ', score_centering="off")', ")", RUNS),
+    "a rank without samples wants log-probs": ("trainer/policy.py", "if not len(batch.targets):", "if False:", RUNS),
+}
