@@ -132,7 +132,7 @@ def fused_linear_grpo_loss(
     sampler = SamplerHead(sampling_topk_ids, sampling_topk_logprobs)
     shards = None if process_group is None else shards_of(head, process_group, impl=impl, chunk_bytes=chunk_bytes or 0)
     passes, vocab_size = choice.passes(chosen), len(weight) if shards is None else sum(shards.sizes)
-    together: dict[str, Any] = {"support": restricted, "sampling": sampling_logprobs, "teacher": distillation}
+    together: dict[str, Any] = {"support": support, "sampling": sampling_logprobs, "teacher": distillation}
     sampler.check(config, targets, vocab_size, **together)
     kept, head = head.without_ignored(passes, ignore_index, vocab_size=vocab_size)
     given = LossArguments(
@@ -152,7 +152,7 @@ def fused_linear_grpo_loss(
     entropy = entropy or config.entropy_coef > 0 or config.top_entropy_quantile < 1.0
     if restricted is not None and chosen == "reference" and sampler.logprobs is not None:
         sampler = sampler.padded(restricted)
-    centering = sampler.centering(head.targets, inputs, config)
+    centering = sampler.centering(head.targets, inputs, config, closed=restricted is not None)
     head = head if centering is None else centering.with_targets(head)
     head = head if shards is None else shards.own(head)
     teacher = None

@@ -109,6 +109,12 @@ BUGS = {
         "moved",
         CHUNKS,
     ),
+    "the policy's mass over a support is not subtracted": (
+        "fused_grpo/head/kept_loss.py",
+        "c = weighted[:, 0] - mass[1] * rows.sums_of_rows(weighted[:, 0])",
+        "c = weighted[:, 0]",
+        [TESTS, "-k", "kept_tokens_either"],
+    ),
     "a token may be given twice": (
         HEAD,
         "elif bool((wrong | twice).any()):",

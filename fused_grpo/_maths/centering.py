@@ -58,12 +58,20 @@ class Bounds(NamedTuple):
 
 
 def coefficients(
-    logprobs: Tensor, sampler: Tensor, advantages: Tensor, present: Tensor, bounds: Bounds, *, whole: bool
+    logprobs: Tensor,
+    sampler: Tensor,
+    advantages: Tensor,
+    present: Tensor,
+    bounds: Bounds,
+    *,
+    whole: bool,
+    closed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(c [N, K], the probability of H under the sampler and the policy [2, N]), detached.
 
     Of the tokens H of each row, `logprobs` [N, K] are the policy's and `sampler` [N, K] the sampler's; those that are
-    not `present` count for nothing. `whole`: H is all that the sampler kept. `advantages` are [N].
+    not `present` count for nothing. `whole`: H is all that the sampler kept; `closed`: the policy is over H as well.
+    `advantages` are [N].
 
     Two tokens, without weights: c is q - rho p, and rho is 1 where both tails have a mass of 0.2.
 
@@ -82,7 +90,8 @@ def coefficients(
         far = masked_by_divergence(logprobs, sampler, advantages[:, None], bounds.terms)
         weighted = torch.where(far, 0.0, weighted)
     if whole:
-        return torch.where(present, weighted, 0.0), mass
+        weighted = torch.where(present, weighted, 0.0)
+        return weighted - p * weighted.sum(1, keepdim=True) if closed else weighted, mass
     rho = (1 - mass[0]).clamp_min(0.0) / (1 - mass[1]).clamp_min(_LEAST_TAIL)
     tail = bounds.weighted(torch.ones_like(rho), rho)
     return torch.where(present, weighted - tail[:, None] * p, 0.0), mass

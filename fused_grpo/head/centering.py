@@ -39,9 +39,12 @@ class Centering:
     weights: Tensor  # [N], a
     bounds: Bounds
     whole: bool
+    closed: bool
 
     @staticmethod
-    def of(ids: Tensor, sampler: Tensor, targets: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Centering:
+    def of(
+        ids: Tensor, sampler: Tensor, targets: Tensor, inputs: LossInputs, config: GRPOLossConfig, *, closed: bool
+    ) -> Centering:
         """From ids [N, K] and log-probs [N, K], and the targets [N] over the whole vocabulary."""
         scored = scored_by_sampler(inputs)
         return Centering(
@@ -53,6 +56,7 @@ class Centering:
             weights=weights_of(inputs),
             bounds=Bounds.of(TokenTerms.of(config)),
             whole=config.score_centering == "kept",
+            closed=closed,
         )
 
     def with_targets(self, head: Head) -> Head:
@@ -89,9 +93,11 @@ class Centering:
     def _terms(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(c [R, K], d loss / d log p of H [R, K], the probability of H under the sampler and the policy [2, R])."""
         logprobs, weights = self.logprobs[rows], self.weights[rows, None]
-        present = (self.ids[rows] >= 0) & ~(logprobs.isnan() | self.sampler[rows].isnan())
+        unknown = self.sampler[rows].isnan() & (self.ids[rows] >= 0)
+        unknown = unknown.any(1, keepdim=True) if self.closed else unknown
+        present = (self.ids[rows] >= 0) & ~(logprobs.isnan() | unknown)
         given = logprobs, self.sampler[rows], self.advantages[rows], present
-        c, mass = coefficients(*given, self.bounds, whole=self.whole)
+        c, mass = coefficients(*given, self.bounds, whole=self.whole, closed=self.closed)
         return c, torch.where(weights == 0, 0.0, weights * c), mass
 
 
@@ -191,13 +197,15 @@ class SamplerHead(NamedTuple):
             at = (wrong | twice)[..., 0].nonzero()[0].tolist()
             raise InputError(f"got sampling_topk_ids {str(ids[tuple(at)].tolist())[:200]} at {at}; {want}")
 
-    def centering(self, targets: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Centering | None:
-        """Where ids were given, for the targets [N]."""
+    def centering(
+        self, targets: Tensor, inputs: LossInputs, config: GRPOLossConfig, *, closed: bool = False
+    ) -> Centering | None:
+        """Where ids were given, for the targets [N]; `closed` if they are a support's."""
         if self.ids is None or self.logprobs is None:
             return None
         sampler = self.logprobs.detach().to(inputs.tokens.weights.dtype)
         ids, sampler = (x.reshape(-1, self.ids.shape[-1]) for x in (self.ids.long(), sampler))
-        return Centering.of(ids, sampler, targets, inputs, config)
+        return Centering.of(ids, sampler, targets, inputs, config, closed=closed)
 
     def padded(self, support: Support) -> SamplerHead:
         """That of a support, as ids [N, K] and log-probs [N, K]."""

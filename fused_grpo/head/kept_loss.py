@@ -48,8 +48,7 @@ def supported_loss(
     of_entries = None
     if sampler is not None:
         logprobs, sampler = rows.entry_logprobs(row_statistics), sampler[rows.items]
-        terms = _centering_of_entries(logprobs, sampler, rows.row_of_entries, row_statistics, inputs, config)
-        c, of_entries, mass = terms
+        c, of_entries, mass = _centering_of_entries(rows, logprobs, sampler, row_statistics, inputs, config)
         statistics = with_centering(statistics, c, of_entries, logprobs, mass)
     recomputed = upstream.have_gradient()[rows.others].sum() * differentiated
     gradients: Gradients = (None, None, None)
@@ -61,18 +60,20 @@ def supported_loss(
 
 
 def _centering_of_entries(
+    rows: SupportedHead,
     logprobs: Tensor,
     sampler: Tensor,
-    row: Tensor,
     statistics: Statistics,
     inputs: LossInputs,
     config: GRPOLossConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(c [E], d loss / d log p [E], the probabilities under the sampler and the policy [2, E]) of entries of `row`."""
-    known = scored_by_sampler(inputs)[row] & ~sampler.isnan()
+    """(c [E], d loss / d log p [E], the probabilities under the sampler and the policy [2, E]) of the entries."""
+    row, unknown = rows.row_of_entries, rows.sums_of_rows(sampler.isnan().to(logprobs.dtype)) > 0
+    known = scored_by_sampler(inputs)[row] & ~unknown
     given = logprobs[:, None], sampler.to(logprobs.dtype)[:, None], inputs.tokens.advantages[row], known[:, None]
-    c, mass = coefficients(*given, Bounds.of(TokenTerms.of(config)), whole=True)
+    weighted, mass = coefficients(*given, Bounds.of(TokenTerms.of(config)), whole=True)
+    c = weighted[:, 0] - mass[1] * rows.sums_of_rows(weighted[:, 0])
     weights = weights_of(inputs)
     policy_weights = factors.token_factors(statistics.logprobs, statistics.entropy, inputs, config)["policy_weights"]
     weights = (weights if policy_weights is None else weights * policy_weights)[row]
-    return c[:, 0], torch.where(weights == 0, 0.0, weights * c[:, 0]), mass
+    return c, torch.where(weights == 0, 0.0, weights * c), mass

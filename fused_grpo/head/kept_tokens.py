@@ -123,6 +123,14 @@ class SupportedHead:
         own = z[e.segments.offsets[:-1] + self._places]
         return statistics.logprobs[self.row_of_entries] + (z - own[e.row])
 
+    def sums_of_rows(self, values: Tensor) -> Tensor:
+        """For each entry the sum of `values` [E] over its row, [E]."""
+        return self._sums(values)[self._entries.row]
+
+    def _sums(self, values: Tensor) -> Tensor:
+        lengths = self._entries.segments.sizes
+        return torch.segment_reduce(values, "sum", lengths=lengths, initial=0, unsafe=True)
+
     def _of_tile(self, z: Tensor, places: Tensor, *, entropy: bool) -> Statistics:
         state = RowState(*self._passes.row_statistics(z, places, entropy=entropy, temperature=z.new_ones(len(z))))
         return Statistics(*self._passes.finish_rows([state], entropy=entropy))
@@ -213,7 +221,7 @@ class SupportedHead:
         """
         e, own = self._entries, self._entries.segments.offsets[:-1] + self._places
         moved = of_entries.index_fill(0, own, 0.0)
-        others = torch.segment_reduce(moved, "sum", lengths=e.segments.sizes, initial=0, unsafe=True)
+        others = self._sums(moved)
         every = upstream.logprobs.index_copy(0, e.rows, upstream.logprobs[e.rows] + others + of_entries[own])
         return upstream._replace(logprobs=every), moved.index_copy(0, own, -others)
 

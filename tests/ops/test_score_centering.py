@@ -247,6 +247,41 @@ def test_a_token_that_is_almost_certain_keeps_the_gradients_of_the_others():
         assert_near(solve(given, config, torch.float32, impl=impl), exact)
 
 
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_on_policy_nothing_is_subtracted_over_kept_tokens_either(impl):
+    given = with_support(problem(drift=0.0))
+    plain = given._replace(loss={name: x for name, x in given.loss.items() if "topk" not in name})
+    centred = solve(given, config_of("kept"), torch.float64, impl=impl)
+    assert centred.pop("centering_l1") < 1e-10
+    for name in ("centering_sampler_mass", "centering_trainer_mass"):
+        # Of two rows in three, but for those without a log-prob of the sampler.
+        assert 0.6 < centred.pop(name) < 0.7
+    assert_near(centred, solve(plain, GRPOLossConfig(), torch.float64, impl=impl), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_no_tokens_and_rows_without_a_support_are_no_error(impl):
+    given = problem()
+    nothing = {name: x[:, :0] if x.ndim > 1 else x for name, x in given.loss.items()}
+    leaves = given.leaves | {"hidden": given.leaves["hidden"][:, :0]}
+    none = Problem(leaves, given.head | {"targets": given.head["targets"][:, :0]}, nothing, given.sampler)
+    assert solve(none, config_of(), torch.float32, impl=impl)["loss"] == 0
+    unrestricted = {"sampling_topk_ids": None, "sampling_topk_logprobs": torch.zeros(0)}
+    unrestricted |= {"support": (torch.zeros(0, dtype=torch.int64), torch.zeros(B * T + 1, dtype=torch.int64))}
+    free = given._replace(loss=given.loss | unrestricted)
+    plain = given._replace(loss={name: x for name, x in given.loss.items() if "topk" not in name})
+    ours = solve(free, config_of("kept"), torch.float64, impl=impl)
+    assert_near(ours, solve(plain, GRPOLossConfig(), torch.float64, impl=impl), tolerance=1e-9)
+
+
+def test_a_kept_token_without_a_log_prob_leaves_its_row_uncentred():
+    given = with_support(problem())
+    given.loss["sampling_topk_logprobs"][[3, 20]] = torch.nan
+    exact = solve(given, config_of("kept"), torch.float64, impl="reference")
+    assert_near(solve(given, config_of("kept"), torch.float32, impl="torch"), exact)
+    assert not exact["hidden"].isnan().any()
+
+
 def test_without_a_gradient_loss_and_metrics_are_the_same():
     for given in (problem(), with_support(problem())):
         for options in ({}, VARIANTS["sequence"]):
