@@ -134,8 +134,8 @@ BUGS = {
     ),
     "supports begin one token late": (
         "trainer/batching/micro_batches.py",
-        "torch.cat(sizes).cumsum(0)",
-        "torch.cat(sizes).roll(-1).cumsum(0)",
+        "all_sizes.cumsum(0)",
+        "all_sizes.roll(-1).cumsum(0)",
         PACKED_SUPPORTS,
     ),
     "answers of a tool are learned from": (
@@ -146,7 +146,7 @@ BUGS = {
     ),
     "kept tokens of a step stay with the step": (
         "trainer/engines/sampling.py",
-        "torch.cat(self._ids)[sequences.argsort(stable=True)]",
+        "torch.cat(self._ids)[order]",
         "torch.cat(self._ids)",
         SUPPORTS,
     ),
@@ -158,8 +158,8 @@ BUGS = {
     ),
     "supports of the tokens after the end": (
         "trainer/engines/sampling.py",
-        "self.ids[: int(sizes.sum())].clone()",
-        "self.ids[-int(sizes.sum()) :].clone()",
+        "self.ids[:count].clone()",
+        "self.ids[-count:].clone()",
         [TRUNCATED, "-k", "on_policy and 0.05"],
     ),
     "no log-prob check under truncation": (

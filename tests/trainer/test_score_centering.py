@@ -107,6 +107,8 @@ def textbook(model: Any, rollouts: Rollouts, options: dict[str, Any]) -> tuple[t
             if options["score_centering"] == "topk":
                 tail = (1 - q.sum()).clamp(min=0) / (1 - p.sum()).clamp(min=1e-6)
                 c = c - (3.0 * tail).clamp(max=1.0) * p
+            else:
+                c = c - c.sum() * p
             own.append(logprobs[token])
             corrections.append((c * logprobs[some.long()]).sum())
     return torch.stack(own), torch.stack(corrections)
