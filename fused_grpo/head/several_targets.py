@@ -168,7 +168,10 @@ def add_moved_(weights: Tensor, tile: Tile, moved: Tensor, factor: Tensor) -> Te
     at = weights.gather(1, column)
     # A factor far below what is moved is raised, so that the quotient is finite: by 2^-30 of `moved` over the largest
     # weight, it adds that share to others. A weight is at most e^HEADROOM, or at the target the sum of all.
-    size = moved.abs().amax(1) * 2.0**-30 / at.abs().amax(1).clamp_min(math.exp(HEADROOM))
+    largest = moved.abs().amax(1)
+    size = largest * 2.0**-30 / at.abs().amax(1).clamp_min(math.exp(HEADROOM))
+    # Of what is far below any gradient, that share is no number: 0 / 0 would be NaN.
+    size = size.clamp_min(torch.finfo(size.dtype).tiny).masked_fill(largest == 0, 0.0)
     factor = torch.copysign(factor.abs().maximum(size), factor)
     added = torch.where(here & (moved != 0), moved / factor[:, None], 0.0)
     at = at + added.to(at.dtype)

@@ -282,6 +282,23 @@ def test_a_kept_token_without_a_log_prob_leaves_its_row_uncentred():
     assert not exact["hidden"].isnan().any()
 
 
+@pytest.mark.parametrize("gap", [50.0, 60.0, 70.0, 80.0, 87.0, 95.0, 110.0])
+@pytest.mark.parametrize("num_tokens", [None, 1e6])
+def test_what_is_moved_by_less_than_any_gradient_is_no_nan(num_tokens, gap):
+    """On policy, a token that is certain is centred to a gradient of 0, beside those of the others near underflow."""
+    given = problem()
+    given.leaves["bias"][7] += gap
+    given.head["targets"].fill_(7)
+    top = log_p_of(given).view(B, T, V).topk(K, -1)
+    head_of_sampler = {"sampling_topk_ids": top.indices, "sampling_topk_logprobs": top.values}
+    sampling = {"sampling_logprobs": torch.zeros(B, T), "num_tokens": num_tokens}
+    given = given._replace(loss=given.loss | head_of_sampler | sampling)
+    for impl in IMPLS:
+        ours = solve(given, config_of("kept", sampling_correction=None), torch.float32, impl=impl)
+        for name in given.leaves:
+            assert ours[name].abs().max() < 1e-15
+
+
 def test_without_a_gradient_loss_and_metrics_are_the_same():
     for given in (problem(), with_support(problem())):
         for options in ({}, VARIANTS["sequence"]):
