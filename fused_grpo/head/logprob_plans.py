@@ -247,6 +247,7 @@ def backward_with_weights(
         head, grad_logprobs = several_targets.distinct_targets(head, grad_logprobs)
         moved, has_gradient = several_targets.moved_targets(head.targets, largest, grad_logprobs), has_gradient.any(1)
         grad_logprobs = grad_logprobs.sum(1)
+        head = head if leaves_out_rows(kept) else head.blank(has_gradient)
     rows, places = _rows_and_places(kept, has_gradient, copied=moved is not None)
     if rows is not None:
         head, scale, grad_logprobs = head.select(rows), scale[rows], grad_logprobs[rows]
@@ -266,7 +267,9 @@ def backward_with_weights(
             if moved is None:
                 gradients.add_weights(tile, passes, values, scale[tile.rows], upstream)
             else:
-                torch.mul(values, (scale[tile.rows] * upstream)[:, None], out=tile.logits)
+                # 0 for rows without a gradient, whose scale may be NaN.
+                factor, _ = passes.scale_hidden(None, scale[tile.rows], upstream)
+                torch.mul(values, factor[:, None], out=tile.logits)
                 gradients.add_gradient(tile, several_targets.moved_(tile.logits, tile, moved[tile.rows]))
     return gradients.finish()
 

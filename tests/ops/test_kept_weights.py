@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_grpo import kernels, linear_logprobs, linear_logprobs_and_entropy
-from fused_grpo.head import logprob_plans
+from fused_grpo.head import logprob_plans, registered_ops
 
 N, D, V = 48, 32, 200
 
@@ -79,6 +79,22 @@ def test_tiles_of_copied_weights_add_up(monkeypatch, several, ignored, idle, imp
         monkeypatch.setattr(logprob_plans.buffers, "kept_budgets", lambda *_, tile=tile: (10**9, tile))
         monkeypatch.setattr(logprob_plans.Head, "writes_weight_gradient", False)
         check((hidden, weight, bias, targets, upstream), impl)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_rows_that_are_not_counted_may_hold_anything(monkeypatch, several):
+    """A GPU leaves none of a few rows out, since it would have to count them."""
+    for module in (logprob_plans, registered_ops):
+        monkeypatch.setattr(module, "leaves_out_rows", lambda _: False)
+    hidden, weight, bias, targets, upstream = problem(ignored=7, idle=10)
+    if several:
+        targets, upstream = (x[:, None].repeat(1, 3) for x in (targets, upstream))
+    nothing = (targets == -100) | (upstream == 0)
+    hidden[nothing if nothing.ndim == 1 else nothing.all(1)] = torch.nan
+    ours = gradients((hidden, weight, bias, targets, upstream), "torch")
+    exact = gradients((hidden.nan_to_num(), weight, bias, targets, upstream), "reference", dtype=torch.float64)
+    for mine, wanted in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine.double(), wanted, rtol=1e-5, atol=2e-5)
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradient_again():
