@@ -154,9 +154,10 @@ def chunked_loss(
         visitor = WeightedRows(sweep, gradients, kernel)
     loop = _in_two_phases if two_phases else _one_by_one
     statistics, seen, upstream = loop(rows, memory, inputs, config, visitor)
+    del memory  # before dW is rounded beside its accumulator
     for part in (teacher, centering):
         statistics = statistics if part is None else part.added_to(statistics)
-    del memory, teacher, sweep, visitor  # before dW is rounded beside its accumulator
+    del teacher, sweep, visitor
     d_hidden, d_weight, d_bias = gradients.finish()
     if shards is not None and d_hidden is not None:
         d_hidden = shards.sum_over_ranks(d_hidden).to(head.hidden.dtype)
