@@ -85,10 +85,10 @@ BUGS = {
         "return upstream.have_gradient() & (",
         CHUNKS,
     ),
-    "gradients are moved to the target of another row": (
+    "gradients are put at the targets of another row": (
         ROWS,
-        "seen.targets[rows], grad_logprobs)",
-        "seen.targets[rows].roll(1), grad_logprobs)",
+        "known.at_targets * seen",
+        "known.at_targets.roll(1, 0) * seen",
         CHUNKS,
     ),
     "slopes of a soft cap are read after the logits are gone": (

@@ -161,20 +161,23 @@ def moved_(gradient: Tensor, tile: Tile, moved: Tensor) -> Tensor:
     return gradient.scatter_(1, column, torch.where(here, values, values.gather(1, first)))
 
 
-def add_moved_(weights: Tensor, tile: Tile, moved: Tensor, factor: Tensor) -> Tensor:
-    """Add to softmax weights of whole rows, in place: then the factor [R] that is returned, times them, is factor [R]
-    times what they were, plus d loss / d(h.w) `moved` [R, K] at distinct targets."""
+def put_at_targets_(weights: Tensor, tile: Tile, values: Tensor, factor: Tensor) -> Tensor:
+    """Put d loss / d(h.w) `values` [R, K] at distinct targets into softmax weights of whole rows, in place, over the
+    factor [R] that is returned: `factor`, raised where it is far below them.
+
+    Not added to the weights there: of large gradients that almost cancel, these would leave their own rounding.
+    """
     column, here, first = _columns(tile)
     at = weights.gather(1, column)
-    # A factor far below what is moved is raised, so that the quotient is finite: by 2^-30 of `moved` over the largest
-    # weight, it adds that share to others. A weight is at most e^HEADROOM, or at the target the sum of all.
-    largest = moved.abs().amax(1)
+    # A factor far below the values is raised, so that the quotient is finite: by 2^-30 of the largest value over the
+    # largest weight, it adds that share to others. A weight is at most e^HEADROOM, or at the target the sum of all.
+    largest = values.abs().amax(1)
     size = largest * 2.0**-30 / at.abs().amax(1).clamp_min(math.exp(HEADROOM))
     # Of what is far below any gradient, that share is no number: 0 / 0 would be NaN.
     size = size.clamp_min(torch.finfo(size.dtype).tiny).masked_fill(largest == 0, 0.0)
     factor = torch.copysign(factor.abs().maximum(size), factor)
-    added = torch.where(here & (moved != 0), moved / factor[:, None], 0.0)
-    at = at + added.to(at.dtype)
+    put = torch.where(factor[:, None] == 0, 0.0, values / factor[:, None])
+    at = torch.where(here, put.to(at.dtype), at)
     weights.scatter_(1, column, torch.where(here, at, at.gather(1, first)))
     return factor
 

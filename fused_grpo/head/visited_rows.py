@@ -38,7 +38,6 @@ class Seen(NamedTuple):
 
     statistics: Statistics
     weights: tuple[Tensor, Tensor] | None = None  # E [R, C] and its scale [R], as of `softmax_weights_`
-    targets: Tensor | None = None  # [R], which these are of: of several, the largest
     slopes: Tensor | None = None  # [R, K] or [R, 1], dz / d(h.w) at the targets
     divergence: TileDivergence | None = None
 
@@ -200,7 +199,7 @@ class CentredRows(KnownRows):
 
 @dataclass(frozen=True)
 class WeightedCentredRows(CentredRows):
-    """The same in one pass: softmax weights, to which the gradients at the targets are added."""
+    """The same in one pass: softmax weights, with the gradients at the targets put over theirs."""
 
     def visit_(self, tile: Tile) -> Seen:
         passes, _, entropy, _ = self.sweep
@@ -210,19 +209,23 @@ class WeightedCentredRows(CentredRows):
             of_largest, passes, None, entropy=entropy, dtype=tile.hidden.dtype
         )
         seen = self._own(tile, several_targets.for_each_target(statistics, below))
-        return seen._replace(weights=(weights, scale), targets=of_largest.targets, slopes=slopes)
+        return seen._replace(weights=(weights, scale), slopes=slopes)
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
         assert seen.weights is not None
-        assert seen.targets is not None
         assert seen.slopes is not None
         passes, gradients, _, active = self.sweep
         tile = tile.first(max(0, active - tile.rows.start))
         rows = slice(len(tile.targets))
         if gradients is None or not tile.logits.numel():
             return
-        grad_logprobs = self.centering.upstream(tile.rows_of_head, upstream.logprobs[rows])
-        moved = several_targets.moved_targets(tile.targets, seen.targets[rows], grad_logprobs) * seen.slopes[rows]
+        known = several_targets.known_targets(
+            tile.targets,
+            self.centering.every_logprob(tile.rows_of_head, seen.statistics.rows(rows)),
+            self.centering.upstream(tile.rows_of_head, upstream.logprobs[rows]),
+            None,
+        )
         weights, scale = (x[rows] for x in seen.weights)
-        factor = several_targets.add_moved_(weights, tile, moved, scale * grad_logprobs.sum(1))
+        values, factor = known.at_targets * seen.slopes[rows], scale * known.grad_logprobs
+        factor = several_targets.put_at_targets_(weights, tile, values, factor)
         gradients.add_weights(tile, passes, weights, factor, torch.ones_like(factor))

@@ -85,6 +85,28 @@ def test_nor_do_those_of_the_loss(impl, dtype, chunk_bytes, centred):
         assert (one.double() - other).norm() <= torch.finfo(dtype).eps * other.norm() + floor
 
 
+def test_gradients_that_cancel_at_the_sampler_s_tokens_leave_no_rounding():
+    """The sampler has a tail of a tenth, the policy of 1e-5: c is -1e4 p, of which only what its tail adds remains."""
+    generator, (N, V, D, K) = torch.Generator().manual_seed(0), (64, 200, 32, 4)
+    hidden, weight = (torch.randn(size, D, generator=generator).bfloat16() for size in (N, V))
+    bias, weight = torch.zeros(V).index_fill_(0, torch.arange(K), 14.0), weight / 8
+    log_p = (hidden.double() @ weight.double().t() + bias).log_softmax(-1)
+    rest = {"advantages": torch.ones(1), "cu_seqlens": torch.tensor([0, N]).int()}
+    rest |= {"sampling_logprobs": log_p[:, 0], "sampling_topk_ids": torch.arange(K).expand(N, K)}
+    rest |= {"sampling_topk_logprobs": log_p[:, :K] + torch.tensor(0.9).log()}
+    rest |= {"config": GRPOLossConfig(score_centering="topk", sampling_correction=None)}
+
+    def solve(*dtypes, impl):
+        leaves = [x.to(dtype).requires_grad_() for x, dtype in zip((hidden, weight), dtypes, strict=True)]
+        targets = torch.zeros(N, dtype=torch.int64)
+        loss = fused_linear_grpo_loss(*leaves, targets, bias=bias.to(dtypes[1]), impl=impl, **rest).loss
+        return torch.autograd.grad(loss, leaves)
+
+    exact = solve(torch.float64, torch.float64, impl="reference")
+    for one, other in zip(solve(torch.bfloat16, torch.float32, impl="torch"), exact, strict=True):
+        assert (one.double() - other).norm() <= torch.finfo(torch.bfloat16).eps * other.norm()
+
+
 def test_rounded_weights_cost_at_most_half_more_than_rounded_d_logits(monkeypatch):
     """Of dH and dW, RMS: E and `factor * h` in bf16 beside d-logits in bf16, all sums in fp32."""
     generator, (N, V, D) = torch.Generator().manual_seed(0), (256, 8000, 128)
