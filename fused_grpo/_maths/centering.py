@@ -9,7 +9,7 @@ truncated ones). It moves the policy whatever the rewards are. Subtracting it, f
 needs the sampler's probabilities of a few tokens H alone. On the tail the sampler is taken for rho p, with the mass
 that is left; since sum_v p_v grad log p_v = 0, what the tail contributes is a sum over H as well:
 
-    c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v        rho = (1 - sum_H q) / max(1 - sum_H p, 1e-6)
+    c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v        rho = max(1 - sum_H q, 1e-6) / max(1 - sum_H p, 1e-6)
 
 and rho = 0 where H is all that the sampler kept. For f(x) = min(x, C), c_v = min(p_v, C q_v) - min(1, C rho) p_v. Where
 the policy is over H as well, p_v times the sum of all c is subtracted: the gradient is the same, for the same reason,
@@ -92,6 +92,7 @@ def coefficients(
     if whole:
         weighted = torch.where(present, weighted, 0.0)
         return weighted - p * weighted.sum(1, keepdim=True) if closed else weighted, mass
-    rho = (1 - mass[0]).clamp_min(0.0) / (1 - mass[1]).clamp_min(_LEAST_TAIL)
+    # The least of both: where H is almost all of the mass, rho is 1 on policy, and not a quotient of roundings.
+    rho = (1 - mass[0]).clamp_min(_LEAST_TAIL) / (1 - mass[1]).clamp_min(_LEAST_TAIL)
     tail = bounds.weighted(torch.ones_like(rho), rho)
     return torch.where(present, weighted - tail[:, None] * p, 0.0), mass

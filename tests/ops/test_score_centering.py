@@ -235,6 +235,21 @@ def test_on_policy_nothing_is_subtracted(impl):
     assert_near(centred, plain, tolerance=1e-4)
 
 
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("gap", [10.0, 20.0, 40.0])
+def test_nor_where_almost_all_of_the_mass_is_known(gap, impl):
+    """A tail of 1e-6 and less is a difference of roundings."""
+    given = problem(drift=0.0)
+    given.leaves["bias"][7:10] += gap
+    top = log_p_of(given).view(B, T, V).topk(K, -1)
+    given.head["targets"].copy_(top.indices[..., 1])
+    loss = {"sampling_topk_ids": top.indices, "sampling_topk_logprobs": top.values}
+    given = given._replace(loss=given.loss | loss | {"sampling_logprobs": top.values[..., 1]})
+    for correction in (None, "token_truncate"):
+        found = solve(given, config_of(sampling_correction=correction), torch.float32, impl=impl)
+        assert found["centering_l1"] < 0.3
+
+
 def test_a_token_that_is_almost_certain_keeps_the_gradients_of_the_others():
     """The factor of the softmax weights is 0 in fp32, and what is moved is not."""
     given = problem()
