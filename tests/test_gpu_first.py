@@ -184,6 +184,7 @@ def test_tests_that_are_killed_keep_counts_and_figures(run, tmp_path, spread, mo
     if spread:
         pytest.importorskip("xdist")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "imported"))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # else the test below would end the worker that runs this
     found = next(stage for stage in gpu_first.stages(tmp_path, tiny=True) if stage.name == "gpu")
     file = tmp_path / "test_of_a_stage.py"
     file.write_text(TESTS)
