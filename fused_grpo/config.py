@@ -89,7 +89,8 @@ def _kinds(cls: type) -> dict[str, Any]:
 
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-DPPO = ("dppo_tv", "dppo_kl")
+# "ipo" is DPPO that masks on both sides.
+DPPO = ("dppo_tv", "dppo_kl", "ipo")
 TRL_LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
 LOSS_TYPES = (*TRL_LOSS_TYPES, "gmpo", *DPPO)
 # Those that `delta` bounds the ratio of.
@@ -139,20 +140,21 @@ class LossOptions:
     loss_type: str = "dapo"
     """What a token costs and how tokens are averaged: "grpo" (arXiv:2402.03300), "bnpo", "dr_grpo" (arXiv:2503.20783),
     "dapo" (arXiv:2503.14476), "luspo" (arXiv:2602.05261), "cispo" (arXiv:2506.13585), "sapo" (arXiv:2511.20347),
-    "vespo" (arXiv:2602.10693), "gmpo" (arXiv:2507.20673), "dppo_tv" or "dppo_kl" (arXiv:2602.04879). The table is in
-    docs/loss.md."""
+    "vespo" (arXiv:2602.10693), "gmpo" (arXiv:2507.20673), "dppo_tv" or "dppo_kl" (arXiv:2602.04879), "ipo" (prime-rl).
+    The table is in docs/loss.md."""
     importance_sampling_level: str = "token"
     """The ratio is taken per "token", or per "sequence": exp of the mean log-ratio (GSPO, arXiv:2507.18071)."""
     epsilon: float = 0.2
     """Lower clip: below a ratio of 1 - epsilon the loss is constant if the advantage is negative. Above 1: never. For
-    "gmpo" the bound of the log-ratio is -epsilon; for "dppo_*" the divergence of a falling probability is bounded."""
+    "gmpo" the bound of the log-ratio is -epsilon; for "dppo_*" and "ipo" the divergence of a falling probability is
+    bounded."""
     epsilon_high: float | None = None
     """Upper clip: above a ratio of 1 + epsilon_high the loss is constant if the advantage is positive. None: epsilon.
     For "cispo" the ratio itself is capped at epsilon_high (MiniMax-M1 uses 5.0), for "gmpo" the log-ratio; for "dppo_*"
-    the divergence of a rising probability is bounded."""
+    and "ipo" the divergence of a rising probability is bounded."""
     delta: float | None = None
     """Upper bound of the ratio in the unclipped branch (two-sided clipping, arXiv:2505.07291), and of the ratio of
-    "dppo_*"; other losses have no use for it."""
+    "dppo_*" and "ipo"; other losses have no use for it."""
     sapo_temperature_pos: float = 1.0
     """Temperature of the gate of "sapo" where the advantage is positive."""
     sapo_temperature_neg: float = 1.05
@@ -219,8 +221,8 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
     """Correction where `sampling_logprobs` are given, with rho = exp(old log p - sampling log p) of a token, or of a
     whole sequence (the sum of its log-ratios): "token_truncate" and "sequence_truncate" multiply the policy term by rho
     clipped to the bounds, "token_mask" and "sequence_mask" by rho, or by 0 outside of the bounds. "icepop" stands for
-    "token_mask" with bounds of 0.5 and 5 (arXiv:2510.18855). None: rho is only measured. "dppo_*" take the sampling
-    log-probs for the old ones instead, unless it is None."""
+    "token_mask" with bounds of 0.5 and 5 (arXiv:2510.18855). None: rho is only measured. "dppo_*" and "ipo" take the
+    sampling log-probs for the old ones instead, unless it is None."""
     sampling_clip_max: float | None = 3.0
     """Upper bound of rho."""
     sampling_clip_min: float | None = None
@@ -324,7 +326,7 @@ class TokenTerms(NamedTuple):
     """The part of a config that decides the loss of one token from its own numbers: the input of the row passes."""
 
     form: str
-    """"clipped", "cispo", "sapo", "vespo", "gmpo", "dppo_tv" or "dppo_kl"."""
+    """"clipped", "cispo", "sapo", "vespo", "gmpo", "dppo_tv", "dppo_kl" or "ipo"."""
     epsilon_low: float
     epsilon_high: float
     delta: float | None

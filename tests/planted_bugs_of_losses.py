@@ -9,9 +9,21 @@ LOSS_KERNEL = ["tests/kernels/test_grpo_loss.py", "-k", "every_variant"]
 BUGS = {
     "dppo masks what moves back": (
         "fused_grpo/_maths/formulas.py",
-        "(advantages < 0) & (moved < 0) &",
-        "(advantages < 0) & (moved > 0) &",
+        "(falls & (advantages < 0)) |",
+        "(falls & (advantages > 0)) |",
         AUTHORS,
+    ),
+    "ipo masks only what moves away": (
+        "fused_grpo/_maths/formulas.py",
+        'if terms.form == "ipo":\n        return',
+        "if False:\n        return",
+        AUTHORS,
+    ),
+    "centering leaves ipo's masked tokens in": (
+        "fused_grpo/_maths/centering.py",
+        "weighted = torch.where(far, 0.0, weighted)",
+        'weighted = torch.where(far & (bounds.terms.form != "ipo"), 0.0, weighted)',
+        ["tests/ops/test_score_centering.py", "-k", "mean_of_the_gradient"],
     ),
     "dppo's divergence without the other tokens": (
         "fused_grpo/_maths/formulas.py",
@@ -83,6 +95,12 @@ BUGS = {
         KERNEL,
         "(moved < 0.0) & (divergence > lowest)",
         "(moved < 0.0) & (moved > lowest)",
+        LOSS_KERNEL,
+    ),
+    "the kernel's ipo masks by the sign of the advantage": (
+        KERNEL,
+        "falls, rises = far, far",
+        "falls, rises = falls & far, rises & far",
         LOSS_KERNEL,
     ),
     "the kernel's kl-cov has the sign of a bonus": (

@@ -18,12 +18,13 @@ advantage A, and an upper bound delta (infinite unless given), the policy term o
     sapo             l = -sigmoid(tau * (r - 1)) * 4 / tau * A            tau by the sign of A
     vespo            l = -stop(phi) * A * log p                           phi of the sequence, in `vespo_weights`
     gmpo             l = -r * A                                           r of the sequence, in `sequence_log_ratio`
-    dppo             l = -min(r, delta) * A, 0 for tokens that D masks    its gradient: -stop(min(r, delta)) * A
+    dppo, ipo        l = -min(r, delta) * A, 0 for tokens that D masks    its gradient: -stop(min(r, delta)) * A
 
 where D is the binary divergence of the old probability mu and p: |p - mu|, or mu log(mu / p) + (1 - mu) log((1 - mu) /
 (1 - p)). It masks tokens that are farther from mu than epsilon (A < 0) or epsilon_high (A > 0), where A would move them
-on. The policy term is multiplied by the sampling correction, the off-policy mask, the rejection of sequences, the
-entropy mask and Clip-Cov's mask (`token_factors`). Added to it are KL-Cov's term, its weight times |d|, and
+on; "ipo" masks by |p - mu| whatever A is: below mu by more than epsilon, above by more than epsilon_high. The policy
+term is multiplied by the sampling correction, the off-policy mask, the rejection of sequences, the entropy mask and
+Clip-Cov's mask (`token_factors`). Added to it are KL-Cov's term, its weight times |d|, and
 
     beta * kl        kl = -q (k1), q^2 / 2 (k2), exp(q) - q - 1 (k3)      q = log p_ref - log p
 
@@ -32,7 +33,7 @@ of log p itself, and that of log r (at token level log r is d, at sequence level
 
     dl/d log r = -r A where the branch taken is not a constant, 0 where it is (clipped losses)
                = -4 sigmoid * (1 - sigmoid) * r A (sapo),   0 (cispo, vespo)          + beta * r * kl, bias-corrected
-    dl/d log p = -stop(..) * A (cispo, vespo, dppo),        0 (the others)            + beta * kl' (* r)
+    dl/d log p = -stop(..) * A (cispo, vespo, dppo, ipo),   0 (the others)            + beta * kl' (* r)
     kl' = 1 (k1), -q (k2), 1 - exp(q) (k3)
 
 The loss is sum(weights * l) - sum(entropy_weights * H). On policy, `old_logprobs=None` stands for `logprobs.detach()`:
@@ -41,10 +42,10 @@ r is 1, and its gradient is that of log p.
 Packed `[N]` with `cu_seqlens` [B+1] and padded `[B, T]` with `mask` become N flat tokens. The average of each loss type
 becomes one weight per token, so that loss = sum(weights * l) for all types:
 
-    bnpo, dapo, cispo, vespo, dppo   w = mask / num_tokens
-    grpo, sapo, gmpo                 w = mask / (tokens of the sequence * num_sequences)
-    luspo                            w = mask / num_sequences
-    dr_grpo                          w = mask / (num_sequences * max_completion_length)
+    bnpo, dapo, cispo, vespo, dppo, ipo   w = mask / num_tokens
+    grpo, sapo, gmpo                      w = mask / (tokens of the sequence * num_sequences)
+    luspo                                 w = mask / num_sequences
+    dr_grpo                               w = mask / (num_sequences * max_completion_length)
 
 The normalisers are counts over the whole optimizer step. Because they are arguments, the losses of the micro-batches
 add up to the loss of the step, for any split into micro-batches.
@@ -230,7 +231,7 @@ def policy_term(
 ) -> tuple[Tensor, Tensor]:
     """(the policy term [N], without weights; whether the token is clipped [N]).
 
-    `old` is the log-prob in the denominator of the token's own ratio, which "gmpo" and "dppo_*" need.
+    `old` is the log-prob in the denominator of the token's own ratio, which "gmpo", "dppo_*" and "ipo" need.
 
     A ratio of 1.5 is beyond 1 + epsilon_high = 1.28: with A = 1 it is clipped, with A = -1 it is not.
 
@@ -252,7 +253,7 @@ def policy_term(
     if terms.form == "gmpo":
         assert old is not None
         return -ratio * advantages, clipped_change(logprobs.detach() - old, advantages, terms)[1]
-    if terms.form.startswith("dppo"):
+    if terms.form in DPPO:
         assert old is not None
         masked = masked_by_divergence(logprobs.detach(), old, advantages, terms)
         bounded = ratio.detach() if terms.delta is None else ratio.detach().clamp(max=terms.delta)
@@ -273,16 +274,27 @@ def clipped_change(change: Tensor, advantages: Tensor, terms: TokenTerms) -> tup
 
 
 def masked_by_divergence(logprobs: Tensor, old: Tensor, advantages: Tensor, terms: TokenTerms) -> Tensor:
-    """Which tokens [N] "dppo_*" mask: too far from the old probability, and A would move them farther."""
+    """Which tokens [N] "dppo_*" mask: too far from the old probability, and A would move them farther; "ipo": too far.
+
+    Probabilities of 0.5 became 0.8 and 0.2. An advantage of 1 leads only the first farther.
+
+    >>> from fused_grpo.config import GRPOLossConfig
+    >>> old, p, A = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.8, 0.2]).log(), torch.ones(2)
+    >>> terms = [TokenTerms.of(GRPOLossConfig(loss_type=name, epsilon=0.1)) for name in ("dppo_tv", "ipo")]
+    >>> [masked_by_divergence(p, old, A, one).tolist() for one in terms]
+    [[True, False], [True, True]]
+    """
     moved = logprobs.exp() - old.exp()
-    if terms.form == "dppo_tv":
+    if terms.form != "dppo_kl":
         divergence = moved.abs()
     else:
         # 1 - mu and 1 - p, where their logarithms are finite.
         old_rest, new_rest = ((-torch.expm1(values)).clamp_min(1e-37) for values in (old, logprobs))
         divergence = old.exp() * (old - logprobs) + old_rest * (old_rest.log() - new_rest.log())
-    falls = (advantages < 0) & (moved < 0) & (divergence > terms.epsilon_low)
-    return falls | ((advantages > 0) & (moved > 0) & (divergence > terms.epsilon_high))
+    falls, rises = (moved < 0) & (divergence > terms.epsilon_low), (moved > 0) & (divergence > terms.epsilon_high)
+    if terms.form == "ipo":
+        return falls | rises
+    return (falls & (advantages < 0)) | (rises & (advantages > 0))
 
 
 def denominator(old: Tensor, sampling_logprobs: Tensor, mask: Tensor, terms: TokenTerms) -> Tensor:

@@ -53,7 +53,7 @@ POINTERS_BESIDE_TMA = ("bfloat16", "none", "odd"), ("float16", "all", "columns")
 # Whose listings tests read. The disassembler takes half a second for each.
 DISASSEMBLED = ("_logprob_forward_kernel", "_softmax_weights_forward_kernel", "_softmax_weights_kernel")
 BARRIER = re.compile(r"\b(?:ttg|gpu)\.barrier\b")  # Triton 3.6 says gpu
-# "dppo_tv" and "gmpo" have no instruction that the others lack.
+# "dppo_tv", "ipo" and "gmpo" have no instruction that the others lack.
 FORMS = ("clipped", "cispo", "sapo", "vespo", "dppo_kl")
 GIVEN = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy", "entropy_weights", "policy_weights")
 GIVEN += ("kl_cov_weights",)

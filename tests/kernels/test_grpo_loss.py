@@ -81,6 +81,8 @@ VARIANTS = {
     "gmpo": {"form": "gmpo"},
     "dppo_tv": {"form": "dppo_tv", "epsilon_low": 0.05, "epsilon_high": 0.1},
     "dppo_kl, corrected kl": {"form": "dppo_kl", "epsilon_low": 0.02, "epsilon_high": 0.05, "bias_correction_kl": True},
+    "ipo": {"form": "ipo", "epsilon_low": 0.05, "epsilon_high": 0.1},
+    "ipo, of the sampler": {"form": "ipo", "correction": "sampler", "delta": 1.1, "epsilon_low": 0.05},
     "dppo_tv, of the sampler": {"form": "dppo_tv", "correction": "sampler", "delta": 1.1, "epsilon_low": 0.05},
     "dppo_kl, of the sampler": {"form": "dppo_kl", "correction": "sampler", "epsilon_high": 0.03},
     "delta below the clip": {"delta": 1.1},

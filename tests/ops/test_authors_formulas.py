@@ -84,6 +84,30 @@ def test_dppo_masks_by_the_divergence_what_moves_away(kind, bounds, anchor, impl
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("anchor", ["old", "sampler"])
+def test_ipo_masks_what_is_far_from_the_sampler_on_either_side(anchor, impl):
+    """The mean over tokens of -stop(M min(p / q, C)) A log p, M = 0 where |p - q| > eps; adv_tau is a factor of A."""
+    given, eps, cap, masked = numbers(), 0.1, 1.6, {-1: 0, 1: 0}
+
+    def authors(logprobs):
+        total = 0.0
+        for i, t in tokens_of(given):
+            p, q = logprobs[i][t].exp(), given[anchor][i, t].exp()
+            if abs(p - q) > eps:
+                masked[1 if (p - q) * ADVANTAGES[i] > 0 else -1] += 1
+                continue
+            r = (p / q).detach()
+            r, passes = min(r, torch.tensor(cap)), logprobs[i][t] - logprobs[i][t].detach()
+            total = total - r * ADVANTAGES[i] * (1 + passes)
+        return total / len(tokens_of(given))
+
+    correction = "token_truncate" if anchor == "sampler" else None
+    config = GRPOLossConfig(loss_type="ipo", epsilon=eps, delta=cap, sampling_correction=correction)
+    check(given, config, authors, impl)
+    assert min(masked.values()) > 3
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_truncated_dppo_has_the_gradient_of_a_bounded_weight(impl):
     """As the authors' code: -stop(min(r, C)) A log p has this gradient; the value is that of the objective."""
     given = numbers()

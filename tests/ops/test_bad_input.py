@@ -119,6 +119,7 @@ def test_the_fused_loss_names_what_is_wrong_and_leaves_no_gradient(change, messa
         ({"loss_type": "sapo", "delta": 2.0}, "which has no unclipped branch to bound"),
         ({"loss_type": "vespo", "sampling_correction": "sequence_mask"}, "whose weight is of the sequence already"),
         ({"loss_type": "dppo_tv", "sampling_correction": "sequence_mask"}, "whose ratio is to the sampler already"),
+        ({"loss_type": "ipo", "importance_sampling_level": "sequence"}, "whose divergence is of a token"),
         ({"loss_type": "dppo_kl", "importance_sampling_level": "sequence"}, "whose divergence is of a token"),
         ({"sampling_correction": "icepop", "sampling_clip_max": 2.0}, "sampling_clip_max=2.0 with 'icepop'"),
         ({"sequence_rejection": "k4"}, "sequence_rejection='k4'"),

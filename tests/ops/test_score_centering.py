@@ -143,6 +143,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "vespo": {"loss_type": "vespo", "vespo_k_pos": 0.0, "vespo_k_neg": 0.0, "vespo_lambda_pos": 0.1},
     "dppo_tv": {"loss_type": "dppo_tv", "epsilon": 0.02},
+    "ipo": {"loss_type": "ipo", "epsilon": 0.02, "epsilon_high": 0.03},
+    "narrow ipo": {"loss_type": "ipo", "epsilon": 1.55e-3},
     "dppo_kl": {"loss_type": "dppo_kl", "epsilon": 0.02, "delta": 1.5},
     "entropy bonus": {"entropy_coef": 0.01},
     "quantile": {"top_entropy_quantile": 0.5},
@@ -195,7 +197,7 @@ def every_token(sampler: Tensor, given: Problem, **head_of_sampler: Tensor) -> P
     return Problem(given.leaves | {"hidden": hidden}, given.head | {"targets": torch.arange(V)[None]}, loss, sampler)
 
 
-@pytest.mark.parametrize("variant", ["no weights", "dapo", "weights between bounds", "masked weights"])
+@pytest.mark.parametrize("variant", ["no weights", "dapo", "weights between bounds", "masked weights", "narrow ipo"])
 @pytest.mark.parametrize("mode", ["topk", "kept"])
 def test_the_mean_of_the_gradient_over_the_sampler_is_zero(mode, variant):
     """Exactly so for a whole vocabulary, and for a tail that is a multiple of the policy's."""

@@ -14,6 +14,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gmpo": {"loss_type": "gmpo", "epsilon": 0.4, **CORRECTED},
     "dppo": {"loss_type": "dppo_tv", "delta": 9.0, "beta": 0.01, **CORRECTED},
     "dppo by KL": {"loss_type": "dppo_kl", "epsilon": 0.05, **CORRECTED},
+    "ipo": {"loss_type": "ipo", "epsilon": 0.1, "delta": 1e4, **CORRECTED},
     "icepop": {"vllm_importance_sampling_mode": "icepop"},
     "rejection": {"sequence_rejection": "k3", "sequence_rejection_max": 0.5, **CORRECTED},
     "clip-cov": {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.0, "gradient_accumulation_steps": 2, **CORRECTED},
@@ -50,5 +51,5 @@ def test_a_run_learns_with_it(make_trainer, served_engine, options):
     metrics = trainer.train().metrics
     assert favour(trainer.model, trainer, rollouts) > favour(before, trainer, rollouts) + 1.0
     assert metrics["step"] == trainer.args.max_steps
-    if options.get("loss_type") in ("gmpo", "dppo_tv", "dppo_kl"):
+    if options.get("loss_type") in ("gmpo", "dppo_tv", "dppo_kl", "ipo"):
         assert 0 <= metrics["clip_ratio/region_mean"] < 1

@@ -149,6 +149,11 @@ def _warn_of_unusual_losses(args: Any) -> None:
             "got loss_type='gmpo' with epsilon=0.2, which bounds a log-ratio there; fix for GMPO as published: "
             "epsilon=0.4"
         )
+    if loss == "ipo" and args.epsilon == 0.2 and args.epsilon_high is None:
+        warn_once(
+            "got loss_type='ipo' with epsilon=0.2, which bounds a change of probability there; fix for IPO as "
+            "published: epsilon=0.1, delta=1e4"
+        )
 
 
 def want(args: Any, name: str, holds: bool, wanted: str) -> None:

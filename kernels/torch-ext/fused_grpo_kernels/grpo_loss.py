@@ -7,10 +7,11 @@ With d = log p - log p_old (or a given log-ratio), r = exp(d) and the advantage 
     sapo      -4 / tau sigmoid(tau (r - 1)) A                 d/d log r = -4 sigmoid (1 - sigmoid) r A
     vespo     -A log p                                        d/d log p = -A
     gmpo      -r A, with the ratio of the sequence given      d/d log r = -r A
-    dppo      -min(r, delta) A, 0 where D masks the token     d/d log p = the same
+    dppo, ipo -min(r, delta) A, 0 where D masks the token     d/d log p = the same
 
 times the sampling correction rho = exp(log p_old - log p_sampling), clipped to its bounds, and times `policy_weights`.
-The binary divergence D of p and p_old is |p_old - p| ("dppo_tv"), or that of Kullback and Leibler ("dppo_kl").
+The binary divergence D of p and p_old is |p_old - p| ("dppo_tv", "ipo"), or that of Kullback and Leibler ("dppo_kl").
+"ipo" masks whatever the sign of A is.
 Added to it are `kl_cov_weights` |d| and beta kl, or beta r kl with `bias_correction_kl`, where q = log p_ref - log p,
 
     k1  kl = -q, kl' = 1        k2  kl = q^2 / 2, kl' = -q        k3  kl = exp(q) - 1 - q, kl' = 1 - exp(q)
@@ -110,15 +111,18 @@ def _load_masked(values, tokens, mask):
 
 @triton.jit
 def _masked_by_divergence(current, old, advantage, lowest, highest, FORM: tl.constexpr):
-    """(masked as it falls, masked as it rises): tokens farther than the bounds that A would move on."""
+    """(masked with A < 0, with A > 0): tokens beyond the bounds that A would move on, or with "ipo" all beyond them."""
     moved = tl.exp(current) - tl.exp(old)
     divergence = tl.abs(moved)
     if FORM == "dppo_kl":
         # 1 - mu and 1 - p, where their logarithms are finite.
         rest, left = tl.maximum(-expm1(old), 1e-37), tl.maximum(-expm1(current), 1e-37)
         divergence = tl.exp(old) * (old - current) + rest * (tl.log(rest) - tl.log(left))
-    falls = (advantage < 0.0) & (moved < 0.0) & (divergence > lowest)
-    return falls, (advantage > 0.0) & (moved > 0.0) & (divergence > highest)
+    falls, rises = (moved < 0.0) & (divergence > lowest), (moved > 0.0) & (divergence > highest)
+    if FORM == "ipo":
+        far = falls | rises
+        falls, rises = far, far
+    return falls & (advantage < 0.0), rises & (advantage > 0.0)
 
 
 @triton.jit
@@ -151,7 +155,7 @@ def _policy(ratio, advantage, current, old, bounds, FORM: tl.constexpr):
     elif FORM == "gmpo":
         change, slope = current - old, -ratio * advantage
         return slope, slope, nothing, (advantage < 0.0) & (change < lowest), (advantage > 0.0) & (change > highest)
-    elif FORM == "dppo_tv" or FORM == "dppo_kl":
+    elif FORM == "dppo_tv" or FORM == "dppo_kl" or FORM == "ipo":
         falls, rises = _masked_by_divergence(current, old, advantage, lowest, highest, FORM)
         slope = tl.where(falls | rises, 0.0, -tl.minimum(ratio, delta) * advantage)
         return slope, nothing, slope, falls, rises
@@ -344,7 +348,8 @@ def grpo_token_loss(
             `entropy_weights`, `policy_weights`, `kl_cov_weights`, fp32.
         terms: (form, epsilon_low, epsilon_high, delta or None, (tau for A > 0, tau elsewhere), beta, "k1" | "k2" |
             "k3", bias_correction_kl, "truncate" | "mask" | "sampler" | None, lower bound or None, upper bound or None
-            of rho), with form "clipped" | "cispo" | "sapo" | "vespo" | "gmpo" | "dppo_tv" | "dppo_kl".
+            of rho), with form "clipped" | "cispo" | "sapo" | "vespo" | "gmpo" | "dppo_tv" | "dppo_kl" |
+            "ipo".
 
     Returns:
         (dL/dlogprobs [N] fp32, dL/dlog_ratio [N] fp32 or None, sums for `token_statistics`: 14 for each of P programs,
