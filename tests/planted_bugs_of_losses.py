@@ -85,6 +85,30 @@ BUGS = {
         "centred / nanstd(groups), 0.0)",
         ESTIMATORS,
     ),
+    "opo weights completions equally": (
+        "trainer/collect/advantages.py",
+        "weights = weights.masked_fill(groups.isnan(), 0.0)",
+        "weights = (~groups.isnan()).float()",
+        ESTIMATORS,
+    ),
+    "gpg counts groups without a gradient": (
+        "trainer/collect/advantages.py",
+        "(~_are_equal(groups)).sum()",
+        "(~groups.isnan()).any(1).sum()",
+        ESTIMATORS,
+    ),
+    "pkpo compares with sets of k others": (
+        "trainer/collect/advantages.py",
+        "k * comb(j, k - 2) / sets",
+        "k * comb(j, k - 1) / sets",
+        ESTIMATORS,
+    ),
+    "pkpo divides by the sets of a full group": (
+        "trainer/collect/advantages.py",
+        "_shares_of_best(n, min(k, n),",
+        "_shares_of_best(groups.shape[1], min(k, n),",
+        ESTIMATORS,
+    ),
     "reinforce++ scales by the group": (
         "trainer/collect/advantages.py",
         "nanstd(whitened.view(1, -1))",

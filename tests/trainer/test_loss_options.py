@@ -21,6 +21,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kl-cov": {"kl_cov_ratio": 0.1, "top_entropy_quantile": 0.9, **CORRECTED},
     "rloo": {"advantage_estimator": "rloo"},
     "maxrl": {"advantage_estimator": "maxrl"},
+    "opo": {"advantage_estimator": "opo"},
+    "gpg": {"advantage_estimator": "gpg"},
+    "pkpo": {"advantage_estimator": "pkpo", "pkpo_k": 2},
     "reinforce++, groups of one": {"advantage_estimator": "reinforce_plus_plus", "num_generations": 1},
 }
 

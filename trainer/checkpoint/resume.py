@@ -62,7 +62,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     ("max_steps num_train_epochs lr_scheduler_type lr_scheduler_kwargs warmup_steps", Rule("new", _SCHEDULE)),
     ("max_completion_length top_p top_k min_p repetition_penalty generation_kwargs", Rule("new", _SAMPLED)),
     ("score_centering_topk", Rule("new", _SAMPLED)),
-    ("scale_rewards advantage_estimator reward_weights multi_objective_aggregation", Rule("new", _SAMPLED)),
+    ("scale_rewards advantage_estimator pkpo_k reward_weights multi_objective_aggregation", Rule("new", _SAMPLED)),
 )
 # All other options, but those without effect (MISSING), are the new run's, from the next step on.
 RULES = {name: rule for names, rule in _RULES for name in names.split()}

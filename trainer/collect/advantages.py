@@ -16,10 +16,14 @@ completions scored:
     maxrl                          (r - m) / m, 0 where m is 0; no reward is negative    arXiv:2602.02710
     reinforce_plus_plus            (r - mean of the batch) / std of the batch            arXiv:2501.03262
     reinforce_plus_plus_baseline   (r - m) / std of r - m over the batch                 arXiv:2501.03262
+    opo                            r - mean of r, weighted by the completions' lengths   arXiv:2505.23585
+    gpg                            (r - m) * groups / groups whose rewards differ        arXiv:2504.02546
+    pkpo                           what r adds to the best of k completions, below       arXiv:2505.15201
 """
 
 from __future__ import annotations
 
+from math import comb
 from typing import Literal
 
 import torch
@@ -45,8 +49,12 @@ def multi_objective_advantages(
     scale: Literal["group", "batch", "none"],
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
     estimator: str = "grpo",
+    lengths: Tensor | None = None,
+    k: int = 2,
 ) -> Tensor:
     """Advantages [B] from rewards [B, F] (NaN: not scored by that function) and weights [F].
+
+    "opo" needs `lengths` [B], the tokens of each completion; `k` is that of "pkpo".
 
     Equals, for "normalize_then_sum", which knows no `scale`:
         total = sum over f of w_f * (r_f - mean_group(r_f)) / (std_group(r_f) + 1e-4)
@@ -54,7 +62,7 @@ def multi_objective_advantages(
     """
     if aggregation == "sum_then_normalize":
         totals = total_rewards(per_function, weights)
-        return group_advantages(totals, num_generations, scale=scale, estimator=estimator)
+        return group_advantages(totals, num_generations, scale=scale, estimator=estimator, lengths=lengths, k=k)
     columns = per_function.T
     groups = columns.reshape(-1, num_generations)
     normalised = _centred(groups) / (nanstd(groups) + EPSILON)
@@ -66,7 +74,13 @@ def multi_objective_advantages(
 
 
 def group_advantages(
-    rewards: Tensor, num_generations: int, *, scale: Literal["group", "batch", "none"], estimator: str = "grpo"
+    rewards: Tensor,
+    num_generations: int,
+    *,
+    scale: Literal["group", "batch", "none"],
+    estimator: str = "grpo",
+    lengths: Tensor | None = None,
+    k: int = 2,
 ) -> Tensor:
     """Advantages [B] from rewards [B], prompt-major groups of `num_generations`; `scale` is that of "grpo" alone.
 
@@ -91,12 +105,57 @@ def group_advantages(
         # A group with equal rewards keeps an advantage of exactly 0: the mean of what is centred is 0 but for rounding.
         whitened = centred if estimator == "reinforce_plus_plus_baseline" else _centred(rewards[None])
         advantages = whitened / (nanstd(whitened.view(1, -1)) + EPSILON_OF_BATCH)
+    elif estimator == "opo":
+        assert lengths is not None
+        advantages = _centred(groups, weights=lengths.view(groups.shape))
+    elif estimator == "gpg":
+        scored, unequal = (~groups.isnan()).any(1).sum(), (~_are_equal(groups)).sum()
+        advantages = centred * scored / unequal.clamp_min(1)
+    elif estimator == "pkpo":
+        advantages = best_of_k_advantages(groups, k)
     return advantages.nan_to_num(0.0).flatten()
 
 
-def _centred(groups: Tensor) -> Tensor:
-    """[P, G] without the mean of each row, exactly 0 where a row is equal: its mean is rounded, and divided by 1e-4."""
-    return (groups - groups.nanmean(1, keepdim=True)).masked_fill(_are_equal(groups) & ~groups.isnan(), 0.0)
+def best_of_k_advantages(groups: Tensor, k: int) -> Tensor:
+    """Advantages [P, G] for the best of k completions, from rewards [P, G] (NaN: not scored, and NaN in the result).
+
+    Of n rewards, A_i is k times the mean, over sets of k - 1 others, of what r_i adds to the best of them. The mean of
+    A_i grad log p_i is an unbiased gradient of the expected best reward of k completions (pass@k for rewards of 0 and
+    1), with the baseline "leave one out minus one" of the paper. In ascending order (j from 1), r_j < r_i is the best
+    of C(j - 1, k - 2) of the C(n - 1, k - 1) sets. Of fewer than k rewards, all are compared.
+
+    One success of three stands out among 2 completions, whichever is the other. One of two does in half of the pairs.
+
+    >>> best_of_k_advantages(torch.tensor([[0.0, 1.0, 0.0], [1.0, 1.0, 0.0]]), 2).tolist()
+    [[0.0, 2.0, 0.0], [1.0, 1.0, 0.0]]
+    """
+    ascending = groups.sort(1).values  # NaN last
+    counts = (~groups.isnan()).sum(1).tolist()
+    shares = torch.tensor([_shares_of_best(n, min(k, n), groups.shape[1]) for n in counts], dtype=groups.dtype)
+    gains = (groups[:, :, None] - ascending[:, None, :]).clamp_min(0.0)
+    # Of what comes after the scored ones the share is 0, and the gain NaN.
+    return (gains.nan_to_num(0.0) * shares[:, None, :].to(groups.device)).sum(2).where(~groups.isnan(), torch.nan)
+
+
+def _shares_of_best(n: int, k: int, size: int) -> list[float]:
+    """k times the share of sets of k - 1 others of which the j-th of n in ascending order is the best, for each j."""
+    sets = comb(max(0, n - 1), max(0, k - 1))
+    return [k * comb(j, k - 2) / sets if k >= 2 and j < n else 0.0 for j in range(size)]
+
+
+def _centred(groups: Tensor, weights: Tensor | None = None) -> Tensor:
+    """[P, G] without the mean of each row, exactly 0 where a row is equal: its mean is rounded, and divided by 1e-4.
+
+    The mean is weighted by `weights` [P, G]. A completion of 1 token and one of 3, of which the longer one is right:
+
+    >>> _centred(torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 3.0]])).tolist()
+    [[-0.75, 0.25]]
+    """
+    mean = groups.nanmean(1, keepdim=True)
+    if weights is not None:
+        weights = weights.masked_fill(groups.isnan(), 0.0)
+        mean = (weights * groups).nansum(1, keepdim=True) / weights.sum(1, keepdim=True)
+    return (groups - mean).masked_fill(_are_equal(groups) & ~groups.isnan(), 0.0)
 
 
 def _are_equal(groups: Tensor) -> Tensor:

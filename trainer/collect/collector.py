@@ -306,6 +306,8 @@ class Collector:
             scale=self.args.scale_rewards,  # type: ignore[arg-type]
             aggregation=self.args.multi_objective_aggregation,
             estimator=self.args.advantage_estimator,
+            lengths=torch.cat([one.num_own for one in facts]),
+            k=self.args.pkpo_k,
         )
         return self._own_part(advantages, parts)
 

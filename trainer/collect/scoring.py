@@ -219,7 +219,8 @@ class RolloutFacts(NamedTuple):
 
     rewards: Tensor  # [B]
     per_function: Tensor  # [B, F]
-    lengths: Tensor  # [b] of the model's own tokens, without the groups for which the engine failed
+    num_own: Tensor  # [B] of the model's own tokens
+    lengths: Tensor  # [b] of the same, without the groups for which the engine failed
     ended: Tensor  # [b] bool
     dropped: Tensor  # [B] bool, of the groups for which the engine or a reward function failed
     num_tokens: int  # of prompts and completions
@@ -238,6 +239,7 @@ class RolloutFacts(NamedTuple):
         return cls(
             rewards=torch.tensor([sample.reward for sample in scored.samples], dtype=torch.float32),
             per_function=scored.per_function,
+            num_own=torch.tensor([sample.num_own for sample in scored.samples], dtype=torch.float32),
             lengths=torch.tensor([sample.num_own for sample in sound], dtype=torch.float32),
             ended=torch.tensor([sample.finish_reason == "stop" for sample in sound], dtype=torch.bool),
             dropped=scored.dropped,

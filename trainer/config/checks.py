@@ -241,6 +241,11 @@ def _check_estimator(args: Any) -> None:
                 f"got {name}={getattr(args, name)!r} with advantage_estimator={args.advantage_estimator!r}, which has "
                 "a formula of its own; fix: leave it out, or advantage_estimator='grpo'"
             )
+    if args.advantage_estimator == "pkpo" and not 2 <= args.pkpo_k <= args.num_generations:
+        raise InputError(
+            f"got pkpo_k={args.pkpo_k} with num_generations={args.num_generations}, want a number from 2 to that; fix: "
+            "more generations, or advantage_estimator='rloo' for the mean reward"
+        )
 
 
 def _check_curriculum(args: Any) -> None:

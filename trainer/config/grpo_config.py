@@ -210,10 +210,13 @@ class GRPOConfig(LossOptions, DerivedOptions):
     scale_rewards: Scale = "group"
     """Divisor of advantages: the standard deviation of the "group" (True), of the "batch", or "none" (False)."""
     advantage_estimator: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "maxrl"
+        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "maxrl", "opo", "gpg", "pkpo"
     ] = "grpo"
     """Formula of advantages (docs/loss.md): that of GRPO, with `scale_rewards`, or another one with a scale of its
     own. "reinforce_plus_plus" compares with the whole batch, the others with the group."""
+    pkpo_k: int = 4
+    """Number k of completions of which "pkpo" maximises the best reward: pass@k. It is at least 2, at most
+    `num_generations`; 1 would be "rloo"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """With several rewards: advantages of their weighted sum, or the sum of each one's advantages (GDPO)."""
     reward_weights: list[float] | None = None

@@ -1,5 +1,6 @@
 """Each estimator of advantages against its paper's formula, one completion at a time."""
 
+import itertools
 import math
 import statistics
 
@@ -7,17 +8,21 @@ import pytest
 import torch
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.collect.advantages import multi_objective_advantages
+from fused_grpo.trainer.collect.advantages import best_of_k_advantages, multi_objective_advantages
 
 G = 4
 REWARDS = [[1.0, 0.0, 0.25, 0.75], [0.0, 0.0, 3.0, 0.0], [0.1, 0.1, 0.1, 0.1], [0.0, 0.0, 0.0, 0.0]]
 EVERY = [reward for group in REWARDS for reward in group]
+LENGTHS = [3.0, 1.0, 4.0, 2.0, 9.0]  # of the completions of every group
+K = 3
 OF_BATCH = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def of_ours(estimator, rewards=REWARDS):
     flat = torch.tensor(rewards).view(-1, 1)
-    return multi_objective_advantages(flat, torch.ones(1), len(rewards[0]), scale="group", estimator=estimator)
+    size, lengths = len(rewards[0]), torch.tensor([length for group in rewards for length in LENGTHS[: len(group)]])
+    given = {"scale": "group", "estimator": estimator, "lengths": lengths, "k": K}
+    return multi_objective_advantages(flat, torch.ones(1), size, **given)
 
 
 def rloo(group, reward):
@@ -46,7 +51,26 @@ def dr_grpo(group, reward):
     return reward - statistics.mean(group)
 
 
-PAPERS = [rloo, maxrl, reinforce_plus_plus, reinforce_plus_plus_baseline, dr_grpo]
+def opo(group, reward):
+    """OPO eq. 6: the baseline is the sum of lengths times rewards over the sum of lengths."""
+    return reward - sum(map(math.prod, zip(LENGTHS, group, strict=False))) / sum(LENGTHS[:G])
+
+
+def gpg(group, reward):
+    """GPG: the centred reward, times B / (B - M), with M of B groups without a gradient."""
+    without = sum(len(set(some)) == 1 for some in REWARDS)
+    return (reward - statistics.mean(group)) * len(REWARDS) / (len(REWARDS) - without)
+
+
+def pkpo(group, reward):
+    """PKPO eq. 33, over n: sums over the sets of k of n that contain i, of their best less the best without i."""
+    i, n = group.index(reward), len(group)
+    sets = [some for some in itertools.combinations(range(n), K) if i in some]
+    added = [max(group[j] for j in some) - max(group[j] for j in some if j != i) for some in sets]
+    return n * sum(added) / math.comb(n, K)
+
+
+PAPERS = [rloo, maxrl, reinforce_plus_plus, reinforce_plus_plus_baseline, dr_grpo, opo, gpg, pkpo]
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.__name__)
@@ -63,7 +87,9 @@ def test_unscored_completions_take_no_part(paper):
     assert given[:, G].tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "maxrl", "dr_grpo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize(
+    "estimator", ["rloo", "maxrl", "dr_grpo", "reinforce_plus_plus_baseline", "opo", "gpg", "pkpo"]
+)
 def test_a_group_with_equal_rewards_has_advantages_of_exactly_0(estimator):
     assert of_ours(estimator)[8:].tolist() == [0.0] * 8
     assert of_ours(estimator)[:8].abs().max() > 0.5
@@ -83,3 +109,22 @@ def test_a_group_of_one_is_compared_with_the_batch():
 def test_a_rate_of_success_has_no_negative_rewards():
     with pytest.raises(InputError, match=r"got a reward of -1 with advantage_estimator='maxrl', want rewards >= 0"):
         of_ours("maxrl", [[1.0, -1.0]])
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_the_mean_gradient_of_pkpo_is_that_of_the_best_of_k(k):
+    """Over all draws of 4 completions from a policy over 3, times their probabilities."""
+    logits = torch.tensor([0.3, -0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    rewards, log_p = torch.tensor([0.2, 1.0, -0.5], dtype=torch.float64), logits.log_softmax(0)
+    best = sum(rewards[list(s)].max() * log_p[list(s)].sum().exp() for s in itertools.product(range(3), repeat=k))
+    draws = torch.tensor(list(itertools.product(range(3), repeat=G)))
+    advantages = best_of_k_advantages(rewards[draws], k)
+    surrogate = (log_p[draws].sum(1).exp().detach() * (advantages * log_p[draws]).mean(1)).sum()
+    ours, exact = (torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (surrogate, best))
+    torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+
+
+def test_a_group_with_fewer_scores_than_k_compares_all_of_them():
+    groups = torch.tensor([[0.0, 1.0, math.nan, math.nan], [1.0, math.nan, math.nan, math.nan]])
+    given = best_of_k_advantages(groups, 4).nan_to_num(0.0)
+    assert given.tolist() == [[0.0, 2.0, 0.0, 0.0], [0.0] * 4]

@@ -44,6 +44,8 @@ INF, NAN = float("inf"), float("nan")
         ),
         ({"advantage_estimator": "gae"}, "advantage_estimator='gae', want "),
         ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, "scale_rewards='batch' with advantage_estimator"),
+        ({"advantage_estimator": "pkpo", "num_generations": 4, "pkpo_k": 5}, "got pkpo_k=5 with num_generations=4"),
+        ({"advantage_estimator": "pkpo", "pkpo_k": 1}, "want a number from 2 to that"),
         (
             {"advantage_estimator": "maxrl", "multi_objective_aggregation": "normalize_then_sum"},
             "multi_objective_aggregation='normalize_then_sum' with advantage_estimator='maxrl'",
