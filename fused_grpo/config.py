@@ -92,9 +92,11 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # "ipo" is DPPO that masks on both sides.
 DPPO = ("dppo_tv", "dppo_kl", "ipo")
 TRL_LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-LOSS_TYPES = (*TRL_LOSS_TYPES, "gmpo", *DPPO)
+LOSS_TYPES = (*TRL_LOSS_TYPES, "gmpo", *DPPO, "gpg", "dro")
 # Those that `delta` bounds the ratio of.
 BOUNDED = (*CLIPPED, *DPPO)
+# Those that take the sampler's log-probs for the old ones, and those without a ratio: -A log p.
+OF_SAMPLER, REINFORCE = (*DPPO, "dro"), ("vespo", "gpg", "dro")
 LEVELS = ("token", "sequence")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -114,7 +116,8 @@ RANGES: Ranges = (
     (
         "a finite value >= 0",
         lambda value: 0.0 <= value < math.inf,
-        "epsilon epsilon_high beta entropy_coef kl_cov_coef sampling_clip_min vespo_k_pos vespo_k_neg",
+        "epsilon epsilon_high beta log_ratio_penalty entropy_coef kl_cov_coef sampling_clip_min vespo_k_pos "
+        "vespo_k_neg",
     ),
     (
         "a finite value > 0",
@@ -140,8 +143,8 @@ class LossOptions:
     loss_type: str = "dapo"
     """What a token costs and how tokens are averaged: "grpo" (arXiv:2402.03300), "bnpo", "dr_grpo" (arXiv:2503.20783),
     "dapo" (arXiv:2503.14476), "luspo" (arXiv:2602.05261), "cispo" (arXiv:2506.13585), "sapo" (arXiv:2511.20347),
-    "vespo" (arXiv:2602.10693), "gmpo" (arXiv:2507.20673), "dppo_tv" or "dppo_kl" (arXiv:2602.04879), "ipo" (prime-rl).
-    The table is in docs/loss.md."""
+    "vespo" (arXiv:2602.10693), "gmpo" (arXiv:2507.20673), "dppo_tv" or "dppo_kl" (arXiv:2602.04879), "ipo" (prime-rl),
+    "gpg" (arXiv:2504.02546) or "dro" (arXiv:2405.19107). The table is in docs/loss.md."""
     importance_sampling_level: str = "token"
     """The ratio is taken per "token", or per "sequence": exp of the mean log-ratio (GSPO, arXiv:2507.18071)."""
     epsilon: float = 0.2
@@ -174,6 +177,9 @@ class LossOptions:
     use_bias_correction_kl: bool = True
     """Multiply the KL term by the differentiable ratio (DeepSeek-V3.2, arXiv:2512.02556), so that it stays unbiased
     off policy."""
+    log_ratio_penalty: float = 0.0
+    """Weight of (log p - old log p)^2 / 2, which keeps the policy near the old one, or near the sampler for "dppo_*",
+    "ipo" and "dro": the beta of "dro", twice the kl_tau of prime-rl's losses."""
     top_entropy_quantile: float = 1.0
     """Keep the policy term of this share of the tokens of a step, those of highest entropy (arXiv:2506.01939)."""
     clip_cov_ratio: float = 0.0
@@ -221,8 +227,8 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
     """Correction where `sampling_logprobs` are given, with rho = exp(old log p - sampling log p) of a token, or of a
     whole sequence (the sum of its log-ratios): "token_truncate" and "sequence_truncate" multiply the policy term by rho
     clipped to the bounds, "token_mask" and "sequence_mask" by rho, or by 0 outside of the bounds. "icepop" stands for
-    "token_mask" with bounds of 0.5 and 5 (arXiv:2510.18855). None: rho is only measured. "dppo_*" and "ipo" take the
-    sampling log-probs for the old ones instead, unless it is None."""
+    "token_mask" with bounds of 0.5 and 5 (arXiv:2510.18855). None: rho is only measured. "dppo_*", "ipo" and "dro"
+    take the sampling log-probs for the old ones instead, unless it is None."""
     sampling_clip_max: float | None = 3.0
     """Upper bound of rho."""
     sampling_clip_min: float | None = None
@@ -272,21 +278,26 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
             raise InputError(
                 "got loss_type='dr_grpo' without max_completion_length; fix: pass the constant it divides by"
             )
+        if self.loss_type == "dro" and not self.log_ratio_penalty:
+            raise InputError(
+                "got loss_type='dro' with log_ratio_penalty=0, want the weight of its quadratic term; fix: a weight "
+                "above 0, such as 0.05, or loss_type='gpg', which has no such term"
+            )
         if self.delta is not None and self.loss_type not in BOUNDED:
             raise InputError(
                 f"got delta={self.delta} with loss_type={self.loss_type!r}, which has no unclipped branch to bound; "
                 f"fix: delta=None, or one of {BOUNDED}"
             )
-        if self.loss_type in ("vespo", *DPPO) and (self.sampling_correction or "").startswith("sequence"):
+        if self.loss_type in ("vespo", *OF_SAMPLER) and (self.sampling_correction or "").startswith("sequence"):
             why = "weight is of the sequence" if self.loss_type == "vespo" else "ratio is to the sampler"
             raise InputError(
                 f"got sampling_correction={self.sampling_correction!r} with loss_type={self.loss_type!r}, whose {why} "
                 "already; fix: 'token_truncate' or 'token_mask'"
             )
-        if self.loss_type in DPPO and self.ratio_of_sequence:
+        if self.loss_type in OF_SAMPLER and self.ratio_of_sequence:
             raise InputError(
-                f"got importance_sampling_level='sequence' with loss_type={self.loss_type!r}, whose divergence is of a "
-                "token; fix: 'token'"
+                f"got importance_sampling_level='sequence' with loss_type={self.loss_type!r}, whose distance from the "
+                "sampler is of a token; fix: 'token'"
             )
         bounds = (self.sequence_rejection_min, self.sequence_rejection_max)
         if (self.sequence_rejection is None) != (bounds == (None, None)):
@@ -326,7 +337,7 @@ class TokenTerms(NamedTuple):
     """The part of a config that decides the loss of one token from its own numbers: the input of the row passes."""
 
     form: str
-    """"clipped", "cispo", "sapo", "vespo", "gmpo", "dppo_tv", "dppo_kl" or "ipo"."""
+    """"clipped", "cispo", "sapo", "reinforce", "gmpo", "dppo_tv", "dppo_kl" or "ipo"."""
     epsilon_low: float
     epsilon_high: float
     delta: float | None
@@ -339,6 +350,7 @@ class TokenTerms(NamedTuple):
     None where there is none, or where a sequence's takes its place."""
     clip_min: float | None
     clip_max: float | None
+    log_ratio_penalty: float = 0.0
 
     @staticmethod
     @functools.lru_cache(maxsize=64)
@@ -346,15 +358,16 @@ class TokenTerms(NamedTuple):
         """The terms of a config."""
         is_per_token = config.loss_type != "vespo" and (config.sampling_correction or "").startswith("token")
         terms = TokenTerms.correction_of(config)
-        if config.loss_type in DPPO and config.sampling_correction is not None:
+        if config.loss_type in OF_SAMPLER and config.sampling_correction is not None:
             return terms._replace(correction="sampler")
         return terms if is_per_token else terms._replace(correction=None)
 
     @staticmethod
     def correction_of(config: GRPOLossConfig) -> TokenTerms:
         """The terms with the sampling correction as of a token, whether or not it is applied to tokens."""
+        forms = dict.fromkeys(CLIPPED, "clipped") | dict.fromkeys(REINFORCE, "reinforce")
         return TokenTerms(
-            form="clipped" if config.loss_type in CLIPPED else config.loss_type,
+            form=forms.get(config.loss_type, config.loss_type),
             epsilon_low=config.epsilon,
             epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
             delta=config.delta,
@@ -365,4 +378,5 @@ class TokenTerms(NamedTuple):
             correction=None if config.sampling_correction is None else config.sampling_correction.partition("_")[2],
             clip_min=config.sampling_clip_min,
             clip_max=config.sampling_clip_max,
+            log_ratio_penalty=config.log_ratio_penalty,
         )

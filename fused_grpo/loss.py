@@ -74,13 +74,12 @@ def grpo_loss(
         old_logprobs: log-probs under the policy that sampled. None: on policy, `logprobs.detach()`.
         ref_logprobs: log-probs under the reference model; needed where `config.beta > 0`.
         sampling_logprobs: the log-probs of the sampler, for `config.sampling_correction`, `config.sequence_rejection`,
-            "dppo_*" and "ipo". A token with NaN is not corrected.
+            "dppo_*", "ipo" and "dro". A token with NaN is not corrected.
         entropy: per-token entropy (nats), for the metric, `config.entropy_coef` and `config.top_entropy_quantile`.
         entropy_threshold: the least entropy of a token in the loss, for a `config.top_entropy_quantile` over the whole
             optimizer step. None: the quantile of this call's tokens.
-        num_tokens: unmasked tokens of the whole step ("bnpo", "dapo", "cispo", "vespo", "dppo_*", "ipo"). None: of this
-            call.
-        num_sequences: sequences of the whole step (the other loss types). None: of this call.
+        num_tokens: unmasked tokens of the whole step. None: of this call.
+        num_sequences: sequences of the whole step ("grpo", "sapo", "gmpo", "luspo", "dr_grpo"). None: of this call.
         num_entropy_tokens: tokens of the whole step with an entropy bonus: those above `config.top_entropy_quantile`.
             None: `num_tokens`, or with a quantile the tokens of this call.
         covariance_selected: shape of `logprobs`, non-zero for the tokens that `config.clip_cov_ratio` or

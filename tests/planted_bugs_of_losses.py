@@ -19,6 +19,42 @@ BUGS = {
         "if False:\n        return",
         AUTHORS,
     ),
+    "dro's penalty is measured from the old policy": (
+        "fused_grpo/config.py",
+        "if config.loss_type in OF_SAMPLER and",
+        "if config.loss_type in DPPO and",
+        AUTHORS,
+    ),
+    "a quadratic penalty without its half": (
+        "fused_grpo/_maths/formulas.py",
+        "terms.log_ratio_penalty / 2 *",
+        "terms.log_ratio_penalty *",
+        AUTHORS,
+    ),
+    "the kernel's penalty leads away": (
+        KERNEL,
+        "of_logprob += slope",
+        "of_logprob -= slope",
+        LOSS_KERNEL,
+    ),
+    "a penalty needs an advantage": (
+        "fused_grpo/head/chunked_loss.py",
+        "config.kl_cov_ratio, config.log_ratio_penalty)",
+        "config.kl_cov_ratio)",
+        ["tests/ops/test_loss_variants.py", "-k", "company"],
+    ),
+    "a run leaves out completions that have a penalty": (
+        "trainer/batching/micro_batches.py",
+        "[args.log_ratio_penalty, router_coefficient]",
+        "[router_coefficient]",
+        ["tests/trainer/batching/test_zero_advantages.py"],
+    ),
+    "dro's centering is weighted by a ratio": (
+        "fused_grpo/_maths/centering.py",
+        'terms.form == "reinforce" and',
+        'terms.form == "dro" and',
+        ["tests/ops/test_score_centering.py", "-k", "mean_of_the_gradient"],
+    ),
     "centering leaves ipo's masked tokens in": (
         "fused_grpo/_maths/centering.py",
         "weighted = torch.where(far, 0.0, weighted)",

@@ -19,12 +19,13 @@ advantage A, and an upper bound delta (infinite unless given), the policy term o
     vespo            l = -stop(phi) * A * log p                           phi of the sequence, in `vespo_weights`
     gmpo             l = -r * A                                           r of the sequence, in `sequence_log_ratio`
     dppo, ipo        l = -min(r, delta) * A, 0 for tokens that D masks    its gradient: -stop(min(r, delta)) * A
+    gpg, dro         l = -A * log p
 
 where D is the binary divergence of the old probability mu and p: |p - mu|, or mu log(mu / p) + (1 - mu) log((1 - mu) /
 (1 - p)). It masks tokens that are farther from mu than epsilon (A < 0) or epsilon_high (A > 0), where A would move them
 on; "ipo" masks by |p - mu| whatever A is: below mu by more than epsilon, above by more than epsilon_high. The policy
 term is multiplied by the sampling correction, the off-policy mask, the rejection of sequences, the entropy mask and
-Clip-Cov's mask (`token_factors`). Added to it are KL-Cov's term, its weight times |d|, and
+Clip-Cov's mask (`token_factors`). Added to it are KL-Cov's term, its weight times |d|, log_ratio_penalty d^2 / 2, and
 
     beta * kl        kl = -q (k1), q^2 / 2 (k2), exp(q) - q - 1 (k3)      q = log p_ref - log p
 
@@ -33,7 +34,7 @@ of log p itself, and that of log r (at token level log r is d, at sequence level
 
     dl/d log r = -r A where the branch taken is not a constant, 0 where it is (clipped losses)
                = -4 sigmoid * (1 - sigmoid) * r A (sapo),   0 (cispo, vespo)          + beta * r * kl, bias-corrected
-    dl/d log p = -stop(..) * A (cispo, vespo, dppo, ipo),   0 (the others)            + beta * kl' (* r)
+    dl/d log p = -stop(..) * A (those that stop, gpg, dro), 0 (the others)            + beta * kl' (* r)
     kl' = 1 (k1), -q (k2), 1 - exp(q) (k3)
 
 The loss is sum(weights * l) - sum(entropy_weights * H). On policy, `old_logprobs=None` stands for `logprobs.detach()`:
@@ -42,10 +43,10 @@ r is 1, and its gradient is that of log p.
 Packed `[N]` with `cu_seqlens` [B+1] and padded `[B, T]` with `mask` become N flat tokens. The average of each loss type
 becomes one weight per token, so that loss = sum(weights * l) for all types:
 
-    bnpo, dapo, cispo, vespo, dppo, ipo   w = mask / num_tokens
-    grpo, sapo, gmpo                      w = mask / (tokens of the sequence * num_sequences)
-    luspo                                 w = mask / num_sequences
-    dr_grpo                               w = mask / (num_sequences * max_completion_length)
+    grpo, sapo, gmpo   w = mask / (tokens of the sequence * num_sequences)
+    luspo              w = mask / num_sequences
+    dr_grpo            w = mask / (num_sequences * max_completion_length)
+    the others         w = mask / num_tokens
 
 The normalisers are counts over the whole optimizer step. Because they are arguments, the losses of the micro-batches
 add up to the loss of the step, for any split into micro-batches.
@@ -61,7 +62,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo._maths.statistics import are_all
-from fused_grpo.config import DPPO, GRPOLossConfig, TokenTerms
+from fused_grpo.config import DPPO, REINFORCE, GRPOLossConfig, TokenTerms
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def token_weights(
     [0.25, 0.25, 0.25, 0.25]
     [0.5, 0.1667, 0.1667, 0.1667]
     """
-    if config.loss_type in ("bnpo", "dapo", "cispo", "vespo", *DPPO):
+    if config.loss_type in ("bnpo", "dapo", "cispo", *DPPO, *REINFORCE):
         # The quotient is fp64 in both, but a number of Python's alone would not make it so.
         return mask / mask.sum(dtype=torch.float64).clamp_min(1.0) if num_tokens is None else mask.double() / num_tokens
     on = mask.double()
@@ -196,6 +197,8 @@ def token_loss(
     regulariser = terms.beta * (kl * ratio if terms.bias_correction_kl else kl) if terms.beta else 0.0
     if kl_cov_weights is not None:
         regulariser = regulariser + torch.where(mask, kl_cov_weights, 0.0) * (logprobs - old).abs()
+    if terms.log_ratio_penalty:
+        regulariser = regulariser + terms.log_ratio_penalty / 2 * (logprobs - old).square()
     loss = (weights * (policy + regulariser)).sum()
     entropies = torch.zeros_like(current) if entropy is None else torch.where(mask, entropy, 0.0)
     if entropy_weights is not None:

@@ -236,7 +236,8 @@ def rows_in_order(
     mask, advantages = inputs.tokens.mask, inputs.tokens.advantages
     needed = score == "needed" and not _needs_all_tokens(inputs, config)
     moves = mask
-    if (needed or differentiated) and not (config.beta or config.entropy_coef or config.kl_cov_ratio):
+    of_every_token = (config.beta, config.entropy_coef, config.kl_cov_ratio, config.log_ratio_penalty)
+    if (needed or differentiated) and not any(of_every_token):
         moves = mask & (advantages != 0)
         if formulas.needs_other_tokens(inputs, config):
             # Through the ratio of a sequence, the gradient of one token reaches all its tokens.

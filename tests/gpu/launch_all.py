@@ -49,7 +49,7 @@ def launch(device: str, dtype: torch.dtype, size: tuple[int, int, int], **option
     ends = torch.tensor([0, *[1] * (len(tokens) - 1), N], device=device)
     kernels.weighted_rows_(weight, tokens, ends, targets % N, rows, hidden, cast=dtype, accumulate=True)
     inputs = {"advantages": rows, "weights": rows.abs(), "mask": targets % 3 > 0, "old_logprobs": -rows.abs()}
-    terms = ("clipped", 0.2, 0.28, None, (1.0, 1.05), 0.1, "k3", True, None, None, None)
+    terms = ("clipped", 0.2, 0.28, None, (1.0, 1.05), 0.1, "k3", True, None, None, None, 0.1)
     kernels.token_statistics([kernels.grpo_token_loss(-rows.abs(), inputs=inputs, terms=terms)[-1]] * 2)
 
 

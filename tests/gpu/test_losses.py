@@ -35,7 +35,7 @@ def config_of(loss_type: str, level: str, **options: Any) -> GRPOLossConfig:
 
 
 CONFIGS = {f"{loss}, {level}": config_of(loss, level) for loss in TRL_LOSS_TYPES for level in LEVELS}
-CONFIGS |= {f"{loss}, token": config_of(loss, "token") for loss in ("gmpo", *DPPO)}
+CONFIGS |= {f"{loss}, token": config_of(loss, "token") for loss in ("gmpo", "gpg", *DPPO)}
 CONFIGS |= {
     f"{loss}, {name}": config_of(loss, "token", **OPTIONS[name])
     for loss in ("dapo", "vespo")

@@ -54,7 +54,7 @@ POINTERS_BESIDE_TMA = ("bfloat16", "none", "odd"), ("float16", "all", "columns")
 DISASSEMBLED = ("_logprob_forward_kernel", "_softmax_weights_forward_kernel", "_softmax_weights_kernel")
 BARRIER = re.compile(r"\b(?:ttg|gpu)\.barrier\b")  # Triton 3.6 says gpu
 # "dppo_tv", "ipo" and "gmpo" have no instruction that the others lack.
-FORMS = ("clipped", "cispo", "sapo", "vespo", "dppo_kl")
+FORMS = ("clipped", "cispo", "sapo", "reinforce", "dppo_kl")
 GIVEN = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy", "entropy_weights", "policy_weights")
 GIVEN += ("kl_cov_weights",)
 Launch = tuple[JITFunction, tuple[Any, ...], dict[str, Any]]
@@ -120,7 +120,7 @@ def call_passes(dtype: torch.dtype, *, full: bool) -> None:
     given = dict.fromkeys(GIVEN, optional) | {"advantages": row, "weights": row, "mask": mask}
     for form in FORMS:
         correction = "sampler" if form.startswith("dppo") else "truncate"
-        terms = (form, 0.2, 0.2, 2.0, (1.0, 1.05), 0.1, "k3", full, correction if full else None, 0.5, 3.0)
+        terms = (form, 0.2, 0.2, 2.0, (1.0, 1.05), 0.1, "k3", full, correction if full else None, 0.5, 3.0, 0.1 * full)
         sums = kernels.grpo_token_loss(row, log_ratio=optional, inputs=given, terms=terms)[2]
     kernels.token_statistics([sums, sums])
 

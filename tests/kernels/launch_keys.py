@@ -66,7 +66,7 @@ def call_loss(N: int) -> None:
     row, targets, hidden = torch.ones(N), torch.ones(N, dtype=torch.int64), torch.ones(N, D, dtype=torch.bfloat16)
     scale = kernels.softmax_weights_(torch.ones(N, V), targets, temperature=row, dtype=torch.bfloat16)[1]
     inputs = {"advantages": row, "weights": row, "mask": row.bool(), "old_logprobs": row}
-    terms = ("clipped", 0.2, 0.2, None, (1.0, 1.05), 0.0, "k3", False, None, None, None)
+    terms = ("clipped", 0.2, 0.2, None, (1.0, 1.05), 0.0, "k3", False, None, None, None, 0.0)
     kernels.token_statistics([kernels.grpo_token_loss(row, inputs=inputs, terms=terms)[2]])
     kernels.scale_hidden(hidden, scale, row)
     kernels.scale_(hidden, row[0], torch.ones(V, D, dtype=torch.bfloat16))

@@ -26,6 +26,7 @@ CONFIG: dict[str, Any] = {
     "correction": None,
     "clip_min": None,
     "clip_max": None,
+    "log_ratio_penalty": 0.0,
 }
 OPTIONAL = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "entropy")
 
@@ -77,7 +78,9 @@ def check(oracle: Any, inputs: dict[str, Tensor], **config: Any) -> None:
 VARIANTS = {
     "cispo": {"form": "cispo", "epsilon_high": 1.1},
     "sapo": {"form": "sapo"},
-    "vespo": {"form": "vespo"},
+    "reinforce": {"form": "reinforce"},
+    "dro": {"form": "reinforce", "correction": "sampler", "log_ratio_penalty": 0.3},
+    "penalty, truncate": {"log_ratio_penalty": 0.3, "correction": "truncate", "clip_max": 1.2},
     "gmpo": {"form": "gmpo"},
     "dppo_tv": {"form": "dppo_tv", "epsilon_low": 0.05, "epsilon_high": 0.1},
     "dppo_kl, corrected kl": {"form": "dppo_kl", "epsilon_low": 0.02, "epsilon_high": 0.05, "bias_correction_kl": True},

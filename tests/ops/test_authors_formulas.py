@@ -108,6 +108,53 @@ def test_ipo_masks_what_is_far_from_the_sampler_on_either_side(anchor, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("anchor", ["old", "sampler"])
+def test_dro_is_a_policy_gradient_with_a_quadratic_penalty(anchor, impl):
+    """The mean over tokens of -(A log p - beta / 2 (log p - log q)^2)."""
+    given, beta = numbers(), 0.4
+
+    def authors(logprobs):
+        tokens = [(logprobs[i][t], given[anchor][i, t], ADVANTAGES[i]) for i, t in tokens_of(given)]
+        return sum(beta / 2 * (p - q) ** 2 - A * p for p, q, A in tokens) / len(tokens)
+
+    correction = "token_truncate" if anchor == "sampler" else None
+    config = GRPOLossConfig(loss_type="dro", log_ratio_penalty=beta, sampling_correction=correction)
+    check(given, config, authors, impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gpg_has_no_ratio_but_that_of_the_correction(impl):
+    """GPG eq. 5: the mean over tokens of -A log p, here times the truncated rho of the token."""
+    given = numbers()
+    rho = (given["old"] - given["sampler"]).exp().clamp(max=1.3)
+
+    def authors(logprobs):
+        return -sum(rho[i, t] * ADVANTAGES[i] * logprobs[i][t] for i, t in tokens_of(given)) / len(tokens_of(given))
+
+    check(given, GRPOLossConfig(loss_type="gpg", sampling_clip_max=1.3), authors, impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("c", [1.28, 1.5, 3.0])
+def test_dual_clip_is_delta_above_the_upper_clip(c, impl):
+    """Dual-clip PPO eq. 5: max(min(r A, clip(r) A), c A) where A < 0, PPO's elsewhere; for c >= 1 + epsilon_high."""
+    given, cut = numbers(spread=0.9), 0
+
+    def authors(logprobs):
+        nonlocal cut
+        total = 0.0
+        for i, t in tokens_of(given):
+            r, A = (logprobs[i][t] - given["old"][i, t]).exp(), ADVANTAGES[i]
+            objective = torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
+            cut += A < 0 and objective.item() < c * A
+            total = total - (torch.maximum(objective, torch.tensor(c * A)) if A < 0 else objective)
+        return total / len(tokens_of(given))
+
+    check(given, GRPOLossConfig(epsilon_high=0.28, delta=c, sampling_correction=None), authors, impl)
+    assert cut
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_truncated_dppo_has_the_gradient_of_a_bounded_weight(impl):
     """As the authors' code: -stop(min(r, C)) A log p has this gradient; the value is that of the objective."""
     given = numbers()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs_and_entropy
-from fused_grpo.config import BOUNDED, CORRECTIONS, DPPO, LEVELS, LOSS_TYPES
+from fused_grpo.config import BOUNDED, CORRECTIONS, LEVELS, LOSS_TYPES, OF_SAMPLER
 
 pytestmark = pytest.mark.grid
 
@@ -23,6 +23,7 @@ OPTIONS = {
     "corrected kl": {"beta": 0.1},
     "k1": {"beta": 0.1, "kl_estimator": "k1"},
     "k2": {"beta": 0.1, "kl_estimator": "k2", "use_bias_correction_kl": False},
+    "penalty": {"log_ratio_penalty": 0.2},
     "bonus": {"entropy_coef": 0.1},
     "quantile": {"top_entropy_quantile": 0.4},
     "quantile and bonus": {"top_entropy_quantile": 0.4, "entropy_coef": 0.1},
@@ -50,13 +51,15 @@ def configs():
         options = OPTIONS[name]
         if loss_type not in BOUNDED and name == "delta":
             continue
-        if loss_type in ("vespo", *DPPO) and name.startswith("sequence"):
+        if loss_type in ("vespo", *OF_SAMPLER) and name.startswith("sequence"):
             continue
-        if loss_type in ("gmpo", *DPPO) and level == "sequence":
+        if loss_type in ("gmpo", *OF_SAMPLER) and level == "sequence":
             continue
         options = {"max_completion_length": 9, "importance_sampling_level": level, **options}
         if loss_type == "cispo":
             options["epsilon_high"] = 1.1
+        elif loss_type == "dro":
+            options["log_ratio_penalty"] = 0.2
         marks = pytest.mark.full if loss_type in DIVISORS_ALONE and name not in FEW else ()
         yield pytest.param(
             GRPOLossConfig(loss_type=loss_type, **options), id=f"{loss_type}-{level}-{name}", marks=marks
@@ -181,7 +184,7 @@ def test_tokens_that_need_not_be_scored_change_nothing(config):
     everyone, metrics = solve(leaves, rest, config=config, chunk_bytes=8 * V * 24)
     needed, fewer = solve(leaves, rest, config=config, chunk_bytes=8 * V * 24, score="needed")
     assert_close(needed, everyone, 1e-14)
-    of_every_token = config.beta or config.entropy_coef or config.selects_by_covariance
+    of_every_token = config.beta or config.entropy_coef or config.selects_by_covariance or config.log_ratio_penalty
     if not (of_every_token or config.top_entropy_quantile < 1.0):
         assert fewer["loss_tokens"] == metrics["loss_tokens"] - rest["mask"][2].sum()
 
@@ -195,6 +198,7 @@ def test_tokens_that_need_not_be_scored_change_nothing(config):
             "epsilon": st.floats(0, 1.5),
             "epsilon_high": st.floats(0, 1),
             "beta": st.floats(0, 1),
+            "log_ratio_penalty": st.floats(0.01, 1),
             "kl_estimator": st.sampled_from(["k1", "k2", "k3"]),
             "use_bias_correction_kl": st.booleans(),
             "sampling_correction": st.sampled_from([None, "token_truncate", "token_mask"]),
@@ -215,7 +219,9 @@ def test_options_in_any_company_are_those_of_the_reference(loss_type, options, w
     rest = {name: x for name, x in rest.items() if name not in without}
     if per_token:
         rest["advantages"] = rest["advantages"][:, None] * torch.arange(T).remainder(3)
-    if loss_type in DPPO:
+    if loss_type == "dro":
+        options.setdefault("log_ratio_penalty", 0.2)
+    if loss_type in OF_SAMPLER:
         options["importance_sampling_level"] = "token"
     config = GRPOLossConfig(loss_type=loss_type, **options)
     expected, _ = solve(leaves, rest, config=config, impl="reference")

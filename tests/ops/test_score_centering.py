@@ -146,6 +146,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ipo": {"loss_type": "ipo", "epsilon": 0.02, "epsilon_high": 0.03},
     "narrow ipo": {"loss_type": "ipo", "epsilon": 1.55e-3},
     "dppo_kl": {"loss_type": "dppo_kl", "epsilon": 0.02, "delta": 1.5},
+    "dro": {"loss_type": "dro", "log_ratio_penalty": 0.1},
+    "no ratio": {"loss_type": "dro", "log_ratio_penalty": 1e-20},
+    "gpg": {"loss_type": "gpg"},
+    "penalty": {"log_ratio_penalty": 0.1},
     "entropy bonus": {"entropy_coef": 0.01},
     "quantile": {"top_entropy_quantile": 0.5},
     "no weights": {"sampling_correction": None},
@@ -197,7 +201,9 @@ def every_token(sampler: Tensor, given: Problem, **head_of_sampler: Tensor) -> P
     return Problem(given.leaves | {"hidden": hidden}, given.head | {"targets": torch.arange(V)[None]}, loss, sampler)
 
 
-@pytest.mark.parametrize("variant", ["no weights", "dapo", "weights between bounds", "masked weights", "narrow ipo"])
+@pytest.mark.parametrize(
+    "variant", ["no weights", "dapo", "weights between bounds", "masked weights", "narrow ipo", "no ratio"]
+)
 @pytest.mark.parametrize("mode", ["topk", "kept"])
 def test_the_mean_of_the_gradient_over_the_sampler_is_zero(mode, variant):
     """Exactly so for a whole vocabulary, and for a tail that is a multiple of the policy's."""

@@ -15,6 +15,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dppo": {"loss_type": "dppo_tv", "delta": 9.0, "beta": 0.01, **CORRECTED},
     "dppo by KL": {"loss_type": "dppo_kl", "epsilon": 0.05, **CORRECTED},
     "ipo": {"loss_type": "ipo", "epsilon": 0.1, "delta": 1e4, **CORRECTED},
+    "dro": {"loss_type": "dro", "log_ratio_penalty": 0.02, **CORRECTED},
+    "gpg": {"loss_type": "gpg", "advantage_estimator": "gpg", **CORRECTED},
     "icepop": {"vllm_importance_sampling_mode": "icepop"},
     "rejection": {"sequence_rejection": "k3", "sequence_rejection_max": 0.5, **CORRECTED},
     "clip-cov": {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.0, "gradient_accumulation_steps": 2, **CORRECTED},
@@ -22,7 +24,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rloo": {"advantage_estimator": "rloo"},
     "maxrl": {"advantage_estimator": "maxrl"},
     "opo": {"advantage_estimator": "opo"},
-    "gpg": {"advantage_estimator": "gpg"},
     "pkpo": {"advantage_estimator": "pkpo", "pkpo_k": 2},
     "reinforce++, groups of one": {"advantage_estimator": "reinforce_plus_plus", "num_generations": 1},
 }

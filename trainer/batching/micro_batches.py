@@ -383,8 +383,9 @@ def assignments(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 def can_skip(args: GRPOConfig, *, router_coefficient: float) -> bool:
     """Whether a completion with advantage 0 has no gradient and no effect on others, and may be left out."""
-    weights = (args.beta, args.distillation_coef, args.entropy_coef, args.clip_cov_ratio, args.kl_cov_ratio)
-    of_every_token = args.use_adaptive_entropy or args.top_entropy_quantile < 1.0 or any((*weights, router_coefficient))
+    weights = [args.beta, args.distillation_coef, args.entropy_coef, args.clip_cov_ratio, args.kl_cov_ratio]
+    weights += [args.log_ratio_penalty, router_coefficient]
+    of_every_token = args.use_adaptive_entropy or args.top_entropy_quantile < 1.0 or any(weights)
     return args.skip_zero_advantages and not of_every_token
 
 

@@ -5,14 +5,15 @@ With d = log p - log p_old (or a given log-ratio), r = exp(d) and the advantage 
     clipped   -min(min(r, delta) A, clip(r, low, high) A)     d/d log r = -r A, or 0 where the branch taken is constant
     cispo     -stop(min(r, epsilon_high)) A log p             d/d log p = -min(r, epsilon_high) A
     sapo      -4 / tau sigmoid(tau (r - 1)) A                 d/d log r = -4 sigmoid (1 - sigmoid) r A
-    vespo     -A log p                                        d/d log p = -A
+    reinforce -A log p                                        d/d log p = -A
     gmpo      -r A, with the ratio of the sequence given      d/d log r = -r A
     dppo, ipo -min(r, delta) A, 0 where D masks the token     d/d log p = the same
 
 times the sampling correction rho = exp(log p_old - log p_sampling), clipped to its bounds, and times `policy_weights`.
 The binary divergence D of p and p_old is |p_old - p| ("dppo_tv", "ipo"), or that of Kullback and Leibler ("dppo_kl").
 "ipo" masks whatever the sign of A is.
-Added to it are `kl_cov_weights` |d| and beta kl, or beta r kl with `bias_correction_kl`, where q = log p_ref - log p,
+Added to it are `kl_cov_weights` |d|, log_ratio_penalty d^2 / 2 with the token's own d, and beta kl, or beta r kl with
+`bias_correction_kl`, where q = log p_ref - log p,
 
     k1  kl = -q, kl' = 1        k2  kl = q^2 / 2, kl' = -q        k3  kl = exp(q) - 1 - q, kl' = 1 - exp(q)
 
@@ -243,7 +244,7 @@ def _grpo_loss_kernel(
     partials,
     N,
     bounds,
-    beta,
+    strengths,
     correction_bounds,
     FORM: tl.constexpr,
     KL: tl.constexpr,
@@ -253,8 +254,8 @@ def _grpo_loss_kernel(
 ):
     """Grid: tiles of BLOCK tokens. A program alone writes the gradients of its tokens and one row of partials.
 
-    `bounds` are (lowest, highest, delta, tau for A > 0, tau elsewhere), `correction_bounds` those of rho. Without
-    `beta` the KL is only a metric.
+    `bounds` are (lowest, highest, delta, tau for A > 0, tau elsewhere), `correction_bounds` those of rho. `strengths`
+    are beta and log_ratio_penalty, each None for 0. Without beta the KL is only a metric.
     """
     tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = tokens < N
@@ -285,9 +286,14 @@ def _grpo_loss_kernel(
     of_logprob = tl.where(gone, 0.0, of_logprob * rho)
 
     kl = tl.zeros([BLOCK], tl.float32)
-    cost = policy
+    cost, change = policy, current - old
+    beta, log_ratio_penalty = strengths
+    if log_ratio_penalty is not None:
+        slope = tl.cast(log_ratio_penalty, tl.float32) * change
+        cost += 0.5 * slope * change
+        of_logprob += slope
     if kl_cov_weights is not None:
-        penalty, change = _load_masked(kl_cov_weights, tokens, on), current - old
+        penalty = _load_masked(kl_cov_weights, tokens, on)
         cost += penalty * tl.abs(change)
         of_logprob += tl.where(change < 0.0, -penalty, tl.where(change > 0.0, penalty, 0.0))
     if ref_logprobs is not None:
@@ -348,8 +354,8 @@ def grpo_token_loss(
             `entropy_weights`, `policy_weights`, `kl_cov_weights`, fp32.
         terms: (form, epsilon_low, epsilon_high, delta or None, (tau for A > 0, tau elsewhere), beta, "k1" | "k2" |
             "k3", bias_correction_kl, "truncate" | "mask" | "sampler" | None, lower bound or None, upper bound or None
-            of rho), with form "clipped" | "cispo" | "sapo" | "vespo" | "gmpo" | "dppo_tv" | "dppo_kl" |
-            "ipo".
+            of rho, log_ratio_penalty), with form "clipped" | "cispo" | "sapo" | "reinforce" | "gmpo" | "dppo_tv" |
+            "dppo_kl" | "ipo".
 
     Returns:
         (dL/dlogprobs [N] fp32, dL/dlog_ratio [N] fp32 or None, sums for `token_statistics`: 14 for each of P programs,
@@ -358,7 +364,8 @@ def grpo_token_loss(
     Memory: 14 fp32 numbers per 512 tokens, and 15.
     """
     N, device = logprobs.shape[0], logprobs.device
-    form, epsilon_low, epsilon_high, delta, taus, beta, estimator, corrected, correction, clip_min, clip_max = terms
+    form, epsilon_low, epsilon_high, delta, taus, beta, estimator, corrected, *correcting, log_ratio_penalty = terms
+    correction, clip_min, clip_max = correcting
     bounds = {"clipped": (1.0 - epsilon_low, 1.0 + epsilon_high), "gmpo": (-epsilon_low, epsilon_high)}
     grad_logprobs = torch.empty(N, dtype=torch.float32, device=device)
     grad_log_ratio = None if log_ratio is None else torch.empty_like(grad_logprobs)
@@ -374,7 +381,7 @@ def grpo_token_loss(
             partials,
             N,
             (*bounds.get(form, (epsilon_low, epsilon_high)), float("inf") if delta is None else delta, *taus),
-            beta or None,  # 0 times an infinite KL must not be in the loss
+            (beta or None, log_ratio_penalty or None),  # 0 times an infinite KL must not be in the loss
             (0.0 if clip_min is None else clip_min, float("inf") if clip_max is None else clip_max),
             FORM=form,
             KL=estimator,

@@ -19,7 +19,7 @@ from fused_grpo.trainer.types import Sample
 # Another value for each option of the loss; those of the first line give a token without an advantage a gradient, or
 # let others depend on it.
 OF_EVERY_TOKEN = {"beta": 0.1, "entropy_coef": 0.1, "top_entropy_quantile": 0.5}
-OF_EVERY_TOKEN |= {"clip_cov_ratio": 0.6, "kl_cov_ratio": 0.3}
+OF_EVERY_TOKEN |= {"clip_cov_ratio": 0.6, "kl_cov_ratio": 0.3, "log_ratio_penalty": 0.2}
 OF_SEQUENCES = {
     "loss_type": "sapo",
     "epsilon": 0.01,
@@ -137,7 +137,8 @@ def test_gradients_are_those_of_all_completions(make_trainer, options):
         assert mine["entropy"] != pytest.approx(full["entropy"], abs=1e-6)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+# "dro" has a penalty of every token.
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "dro"])
 def test_gradients_are_the_same_for_every_loss(make_trainer, loss_type):
     expected, _, _ = updates(make_trainer, HALF, loss_type=loss_type)
     given, _, _ = updates(make_trainer, without_zeros(HALF), loss_type=loss_type)
