@@ -186,7 +186,7 @@ def loss(device: Device, N: int, form: str, correction: str | None = None, calls
     logprobs, rest = -device.positive(N), {name: -device.positive(N) for name in names}
     rest |= {"entropy": device.positive(N), "advantages": device.normal(N), "weights": device.positive(N)}
     rest["mask"] = device.normal(N) > -0.5
-    terms = TokenTerms(form, 0.2, 0.28, 3.0, (1.0, 1.05), 0.1, "k3", True, correction, 0.5, 3.0)
+    terms = TokenTerms(form, 0.2, 0.28, 3.0, (1.0, 1.05), 0.1, "k3", True, correction, 0.5, 3.0, 0.2)
     gradient, by_ratio, sums = device.passes.grpo_token_loss(
         logprobs, log_ratio=device.normal(N), inputs=rest, terms=terms
     )
