@@ -175,6 +175,15 @@ def token_loss(
 
     All inputs are [N]. `log_ratio` is given where the ratio is not that of the token. Masked tokens are replaced before
     any arithmetic, so NaN or inf there affects neither the loss nor a gradient.
+
+    "dro" of a token whose probability rose from 0.25 to 0.5: log 2 + 0.05 / 2 * (log 2)^2.
+
+    >>> from fused_grpo.config import GRPOLossConfig
+    >>> p, old, one = torch.tensor([0.5]).log(), torch.tensor([0.25]).log(), torch.ones(1)
+    >>> terms = TokenTerms.of(GRPOLossConfig(loss_type="dro", log_ratio_penalty=0.05))
+    >>> loss, _ = token_loss(p, advantages=one, weights=one, mask=one.bool(), old_logprobs=old, terms=terms)
+    >>> round(loss.item(), 4)
+    0.7052
     """
     logprobs, advantages, weights = (torch.where(mask, x, 0.0) for x in (logprobs, advantages, weights))
     current = logprobs.detach()

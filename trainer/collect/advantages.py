@@ -85,6 +85,11 @@ def group_advantages(
     """Advantages [B] from rewards [B], prompt-major groups of `num_generations`; `scale` is that of "grpo" alone.
 
     NaN rewards give 0; InputError for negative ones with "maxrl".
+
+    With "gpg", a group that is not all equal has twice its advantages, r - 0.5, where one of two groups is:
+
+    >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 2, scale="none", estimator="gpg").tolist()
+    [1.0, -1.0, 0.0, 0.0]
     """
     groups = rewards.view(-1, num_generations)
     advantages = centred = _centred(groups)
