@@ -156,8 +156,8 @@ class LossOptions:
     For "cispo" the ratio itself is capped at epsilon_high (MiniMax-M1 uses 5.0), for "gmpo" the log-ratio; for "dppo_*"
     and "ipo" the divergence of a rising probability is bounded."""
     delta: float | None = None
-    """Upper bound of the ratio in the unclipped branch (two-sided clipping, arXiv:2505.07291), and of the ratio of
-    "dppo_*" and "ipo"; other losses have no use for it."""
+    """Upper bound of the ratio in the unclipped branch (two-sided clipping, arXiv:2505.07291; above 1 + epsilon_high
+    the c of dual clip, arXiv:1912.09729), and of the ratio of "dppo_*" and "ipo"; other losses have no use for it."""
     sapo_temperature_pos: float = 1.0
     """Temperature of the gate of "sapo" where the advantage is positive."""
     sapo_temperature_neg: float = 1.05

@@ -42,7 +42,8 @@ class Bounds(NamedTuple):
     def of(terms: TokenTerms) -> Bounds:
         """Those by which the loss of a token is weighted."""
         if terms.form == "reinforce" and terms.correction == "sampler":
-            terms = terms._replace(correction=None)  # the sampler is what is penalised by, and no ratio is a weight
+            # The penalty alone measures from the sampler: no ratio is a weight.
+            terms = terms._replace(correction=None)
         least, most = terms.clip_min, terms.delta if terms.correction == "sampler" else terms.clip_max
         least = 0.0 if least is None or terms.correction == "sampler" else least
         return Bounds(terms.correction, least, torch.inf if most is None else most, terms)

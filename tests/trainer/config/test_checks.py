@@ -5,6 +5,7 @@ import pytest
 from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.config.checks import _warn_of_unusual_losses
 
 INF, NAN = float("inf"), float("nan")
 
@@ -150,3 +151,21 @@ def test_a_loss_of_the_completion_length_gets_it():
 def test_an_option_with_choices_says_what_they_are(option, wanted):
     with pytest.raises(InputError, match=f"got {'{}={!r}'.format(*next(iter(option.items())))}, want one of {wanted}$"):
         GRPOConfig(**option)
+
+
+UNUSUAL = {
+    "bounds a log-ratio there; fix for GMPO as published: epsilon=0.4": {"loss_type": "gmpo"},
+    "bounds a change of probability there; fix for IPO as published: epsilon=0.1": {"loss_type": "ipo"},
+    "whose paper takes the ratio of a sequence": {"loss_type": "luspo"},
+}
+
+
+@pytest.mark.parametrize(("warning", "options"), UNUSUAL.items(), ids=lambda value: str(value)[:30])
+def test_a_default_that_is_not_the_papers_gets_a_warning(warning, options, caplog):
+    warn_once.cache_clear()
+    _warn_of_unusual_losses(GRPOConfig(**options))
+    assert warning in caplog.text
+    caplog.clear()
+    warn_once.cache_clear()
+    _warn_of_unusual_losses(GRPOConfig(**options, epsilon=0.1, importance_sampling_level="token"))
+    assert ("epsilon" in warning) is (caplog.text == "")
