@@ -33,8 +33,9 @@ from fused_grpo.trainer.recipes import arithmetic
 STEPS = 24
 # (steps that the sampler's weights are kept, further options, the kind of centering)
 CONDITIONS: dict[str, tuple[int, dict[str, Any], str]] = {
-    "weights of up to 7 steps ago": (8, {}, "topk"),
-    "weights of up to 7 steps ago, top_p=0.9": (8, {"top_p": 0.9, "sampling_support": "require"}, "kept"),
+    "up to 3 steps old": (4, {}, "topk"),
+    "up to 7 steps old": (8, {}, "topk"),
+    "up to 3 steps old, top_p=0.9": (4, {"top_p": 0.9, "sampling_support": "require"}, "kept"),
 }
 ARMS = [(weights, centred) for weights in (False, True) for centred in (False, True)]
 
@@ -65,10 +66,12 @@ def run(case: tuple[str, bool, bool, int]) -> dict[str, Any]:
         demo |= {"output_dir": folder, "max_steps": STEPS, "save_strategy": "no", "use_vllm": False, "seed": seed}
         demo |= {"vllm_importance_sampling_correction": weights, "score_centering": kind if centred else "off"}
         args = GRPOConfig(**{**demo, **options, "log_completions": False, "logprob_mismatch": "warn"})
-        own = {"eval_dataset": splits.heldout, "processing_class": tokenizer}
+        own: dict[str, Any] = {"eval_dataset": splits.heldout, "processing_class": tokenizer}
         engine = Behind(model, tokenizer, age)
         trainer = GRPOTrainer(model, arithmetic.sum_reward, args, splits.train, **own, rollout_engine=engine)
         result = trainer.train()
+    assert result.eval_before is not None
+    assert result.eval_after is not None
     row = {"condition": condition, "importance weights": weights, "centred": centred, "seed": seed}
     row |= {"before": result.eval_before["reward"], "after": result.eval_after["reward"]}
     row |= {name: value for name, value in result.metrics.items() if name.startswith("centering")}

@@ -48,8 +48,8 @@ def peak_mib() -> float:
 def main() -> None:
     torch.manual_seed(0)
     model = make_model()
-    input_ids = torch.randint(0, model.config.vocab_size, (4, 768))
-    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None]
+    input_ids = torch.randint(0, model.config.vocab_size, (8, 768))
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5]).repeat(2)[:, None]
 
     before = peak_mib()
     log_probs, entropy = score(model, input_ids)

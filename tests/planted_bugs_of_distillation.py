@@ -35,8 +35,8 @@ BUGS = {
     ),
     "completions without an advantage do not learn from the teacher": (
         "trainer/batching/micro_batches.py",
-        "(args.beta, args.distillation_coef, args.entropy_coef,",
-        "(args.beta, args.entropy_coef,",
+        "[args.beta, args.distillation_coef, args.entropy_coef,",
+        "[args.beta, args.entropy_coef,",
         EQUAL,
     ),
     "the teacher's attention is not tried": (

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from fused_grpo import kernels
 from fused_grpo._maths import distributions
 from fused_grpo._maths.statistics import full_precision
-from fused_grpo.head.gemms import multiply_into
+from fused_grpo.head.head import multiply_into
 
 pytestmark = pytest.mark.rehearsed
 
