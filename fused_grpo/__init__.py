@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fused_grpo.errors import FusedGRPOError as FusedGRPOError
     from fused_grpo.fused_loss import FusedLinearGRPOLoss as FusedLinearGRPOLoss
     from fused_grpo.fused_loss import fused_linear_grpo_loss as fused_linear_grpo_loss
+    from fused_grpo.logprobs import LogProbOutputs as LogProbOutputs
     from fused_grpo.logprobs import LogProbs as LogProbs
     from fused_grpo.logprobs import linear_logprobs as linear_logprobs
     from fused_grpo.logprobs import linear_logprobs_and_entropy as linear_logprobs_and_entropy
@@ -33,6 +34,7 @@ _HOME = {
     "FusedLinearGRPOLoss": "fused_loss",
     "GRPOLossConfig": "config",
     "GRPOLossOutput": "loss",
+    "LogProbOutputs": "logprobs",
     "LogProbs": "logprobs",
     "fused_linear_divergence": "divergence",
     "fused_linear_grpo_loss": "fused_loss",

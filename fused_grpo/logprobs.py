@@ -14,13 +14,14 @@ loss that is known in the forward pass needs 3U: see `fused_loss.py`. K targets 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from fused_grpo._maths import distributions
 from fused_grpo._maths.statistics import full_precision
+from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head import registered_ops  # noqa: F401 - registers the op that is called here
 from fused_grpo.head.checks import HeadOptions, check_plan
 from fused_grpo.head.entries import Support, kept_mask, support_of
@@ -40,6 +41,48 @@ class LogProbs(NamedTuple):
     """The entropy of the whole distribution of a row, in nats, 0 where all of its targets are `ignore_index`."""
 
 
+class LogProbOutputs(NamedTuple):
+    """Log-probs and the `outputs` that were asked for, of the shape of `targets`; those that were not are None.
+
+    Only log-probs and entropy are differentiable. All are 0, or False, where the target is `ignore_index`.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    """Of `linear_logprobs_and_entropy` alone."""
+    sum_squared_probs: Tensor | None = None
+    """sum_v p_v^2, in the dtype of the log-probs."""
+    is_top1: Tensor | None = None
+    """bool, whether the target is the argmax of the logits: the first of the largest."""
+    mean_logit: Tensor | None = None
+    """The mean over the vocabulary of the logits, after scale, softcap and temperature."""
+
+
+Output = Literal["sum_squared_probs", "is_top1", "mean_logit"]
+OUTPUTS: tuple[Output, ...] = ("sum_squared_probs", "is_top1", "mean_logit")
+
+
+class _Keywords(TypedDict, total=False):
+    bias: Tensor | None
+    temperature: float | Tensor
+    logit_scale: float
+    softcap: float | None
+    ignore_index: int
+    process_group: Any
+    chunk_bytes: int | None
+    batch_invariant: bool
+    support: tuple[Tensor, Tensor] | None
+    impl: choice.Impl
+
+
+@overload
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, outputs: None = None, **options: Unpack[_Keywords]
+) -> Tensor: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, outputs: tuple[Output, ...], **options: Unpack[_Keywords]
+) -> LogProbOutputs: ...
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -54,8 +97,9 @@ def linear_logprobs(
     chunk_bytes: int | None = None,
     batch_invariant: bool = False,
     support: tuple[Tensor, Tensor] | None = None,
+    outputs: tuple[Output, ...] | None = None,
     impl: choice.Impl = "auto",
-) -> Tensor:
+) -> Tensor | LogProbOutputs:
     """Log-probs of `targets` under the softmax of the head's logits, without the logits.
 
     Equals: `logits = softcap(logit_scale * (hidden.float() @ weight.float().t() + bias)) / temperature`
@@ -87,10 +131,20 @@ def linear_logprobs(
             n is over token_ids[offsets[n] : offsets[n + 1]], each id once, its target among them unless it is ignored.
             Where two offsets are equal, it is over the whole vocabulary. Cost and memory are those of the kept tokens:
             see docs/support.md. On a GPU the host waits for the offsets. Not with `process_group`, `batch_invariant`.
+        outputs: any of "sum_squared_probs", "is_top1" and "mean_logit", as `LogProbOutputs` has them, from the same
+            logits: one more read of each tile, no GEMM. There must be a tile, so no kernel without logits is used. Not
+            with [..., K] targets, `process_group` or `support`.
         impl: "auto", "triton", "torch" (any device) or "reference" (full logits and autograd).
 
     Returns:
-        The shape of `targets`, fp32 (fp64 for fp64 inputs), never positive.
+        The shape of `targets`, fp32 (fp64 for fp64 inputs), never positive. With `outputs`, a `LogProbOutputs`.
+
+    Of logits log 2, 0 and 0, the probabilities are 1/2, 1/4 and 1/4:
+
+    >>> hidden, weight = torch.ones(1, 1), torch.tensor([[2.0], [1.0], [1.0]]).log()
+    >>> out = linear_logprobs(hidden, weight, torch.tensor([0]), outputs=("sum_squared_probs", "is_top1", "mean_logit"))
+    >>> [round(x.item(), 4) for x in (out.logprobs, out.sum_squared_probs, out.mean_logit)], out.is_top1.item()
+    ([-0.6931, 0.375, 0.231], True)
 
     Numerics: logits and all reductions in fp32; a target-excluded log-sum-exp, so confident tokens keep their gradient;
         two runs are bitwise equal. Under autocast, inputs are cast as those of nn.Linear are, and nothing else is.
@@ -105,10 +159,20 @@ def linear_logprobs(
     """
     options = HeadOptions(bias, temperature, logit_scale, softcap)
     head = flatten_head(hidden, weight, targets, options, sharded=process_group is not None, several=True)
-    plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl)
-    return _linear_logprobs(head, plan, support, entropy=False)[0].reshape(targets.shape)
+    plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl, outputs)
+    logprobs, _, moments = _linear_logprobs(head, plan, support, entropy=False)
+    logprobs = logprobs.reshape(targets.shape)
+    return logprobs if outputs is None else _with_outputs(logprobs, None, moments, outputs)
 
 
+@overload
+def linear_logprobs_and_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, outputs: None = None, **options: Unpack[_Keywords]
+) -> LogProbs: ...
+@overload
+def linear_logprobs_and_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, outputs: tuple[Output, ...], **options: Unpack[_Keywords]
+) -> LogProbOutputs: ...
 def linear_logprobs_and_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -123,8 +187,9 @@ def linear_logprobs_and_entropy(
     chunk_bytes: int | None = None,
     batch_invariant: bool = False,
     support: tuple[Tensor, Tensor] | None = None,
+    outputs: tuple[Output, ...] | None = None,
     impl: choice.Impl = "auto",
-) -> LogProbs:
+) -> LogProbs | LogProbOutputs:
     """`linear_logprobs` and, from the same pass, the entropy of each row's distribution (nats, differentiable).
 
     Equals, beside the log-probs: `torch.distributions.Categorical(logits=logits).entropy()`
@@ -138,9 +203,10 @@ def linear_logprobs_and_entropy(
     """
     options = HeadOptions(bias, temperature, logit_scale, softcap)
     head = flatten_head(hidden, weight, targets, options, sharded=process_group is not None, several=True)
-    plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl)
-    logprobs, entropies = _linear_logprobs(head, plan, support, entropy=True)
-    return LogProbs(logprobs.reshape(targets.shape), entropies.view(hidden.shape[:-1]))
+    plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl, outputs)
+    logprobs, entropies, moments = _linear_logprobs(head, plan, support, entropy=True)
+    values = logprobs.reshape(targets.shape), entropies.view(hidden.shape[:-1])
+    return LogProbs(*values) if outputs is None else _with_outputs(*values, moments, outputs)
 
 
 class _Plan(NamedTuple):
@@ -151,13 +217,19 @@ class _Plan(NamedTuple):
     chunk_bytes: int | None
     batch_invariant: bool
     impl: str
+    outputs: tuple[Output, ...] | None
 
 
-def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) -> tuple[Tensor, ...]:
-    """(log p,) or (log p, entropy), each [N], log p of K targets [N, K]; these may be `ignore_index`."""
-    ignore_index, group, chunk_bytes, batch_invariant, impl = plan
+def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log p [N], of K targets [N, K], entropy [N] if that is asked for, moments [3, N] for outputs).
+
+    Targets may be `ignore_index`.
+    """
+    ignore_index, group, chunk_bytes, batch_invariant, impl, outputs = plan
     check_plan(impl, chunk_bytes, ignore_index=ignore_index, process_group=group, batch_invariant=batch_invariant)
-    kept = None
+    if outputs is not None:
+        _check_outputs(outputs, head, process_group=group, support=support)
+    kept, moments = None, None
     if support is not None:  # here, because the call of a function that is not traced would break a compiled graph
         kept = support_of(support, head, process_group=group, batch_invariant=batch_invariant)
     options = Options(entropy, chunk_bytes, batch_invariant)
@@ -167,14 +239,49 @@ def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) ->
         values = vocab_parallel_logprobs(head, group, options, ignore_index=ignore_index, impl=impl)
     elif impl == "reference":
         values = _reference(head, ignore_index, kept)
+        moments = _reference_moments(head, ignore_index) if outputs else None
     elif kept is not None:
         values = supported_logprobs(head, kept, options, ignore_index=ignore_index, impl=impl)
     else:
-        inputs = (head.hidden, head.weight, head.bias, head.targets, head.temperature, head.logit_scale, head.softcap)
-        values = torch.ops.fused_grpo.linear_logprobs.default(
-            *inputs, ignore_index, entropy, impl, chunk_bytes, batch_invariant, [*Wanted.of(head)]
+        tensors, transform = (head.hidden, head.weight, head.bias, head.targets), (head.logit_scale, head.softcap)
+        how = ignore_index, entropy, impl, chunk_bytes, batch_invariant, [*Wanted.of(head)]
+        *values, _, _, _, moments = torch.ops.fused_grpo.linear_logprobs.default(
+            *tensors, head.temperature, bool(outputs), *transform, *how
         )
-    return values[: 2 if entropy else 1]
+    logprobs, entropies = values
+    return logprobs, entropies, moments if outputs else None
+
+
+def _check_outputs(outputs: Any, head: Head, **others: Any) -> None:
+    """Check that these outputs exist, and that they exist beside the others that are not None."""
+    if not isinstance(outputs, tuple) or any(name not in OUTPUTS for name in outputs):
+        raise InputError(f"got outputs={outputs!r}, want a tuple of some of {', '.join(map(repr, OUTPUTS))}")
+    given = [name for name, value in others.items() if value is not None]
+    given += ["several targets per row"] if head.targets.ndim == 2 else []
+    if given:
+        raise UnsupportedError(
+            f"got outputs={outputs!r} with {' and '.join(given)}, want one target per row and a whole head; "
+            "fix: a call of its own for these outputs, which have no gradient"
+        )
+
+
+def _with_outputs(
+    logprobs: Tensor, entropy: Tensor | None, moments: Tensor | None, outputs: tuple[Output, ...]
+) -> LogProbOutputs:
+    if moments is None:
+        return LogProbOutputs(logprobs, entropy)
+    squares, mean, leads = (values.view(logprobs.shape) for values in moments)
+    named = {"sum_squared_probs": squares, "is_top1": leads != 0, "mean_logit": mean}
+    return LogProbOutputs(logprobs, entropy, **{name: named[name] for name in outputs})
+
+
+def _reference_moments(head: Head, ignore_index: int) -> Tensor:
+    """`finish_moments` [3, N] of full logits."""
+    kept, head = head.without_ignored(torch_passes, ignore_index)
+    with full_precision(head.hidden), torch.no_grad():
+        z = distributions.logits(head.hidden, head.weight, **head.transform())
+        squares, leads = z.softmax(-1).square().sum(-1), z.argmax(-1) == head.targets
+        return torch.where(kept, torch.stack([squares, z.mean(-1), leads.to(z.dtype)]), 0.0)
 
 
 def _reference(head: Head, ignore_index: int, support: Support | None) -> tuple[Tensor, Tensor]:

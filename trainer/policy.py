@@ -150,11 +150,13 @@ class PolicyLoss(nn.Module):
 
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         hidden, weight, options = self._head_inputs(batch)
-        return linear_logprobs(hidden, weight, batch.targets, **options)
+        logprobs: Tensor = linear_logprobs(hidden, weight, batch.targets, **options)
+        return logprobs
 
     def _entropies(self, batch: MicroBatch) -> Tensor:
         hidden, weight, options = self._head_inputs(batch)
-        return linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy
+        entropies: Tensor = linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy
+        return entropies
 
     def run(self, batch: MicroBatch, **options: Any) -> tuple[Tensor, Any]:
         """The states [R, L, D] that the model gives its head, and its output."""

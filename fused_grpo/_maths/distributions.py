@@ -56,6 +56,12 @@ def transform_logits(
     return capped / temperature.to(raw.dtype)[:, None]
 
 
+def logits(hidden: Tensor, weight: Tensor, **transform: Unpack[LogitTransform]) -> Tensor:
+    """z [N, V] of hidden states [N, D] and a weight [V, D], whose values are rounded to the dtype of these."""
+    dtype = compute_dtype(hidden)
+    return transform_logits(hidden.to(dtype) @ as_rounded(weight, hidden.dtype).to(dtype).t(), **transform)
+
+
 def cap_slope(x: Tensor) -> Tensor:
     """1 - tanh^2(x) as 4 e / (1 + e)^2, which does not cancel where the cap saturates."""
     e = torch.exp(-2 * x.abs())
@@ -81,9 +87,7 @@ def logprobs_and_entropy(
     >>> [round(x.item(), 4) for x in (logp.exp(), H)]
     [0.75, 0.5623]
     """
-    dtype = compute_dtype(hidden)
-    raw = hidden.to(dtype) @ as_rounded(weight, hidden.dtype).to(dtype).t()
-    z = transform_logits(raw, **transform)
+    z = logits(hidden, weight, **transform)
     z = z if kept is None else z.masked_fill(~kept, -torch.inf)
     log_p = torch.log_softmax(z, dim=-1)
     # A banned token, at -inf, adds 0 to the entropy; 0 * -inf would be NaN.

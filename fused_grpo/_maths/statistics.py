@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -90,7 +90,8 @@ class Upstream(NamedTuple):
         return self.logprobs != 0 if self.entropy is None else (self.logprobs != 0) | (self.entropy != 0)
 
 
-Rows = TypeVar("Rows", RowState, Statistics, Upstream)
+Rows = TypeVar("Rows", bound=tuple[Any, ...])
+Part = TypeVar("Part")
 
 
 def no_columns(count: int, *, dtype: torch.dtype, device: torch.device) -> RowState:
@@ -118,9 +119,9 @@ def merge_rows(parts: Sequence[RowState]) -> RowState:
     return RowState(shift, (rescale * totals).sum(0), (rescale * moved).sum(0), targets.amax(0))
 
 
-def with_part(parts: list[RowState], part: RowState) -> list[RowState]:
+def with_part(parts: list[Part], part: Part, merge: Callable[[list[Part]], Part]) -> list[Part]:
     """The parts and one more of the same rows. Eight parts are merged at a time, to save memory and keep sums short."""
-    return [*parts, part] if len(parts) < 7 else [merge_rows([*parts, part])]
+    return [*parts, part] if len(parts) < 7 else [merge([*parts, part])]
 
 
 def joined(groups: Sequence[Rows]) -> Rows:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo._maths.distributions import LogitTransform
+from fused_grpo._maths.moments import TakesMoments
 from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype, picked
 from fused_grpo.head.checks import HeadOptions, check_head, check_temperature_values
 from fused_grpo.head.gemms import SLICE_BYTES, keeps_sums, logits_by_slices, multiply_into, sum_by_slices
@@ -296,12 +297,18 @@ def local_targets(targets: Tensor, columns: slice) -> Tensor:
 
 
 def softmax_weights_of(
-    tile: Tile, passes: RowPasses, kernel: SoftmaxWeightsForward | None, *, entropy: bool, dtype: torch.dtype
+    tile: Tile,
+    passes: RowPasses,
+    kernel: SoftmaxWeightsForward | None,
+    *,
+    entropy: bool,
+    dtype: torch.dtype,
+    moments: TakesMoments | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
     """(E [R, V] in the memory of a tile of whole rows, its scale, the statistics), by the kernel or from raw logits."""
     if kernel is None:
         weights, scale, statistics = passes.softmax_weights_(
-            tile.logits, tile.targets, entropy=entropy, dtype=dtype, **tile.transform
+            tile.logits, tile.targets, entropy=entropy, moments=moments, dtype=dtype, **tile.transform
         )
     else:
         rows = tile.hidden, tile.weight, tile.targets

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fused_grpo._maths.moments import RowsMoments
 from fused_grpo._maths.statistics import (
     RowState,
     Statistics,
@@ -46,7 +47,7 @@ from fused_grpo.head.head import (
     softmax_weights_of,
 )
 from fused_grpo.passes import buffers
-from fused_grpo.passes.protocol import LogprobForward, RowPasses
+from fused_grpo.passes.protocol import LogprobForward, RowPasses, SoftmaxWeightsForward
 
 # fp16 ends at 2^16: the largest gradient is scaled near 2^10, so that 2^-34 of it does not underflow.
 _FP16_EXPONENT = 10
@@ -68,6 +69,8 @@ class Options(NamedTuple):
     chunk_bytes: int | None = None
     batch_invariant: bool = False
     wanted: Wanted = NOTHING
+    moments: RowsMoments | None = None
+    """Takes those of all rows from the logits of a forward pass, for which there must be tiles of logits."""
 
 
 def forward(head: Head, passes: RowPasses, options: Options) -> Statistics:
@@ -102,7 +105,8 @@ def _parts(head: Head, passes: RowPasses, options: Options) -> Iterator[list[Row
     memory = head.tile_memory(passes, options.chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient)
     parts = list[RowState]()
     for tile in head.tiles(memory, pad=options.batch_invariant and len(head.targets) > 0):
-        parts = with_part(parts, several_targets.row_statistics(tile, passes, entropy=options.entropy))
+        state = several_targets.row_statistics(tile, passes, entropy=options.entropy, moments=options.moments)
+        parts = with_part(parts, state, merge_rows)
         if tile.columns.stop == len(head.weight):
             yield parts
             parts = []
@@ -110,7 +114,7 @@ def _parts(head: Head, passes: RowPasses, options: Options) -> Iterator[list[Row
 
 def _kernel(head: Head, passes: RowPasses, options: Options) -> LogprobForward | None:
     """The kernel without tiles where it is used, for one target per row. Its rows are batch-invariant."""
-    if head.targets.ndim == 2 or (any(options.wanted) and not options.batch_invariant):
+    if head.targets.ndim == 2 or options.moments or (any(options.wanted) and not options.batch_invariant):
         return None
     prefers_tiles = options.chunk_bytes is None and not options.batch_invariant and passes.prefers_tiles(head.hidden)
     return None if prefers_tiles else passes.logprob_forward
@@ -140,7 +144,7 @@ def _parts_by_launches(head: Head, kernel: LogprobForward, options: Options) -> 
             transform = head.transform(rows, columns)
             state = kernel(head.hidden_of(rows), weight, targets[rows], entropy=options.entropy, **transform)[2]
             groups.append(RowState(*state))
-        parts = with_part(parts, joined(groups))
+        parts = with_part(parts, joined(groups), merge_rows)
     yield parts
 
 
@@ -188,12 +192,17 @@ def backward(
     return gradients.finish()
 
 
+def _weights_pass(head: Head, passes: RowPasses, options: Options, wanted: Wanted) -> SoftmaxWeightsForward | None:
+    """`Head.weights_pass` where no logits are needed."""
+    return None if options.moments else head.weights_pass(passes, options.chunk_bytes, wanted)
+
+
 def keeps_weights(head: Head, passes: RowPasses, options: Options) -> bool:
     """Whether the softmax weights of all rows are kept for the backward pass; no value decides."""
     if options.batch_invariant or not (options.wanted.weight or options.wanted.bias) or not head.takes_weights:
         return False
     # Logits become weights in place, or a kernel writes weights without logits; narrower copies would come on top.
-    if head.gemm_dtype != head.dtype and head.weights_pass(passes, options.chunk_bytes, NOTHING) is None:
+    if head.gemm_dtype != head.dtype and _weights_pass(head, passes, options, NOTHING) is None:
         return False
     if head.targets.ndim == 2 and head.softcap is not None:  # whose slopes at the targets need logits
         return False
@@ -217,11 +226,13 @@ def forward_with_weights(
     head: Head, passes: RowPasses, options: Options, memory: Tensor
 ) -> tuple[Statistics, Tensor, Tensor]:
     """(`forward`, the scale [N] of the softmax weights now in the first rows of `memory`, the targets [N] of these)."""
-    kernel = head.weights_pass(passes, options.chunk_bytes, NOTHING)
+    kernel = _weights_pass(head, passes, options, NOTHING)
     with full_precision(head.hidden):
         (tile,) = head.tiles(memory, multiply=kernel is None)
         tile, below = several_targets.largest_target(tile)
-        _, scale, statistics = softmax_weights_of(tile, passes, kernel, entropy=options.entropy, dtype=memory.dtype)
+        _, scale, statistics = softmax_weights_of(
+            tile, passes, kernel, entropy=options.entropy, moments=options.moments, dtype=memory.dtype
+        )
     return several_targets.for_each_target(statistics, below), scale, tile.targets
 
 
@@ -289,10 +300,11 @@ def _rows_and_places(kept: Tensor, has_gradient: Tensor, *, copied: bool) -> tup
 def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tuple[Statistics, Tensor, Tensor]:
     """(`forward`, d log p / d hidden [N, D] in the dtype of accumulators, its targets [N]: of K, the largest)."""
     wanted = Wanted(hidden=True)
-    kernel = head.weights_pass(passes, options.chunk_bytes, wanted)
+    kernel = _weights_pass(head, passes, options, wanted)
     memory = head.chunk_memory(passes, options.chunk_bytes, wanted, head.gemm_dtype if kernel else head.dtype)
     ones = torch.ones_like(head.temperature)
-    scale, entropy = power_of_two_scale(head, ones, exponent=_FP16_EXPONENT), options.entropy
+    scale = power_of_two_scale(head, ones, exponent=_FP16_EXPONENT)
+    entropy, moments = options.entropy, options.moments
     gradients = HeadGradients(head, wanted, one_group=False, scale=scale, hidden_dtype=head.dtype)
     groups, largest = [], []
     with full_precision(head.hidden):
@@ -301,13 +313,12 @@ def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tu
             tile, below = several_targets.largest_target(tile)
             if head.takes_weights:
                 weights, factor, statistics = softmax_weights_of(
-                    tile, passes, kernel, entropy=entropy, dtype=head.gemm_dtype
+                    tile, passes, kernel, entropy=entropy, moments=moments, dtype=head.gemm_dtype
                 )
                 gradients.add_weights(tile, passes, weights, factor, upstream)
             else:
-                statistics = several_targets.finish_rows(
-                    [several_targets.row_statistics(tile, passes, entropy=entropy)], passes, entropy=entropy
-                )
+                state = several_targets.row_statistics(tile, passes, entropy=entropy, moments=moments)
+                statistics = several_targets.finish_rows([state], passes, entropy=entropy)
                 gradients.add_known(tile, passes, statistics, Upstream(upstream, None))
             groups.append(several_targets.for_each_target(statistics, below))
             largest.append(tile.targets)

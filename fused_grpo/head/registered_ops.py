@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_grpo._maths.moments import RowsMoments
 from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype
 from fused_grpo.head import logprob_plans, several_targets
 from fused_grpo.head.checks import differentiated_once, leaves_out_rows, may_synchronize
@@ -29,7 +30,8 @@ _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor te
 
 torch.library.define(
     "fused_grpo::linear_logprobs",
-    f"({_INPUTS}, {_OPTIONS}) -> (Tensor logprobs, Tensor entropy, Tensor others, Tensor kept, Tensor largest)",
+    f"({_INPUTS}, bool moments, {_OPTIONS}) -> "
+    "(Tensor logprobs, Tensor entropy, Tensor others, Tensor kept, Tensor largest, Tensor moments)",
     tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.cudagraph_unsafe),
 )
 torch.library.define(
@@ -46,6 +48,7 @@ def _linear_logprobs(
     bias: Tensor | None,
     targets: Tensor,
     temperature: Tensor,
+    moments: bool,
     logit_scale: float,
     softcap: float | None,
     ignore_index: int,
@@ -54,12 +57,13 @@ def _linear_logprobs(
     chunk_bytes: int | None,
     batch_invariant: bool,
     wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(log p [N], entropy [N], m and s of `statistics.py` [2, N], what is kept, largest targets [N]).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(log p [N], entropy [N], m and s of `statistics.py` [2, N], what is kept, largest targets [N], moments [3, N]).
 
     The entropy is [0] unless `entropy`, and m and s are [0] if no gradient is `wanted`. If, of (hidden, weight, bias),
     only the gradient of hidden is, d log p / d hidden [N, D] is kept, with the targets it is of. If `keeps_weights`,
     softmax weights [N, V] are, those of rows that are not ignored first, and their scale is beside m and s: [3, N].
+    With `moments` and targets [N], the last are those of `finish_moments`, else [0].
     The largest targets are [0] if nothing is kept, and beside the weights of one target per row.
 
     With targets [N, K], log p is [N, K], and the others are those of the largest target that is not ignored. An ignored
@@ -75,7 +79,8 @@ def _linear_logprobs(
     # A single launch needs no count of rows. Batch-invariant rows must stay in place.
     stay = (chosen == "triton" and not any(wanted)) or batch_invariant or not leaves_out_rows(rows)
     index = None if stay else logprob_plans.rows_of(rows)
-    options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted))
+    seen = RowsMoments(len(weight)) if moments else None
+    options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted), seen)
     if _takes_gradient(wanted, batch_invariant):
         statistics, memory, largest = logprob_plans.forward_with_gradient(head.select(index), passes, options)
     elif may_synchronize(targets) and logprob_plans.keeps_weights(head, passes, options):
@@ -84,6 +89,7 @@ def _linear_logprobs(
     else:
         statistics = logprob_plans.forward(head.select(index), passes, options)
     logprobs, entropies, *others = statistics
+    seen_moments = None if seen is None else seen.finish(statistics)
 
     def all_rows(values: Tensor) -> Tensor:
         """[..., N] from [..., R], 0 for ignored rows."""
@@ -104,6 +110,7 @@ def _linear_logprobs(
         shift_and_total,
         memory,
         largest,
+        logprobs.new_empty(0) if seen_moments is None else all_rows(seen_moments),
     )
 
 
@@ -112,16 +119,19 @@ def _takes_gradient(wanted: list[bool], batch_invariant: bool) -> bool:
 
 
 @torch.library.register_fake("fused_grpo::linear_logprobs")  # type: ignore[untyped-decorator]
-def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options: Any) -> tuple[Tensor, ...]:
+def _fake(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
     # len() would specialise the compiled graph to this number of rows.
     count, dtype = targets.shape[0], compute_dtype(hidden)
-    temperature, logit_scale, softcap, _, entropy, impl, chunk_bytes, batch_invariant, wanted = options
+    moments, logit_scale, softcap, _, entropy, impl, chunk_bytes, batch_invariant, wanted = options
     frozen, keeps_weights = _takes_gradient(wanted, batch_invariant), False
     kept = torch.empty_like(hidden, dtype=dtype) if frozen else hidden.new_empty(0, dtype=dtype)
     if not frozen and any(wanted):
         head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
         passes = choice.passes(choice.choose(impl, hidden))
-        plan = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted))
+        seen = RowsMoments(len(weight)) if moments else None
+        plan = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted), seen)
         if keeps_weights := logprob_plans.keeps_weights(head, passes, plan):
             # Of the layout of such a tile: the memory cache of a CPU has no fake tensors.
             layout = passes.empty_tile(count, len(weight), dtype=head.gemm_dtype, device=torch.device("meta"))
@@ -130,7 +140,8 @@ def _fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, 
     others = hidden.new_empty((2 + keeps_weights, count) if any(wanted) else 0, dtype=dtype)
     entropies = hidden.new_empty(count if entropy else 0, dtype=dtype)
     has_largest = frozen or (keeps_weights and targets.ndim == 2)
-    return logprobs, entropies, others, kept, targets.new_empty(count if has_largest else 0)
+    largest = targets.new_empty(count if has_largest else 0)
+    return logprobs, entropies, others, kept, largest, hidden.new_empty((3, count) if moments else 0, dtype=dtype)
 
 
 def _linear_logprobs_backward(
@@ -203,8 +214,8 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output = _below_autograd(*inputs)
-        tensors, ctx.options = inputs[:5], inputs[5:]
-        ctx.save_for_backward(*tensors, *output)
+        tensors, ctx.options = inputs[:5], inputs[6:]
+        ctx.save_for_backward(*tensors, *output[:5])
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
         return output
@@ -214,7 +225,7 @@ class _Differentiable(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *unused: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * (2 + len(ctx.options))
+        nothing = (None,) * (3 + len(ctx.options))
         if grad_logprobs is None and grad_entropy is None:
             return None, None, None, *nothing
         backward = torch.ops.fused_grpo.linear_logprobs_backward.default

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from fused_grpo._maths import distributions
 from fused_grpo._maths.distributions import LogitTransform
+from fused_grpo._maths.moments import TakesMoments
 from fused_grpo._maths.statistics import HEADROOM, RowState, Statistics, finite, merge_rows
 from fused_grpo.head.gemms import SLICE_BYTES
 from fused_grpo.head.head import Head, Tile
@@ -66,10 +67,12 @@ def largest_target(tile: Tile) -> tuple[Tile, Tensor | None]:
     return replace(tile, targets=tile.targets.gather(1, top)[:, 0]), z - finite(z.gather(1, top))
 
 
-def row_statistics(tile: Tile, passes: RowPasses, *, entropy: bool) -> RowState:
+def row_statistics(tile: Tile, passes: RowPasses, *, entropy: bool, moments: TakesMoments | None = None) -> RowState:
     """The state of a tile's rows; for K targets without the largest of them, and with all their logits [R, K]."""
     tile, below = largest_target(tile)
-    state = RowState(*passes.row_statistics(tile.logits, tile.targets, entropy=entropy, **tile.transform))
+    state = RowState(
+        *passes.row_statistics(tile.logits, tile.targets, entropy=entropy, moments=moments, **tile.transform)
+    )
     return state if below is None else state._replace(target_logit=state.target_logit[:, None] + below)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo._maths.distributions import LogitTransform
+from fused_grpo._maths.moments import TakesMoments
 from fused_grpo._maths.statistics import RowState, Statistics
 from fused_grpo.config import TokenTerms
 
@@ -112,9 +113,18 @@ class RowPasses(Protocol):
         """Memory [R, C] for the largest tile; smaller ones are its first rows and columns."""
 
     def row_statistics(
-        self, logits: Tensor, targets: Tensor, *, entropy: bool = False, **transform: Unpack[LogitTransform]
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        *,
+        entropy: bool = False,
+        moments: TakesMoments | None = None,
+        **transform: Unpack[LogitTransform],
     ) -> State:
-        """The `RowState` of rows over these columns; a target outside of [0, C) is in another tile."""
+        """The `RowState` of rows over these columns; a target outside of [0, C) is in another tile.
+
+        `moments` takes those of the tile: there, a target of C or more is in a later tile, a negative one before.
+        """
 
     def finish_rows(self, parts: Sequence[RowState], *, entropy: bool) -> Known:
         """The `Statistics` of whole rows from the states of all their columns."""
@@ -126,12 +136,13 @@ class RowPasses(Protocol):
         *,
         statistics: Statistics | None = None,
         entropy: bool = False,
+        moments: TakesMoments | None = None,
         dtype: torch.dtype = torch.float32,
         **transform: Unpack[LogitTransform],
     ) -> tuple[Tensor, Tensor, Known]:
         """(E [R, C] in `dtype`, scale, the `Statistics`) with d log p / d(h.w) = scale * E, for the target as well.
 
-        The tile is whole rows, or `statistics` are those of the whole rows.
+        The tile is whole rows, of which `moments` takes those, or `statistics` are those of the whole rows.
         """
 
     def logits_gradient_(

@@ -71,7 +71,7 @@ def call_logprobs(
     rest = (given.get("logit_scale", 1.0), given.get("softcap"), -100, entropy, "auto", None, False, flags)
 
     def call() -> Any:
-        out = registered_ops._linear_logprobs(*inputs, *rest)
+        *out, _ = registered_ops._linear_logprobs(*inputs, False, *rest)
         if wanted == "no_grad":
             return out
         grads = (torch.empty_like(out[0]), torch.empty_like(out[1]) if entropy else None)

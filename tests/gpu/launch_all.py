@@ -36,6 +36,7 @@ def launch(device: str, dtype: torch.dtype, size: tuple[int, int, int], **option
         kernels.softmax_weights_(normal(N, V), targets, entropy=entropy, dtype=dtype, **given)
         upstream = {"grad_logprobs": rows, "grad_entropy": rows if entropy else None, "statistics": known}
         kernels.logits_gradient_(normal(N, V), targets, dtype=dtype, **upstream, **given)
+    kernels.row_statistics(normal(N, V), targets, moments=lambda fields, columns: None, **given)
     kernels.softmax_weights_(normal(N, V), targets, statistics=known, dtype=dtype, **given)
     for kind in ("reverse_kl", "forward_kl", "jsd"):
         heads = {"student_head": given, "teacher_head": given, "targets": targets, "grad_logprobs": rows}

@@ -219,4 +219,4 @@ def test_opcheck_finds_nothing(plan):
     options = (1.5, 4.0, -100, True, "triton", None, False, wanted)
     # Not its comparison with a compiled call: that is the test above.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(OPS.linear_logprobs.default, (*inputs, *options), test_utils=utils)
+    torch.library.opcheck(OPS.linear_logprobs.default, (*inputs, True, *options), test_utils=utils)

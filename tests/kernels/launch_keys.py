@@ -39,7 +39,8 @@ def call_passes(N: int, offset: int, dtype: torch.dtype) -> None:
     logits, targets = torch.ones(N, V), vector(N, offset, torch.int64)
     known = tuple(vector(N, offset) for _ in range(4))
     grads = {"grad_logprobs": vector(N, offset), "grad_entropy": vector(N, offset)}
-    kernels.row_statistics(logits, targets, temperature=vector(N, offset), entropy=True)
+    passed = {"entropy": True, "moments": lambda fields, columns: None}
+    kernels.row_statistics(logits, targets, temperature=vector(N, offset), **passed)
     for some in (None, known):
         kernels.softmax_weights_(logits, targets, statistics=some, temperature=vector(N, offset), dtype=dtype)
     kernels.logits_gradient_(logits, targets, statistics=known, temperature=vector(N, offset), dtype=dtype, **grads)

@@ -12,6 +12,8 @@ from device_under_test import DEVICE
 from torch import Tensor
 
 from fused_grpo import kernels
+from fused_grpo._maths import distributions
+from fused_grpo._maths.moments import Moments, merge_moments
 from fused_grpo._maths.statistics import HEADROOM, RowState, Statistics
 from fused_grpo.passes import buffers, torch_passes
 from fused_grpo.passes.protocol import RowPasses
@@ -85,6 +87,48 @@ def test_statistics_are_as_exact_as_torch(
     for some in (ours, at_once):
         for mine, torchs, wanted in zip(some[:2], plain, exact, strict=True):
             oracle.assert_as_exact_as_torch(mine, torchs, wanted)
+
+
+@pytest.mark.parametrize(("R", "V"), SHAPES)
+@pytest.mark.parametrize("names", ["", ALL, "softcap"])
+@pytest.mark.parametrize("rises", [0.0, 90.0])
+def test_moments_are_as_exact_as_torch(
+    oracle: Any, head_options: Any, passes: ModuleType, R: int, V: int, names: str, rises: float
+) -> None:
+    """In two tiles, of which the first row's target is in neither, as in a shard; that of the last row ties."""
+    (logits, targets), options = problem(R, V), head_options(R, V, names)
+    logits += rises * torch.linspace(0, 1, V)
+    targets[1::2] = distributions.transform_logits(logits, **options).argmax(1)[1::2]
+    logits[-1, V // 3] = logits[-1, V - 1] = logits[-1].max() + 1
+    targets[0], targets[-1] = V + 1, V - 1 if R > 1 else V + 1
+    before, bias = logits.clone(), options.pop("bias", None)
+    parts = []
+    for columns in (slice(0, V // 3), slice(V // 3, V)) if V > 2 else (slice(0, V),):
+        tile = {"bias": None if bias is None else bias[columns], **options}
+        passes.row_statistics(
+            logits[:, columns],
+            targets - columns.start,
+            entropy=rises > 0,
+            moments=lambda fields, columns: parts.append(Moments(*fields)),
+            **tile,
+        )
+    assert torch.equal(logits, before)
+    moments, local = merge_moments(parts), targets.clamp_max(V - 1)[:, None]
+    found = []
+    for x in (before, before.double()):
+        z = distributions.transform_logits(x, bias=bias, **options)
+        others = z.scatter(1, local, torch.where(targets[:, None] < V, -torch.inf, z.gather(1, local)))
+        shift = moments.shift.to(x.dtype)[:, None]
+        squares = (2 * (others - shift.masked_fill(shift == -torch.inf, 0.0))).exp().sum(1)
+        found.append((squares, z.sum(1) / V))
+    for mine, plain, exact in zip((moments.squares, moments.logits / V), *found, strict=True):
+        oracle.assert_as_exact_as_torch(mine, plain, exact)
+    leads = (moments.target_logit >= moments.largest) & (moments.target_logit > moments.before)
+    # Where the cap saturates, logits that differ are equal in fp32.
+    lead = torch.where(targets < V, z.gather(1, local)[:, 0], -torch.inf) - others.amax(1)
+    assert (leads | (lead < 1e-5)).all()
+    assert (lead[leads] > -1e-5).all()
+    assert bias is not None or V < 3 or not leads[-1]
 
 
 @pytest.mark.parametrize(("R", "V"), SHAPES)

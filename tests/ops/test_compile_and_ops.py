@@ -32,11 +32,11 @@ def several() -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler's, from torch 2.15 on
 @pytest.mark.parametrize(
-    ("entropy", "frozen", "bias", "ids"),
-    [(*how, targets()) for how in product([False, True], repeat=3)]
-    + [(False, True, False, several()), (True, False, True, several())],
+    ("moments", "entropy", "frozen", "bias", "ids"),
+    [(True, *how, targets()) for how in product([False, True], repeat=3)]
+    + [(False, False, True, False, several()), (False, True, False, True, several())],
 )
-def test_opcheck_finds_nothing(monkeypatch, entropy, frozen, bias, ids):
+def test_opcheck_finds_nothing(monkeypatch, moments, entropy, frozen, bias, ids):
     # Of the weights that are kept, those of ignored rows are undefined: here 0, so that two calls can be compared.
     empty_tile = torch_passes.empty_tile
     monkeypatch.setattr(torch_passes, "empty_tile", lambda *shape, **how: empty_tile(*shape, **how).zero_())
@@ -44,8 +44,8 @@ def test_opcheck_finds_nothing(monkeypatch, entropy, frozen, bias, ids):
     inputs = (hidden, weight, b if bias else None, ids, torch.full((N,), 0.7))
     wanted = [True, not frozen, bias and not frozen]
     options = (1.5, 4.0, -100, entropy, "torch", None, False, wanted)
-    torch.library.opcheck(OPS.linear_logprobs.default, (*inputs, *options))
-    saved = [x.detach() for x in OPS.linear_logprobs(*inputs, *options)]
+    torch.library.opcheck(OPS.linear_logprobs.default, (*inputs, moments, *options))
+    saved = [x.detach() for x in OPS.linear_logprobs(*inputs, moments, *options)[:5]]
     inputs = [None if x is None else x.detach() for x in inputs]
     upstream = (torch.randn(ids.shape), torch.randn(N) if entropy else None)
     torch.library.opcheck(OPS.linear_logprobs_backward.default, (*inputs, *saved, *upstream, *options))
@@ -69,8 +69,8 @@ def test_no_output_of_an_op_shares_memory(impl, ids):
     for count, entropy, invariant, wanted in list(every)[:: 1 if impl == "torch" else 5]:
         inputs = (hidden[:count], weight, bias, ids()[:count], torch.full((count,), 0.7))
         options = (1.5, 4.0, -100, entropy, impl, None, invariant, wanted)
-        saved = OPS.linear_logprobs(*inputs, *options)
-        assert_apart(inputs, saved)
+        *saved, moments = OPS.linear_logprobs(*inputs, inputs[3].ndim == 1, *options)
+        assert_apart(inputs, [*saved, moments])
         upstream = torch.ones(saved[0].shape), torch.ones(count) if entropy else None
         if any(wanted):
             known = (*inputs, *saved, *upstream)
@@ -82,7 +82,7 @@ def test_opcheck_finds_nothing_without_a_gradient_or_rows():
     for count in (N, 0):
         inputs = (hidden[:count], weight, bias, targets()[:count], torch.full((count,), 0.7))
         torch.library.opcheck(
-            OPS.linear_logprobs.default, (*inputs, 1.5, 4.0, -100, True, "torch", None, False, [False] * 3)
+            OPS.linear_logprobs.default, (*inputs, True, 1.5, 4.0, -100, True, "torch", None, False, [False] * 3)
         )
 
 

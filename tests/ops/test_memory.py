@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fused_grpo import fused_linear_divergence, fused_linear_grpo_loss, linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo.logprobs import OUTPUTS
 
 pytestmark = [pytest.mark.grid, pytest.mark.cpu_only(reason="allocations of a CPU; tests/gpu counts those of a GPU")]
 
@@ -23,6 +24,7 @@ N, V, D = 2048, 8003, 64
 PLANS = ["trainable", "entropy", "frozen", "frozen entropy", "only weight", "no_grad", "batch invariant", "loss"]
 # Logits far apart: shifts are raised.
 PLANS += ["no_grad, far", "trainable, far", "frozen, far"]
+PLANS += ["no_grad, outputs", "trainable, outputs", "frozen, outputs"]
 
 
 def peak_of_allocations(work) -> int:
@@ -58,8 +60,10 @@ def work_of(plan: str, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
             out = linear_logprobs_and_entropy(hidden, weight, targets, chunk_bytes=budget)
             torch.autograd.backward(list(out), [upstream, upstream])
         else:
-            invariant = plan == "batch invariant"
-            out = linear_logprobs(hidden, weight, targets, chunk_bytes=budget, batch_invariant=invariant)
+            outputs = OUTPUTS if "outputs" in plan else None
+            options = {"chunk_bytes": budget, "batch_invariant": plan == "batch invariant", "outputs": outputs}
+            out = linear_logprobs(hidden, weight, targets, **options)
+            out = out if outputs is None else out.logprobs
             if out.requires_grad:
                 out.backward(upstream)
 

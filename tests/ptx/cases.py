@@ -23,6 +23,7 @@ from emulator.memory import Fault
 from torch import Tensor
 
 from fused_grpo import kernels
+from fused_grpo._maths.moments import Moments
 from fused_grpo._maths.statistics import RowState, Statistics
 from fused_grpo.config import TokenTerms
 from fused_grpo.kernels.tuning import GemmTile
@@ -148,6 +149,19 @@ def known_weights(device: Device, R: int, V: int) -> Results:
     return results
 
 
+def moments(device: Device, R: int, V: int, *, full: bool = False) -> Results:
+    """The first row's target is in a tile before, the last one's in a later one. Of one row it leads."""
+    raw, targets, head = device.normal(R, V, spread=4), torch.arange(R).sub(1) * 37 % V, device.head(R, V, full=full)
+    targets[0], targets[-1], raw[1, targets[1]] = -1, V, 30.0
+    taken: list[Moments] = []
+    passed = {"entropy": True, "moments": lambda fields, columns: taken.append(Moments(*fields))}
+    device.passes.row_statistics(device.tile(raw), targets, **passed, **head)
+    (found,) = taken
+    leads = (found.target_logit >= found.largest) & (found.target_logit > found.before)
+    numbers = {"largest": found.largest, "squares": found.squares, "mean": found.logits / V}
+    return numbers | {"target logit": found.target_logit, "leads": leads.double()}
+
+
 def logits_gradient(device: Device, R: int, V: int, *, dtype: torch.dtype = BF16, full: bool = False) -> Results:
     raw, targets, head = device.normal(R, V, spread=4), torch.arange(R).sub(1) * 37 % V, device.head(R, V, full=full)
     same = {name: x.double() if isinstance(x, Tensor) else x for name, x in head.items()}
@@ -248,6 +262,8 @@ def cases(arch: str) -> dict[str, Case]:
         "softmax weights of all options": call(softmax_weights, R=2, V=V, full=True),
         "softmax weights in fp32": call(softmax_weights, R=2, V=V, dtype=torch.float32),
         "softmax weights of slices": call(known_weights, R=3, V=V),
+        "moments": call(moments, R=4, V=V),
+        "moments of all options": call(moments, R=4, V=V, full=True),
         "logits gradient": call(logits_gradient, R=2, V=V),
         "logits gradient of all options": call(logits_gradient, R=2, V=V, full=True),
         "logits gradient in fp32": call(logits_gradient, R=2, V=V, dtype=torch.float32),

@@ -16,7 +16,7 @@ from uninterpreted import run_script
 pytestmark = pytest.mark.cpu_only(reason="it emulates a GPU, the same on any machine")
 FOLDER, ARCHES = Path(__file__).parent, ("sm_80", "sm_90")
 KERNELS = {"divergence", "entry_logits", "finish_rows", "grpo_loss", "logits_gradient", "logprob_forward", "scale"}
-KERNELS |= {"clean_targets", "scale_hidden", "softmax_weights", "token_statistics", "weighted_rows"}
+KERNELS |= {"clean_targets", "row_moments", "scale_hidden", "softmax_weights", "token_statistics", "weighted_rows"}
 FOR_ONE_ARCH = {"sm_90": {"anchor", "far_rows", "finish_weights", "raise_shift", "softmax_weights_forward"}}
 COPYING = """They separate the steps of copying a stage, which the first warp takes alone. One barrier orders all of
 them after the reads of the stage that is overwritten, and the mbarrier before the products."""

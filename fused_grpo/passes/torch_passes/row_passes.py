@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fused_grpo._maths import formulas
 from fused_grpo._maths.distributions import LogitTransform, cap_slope
+from fused_grpo._maths.moments import Moments, TakesMoments, merge_moments
 from fused_grpo._maths.statistics import (
     HEADROOM,
     RowState,
@@ -31,13 +32,19 @@ transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def row_statistics(
-    logits: Tensor, targets: Tensor, *, entropy: bool = False, **head: Unpack[LogitTransform]
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    entropy: bool = False,
+    moments: TakesMoments | None = None,
+    **head: Unpack[LogitTransform],
 ) -> RowState:
     """The state of the rows of a tile, which is not changed. `targets` outside of [0, C) are in another tile.
 
-    `head` is bias [C] or None, temperature [R], logit_scale and softcap.
+    `head` is bias [C] or None, temperature [R], logit_scale and softcap. `moments`, if any, are given those of the
+    tile, for which a negative target is in a tile before and one of C or more in a later one.
     """
-    return merge_rows(_fold(RawTile(logits, targets, **head), entropy=entropy)[0])
+    return merge_rows(_fold(RawTile(logits, targets, **head), entropy=entropy, moments=moments)[0])
 
 
 def softmax_weights_(
@@ -46,6 +53,7 @@ def softmax_weights_(
     *,
     statistics: Statistics | None = None,
     entropy: bool = False,
+    moments: TakesMoments | None = None,
     dtype: torch.dtype | None = None,
     **head: Unpack[LogitTransform],
 ) -> tuple[Tensor, Tensor, Statistics]:
@@ -59,7 +67,7 @@ def softmax_weights_(
     """
     tile, out = RawTile(logits, targets, **head), in_place(logits, dtype or logits.dtype)
     if statistics is None:
-        parts, shift = _fold(tile, entropy=entropy, out=out)
+        parts, shift = _fold(tile, entropy=entropy, out=out, moments=moments)
         statistics = finish_rows(parts, entropy=entropy)
         total = statistics.total * torch.exp(statistics.shift - finite(shift))
     else:
@@ -74,24 +82,55 @@ def softmax_weights_(
     return out, -share_of_others(statistics.logprobs, total) * tile.logit_scale / tile.temperature, statistics
 
 
-def _fold(tile: RawTile, *, entropy: bool, out: Tensor | None = None) -> tuple[list[RowState], Tensor]:
+def _fold(
+    tile: RawTile, *, entropy: bool, out: Tensor | None = None, moments: TakesMoments | None = None
+) -> tuple[list[RowState], Tensor]:
     """(the states of a tile's rows, m [R]); with `out`, e^(z - m) times the soft cap's slope is left there."""
-    parts = list[RowState]()
+    parts, of_blocks = list[RowState](), list[Moments]()
     # On a GPU, a test whether a shift is raised would synchronize: the largest logits are computed first.
     shift = tile.raw.new_full((len(tile.raw),), -torch.inf) if tile.on_cpu else tile.largest()
-    for block in tile.blocks(out, apart=entropy):
+    for block in tile.blocks(out, apart=entropy or moments is not None):
         # With the entropy, sums are relative to the largest logit of the block: other errors would not cancel.
-        top = block.z.amax(1) if entropy else None
+        top = block.z.amax(1) if entropy or moments is not None else None
         if tile.on_cpu:
             shift = _raised(shift, block.z, top, None if out is None else out[:, : block.columns.start])
-        centre = shift if top is None else top
+        centre = top if top is not None and entropy else shift
+        order = None if moments is None or top is None else _order(block, tile, top)
         e = exp(torch.sub(block.z, finite(centre)[:, None], out=block.centred), out=block.e)
         # Below -128 exp is 0 or almost 0: the clamp only avoids 0 * -inf.
         weighted = block_sums(block.centred.clamp_min_(-128.0).mul_(e)) if entropy else shift
-        parts = with_part(parts, RowState(centre, block_sums(e), weighted, tile.target_logit))
+        parts = with_part(parts, RowState(centre, block_sums(e), weighted, tile.target_logit), merge_rows)
+        if order is not None:
+            squares = block_sums(torch.mul(e, e, out=block.centred))
+            of_blocks = with_part(of_blocks, Moments(centre, squares, *order, tile.target_logit), merge_moments)
         if entropy and out is not None:
             e.mul_(torch.exp(centre - finite(shift))[:, None])
+    if moments is not None:
+        moments(merge_moments(of_blocks), tile.raw.shape[1])
     return parts, shift
+
+
+def _order(block: Block, tile: RawTile, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(the sum of the logits, the largest but the target's, the largest before the target), of a block [R, c]."""
+    z, local, at_target = block.z, tile.targets - block.columns.start, tile.target_logit
+    if not tile.on_cpu:
+        hidden = put_at_targets_(z, local, at_target[:, None])
+        sums = block_sums(z)
+        z.scatter_(1, *hidden)
+        return sums, largest, z.masked_fill(_columns(z) >= local[:, None], -torch.inf).amax(1)
+    rows = (local == local.clamp(0, z.shape[1] - 1)).nonzero()[:, 0]  # a share of all
+    z[rows, local[rows]] = at_target[rows]
+    sums = block_sums(z)
+    z[rows, local[rows]] = -torch.inf
+    # Which of the other logits is before the target is only asked where one ties with it.
+    before, tied = largest.masked_fill(local < 0, -torch.inf), rows[largest[rows] == at_target[rows]]
+    if len(tied):
+        before[tied] = z[tied].masked_fill(_columns(z) >= local[tied, None], -torch.inf).amax(1)
+    return sums, largest, before
+
+
+def _columns(z: Tensor) -> Tensor:
+    return torch.arange(z.shape[1], device=z.device)
 
 
 def _raised(shift: Tensor, z: Tensor, top: Tensor | None, before: Tensor | None) -> Tensor:

@@ -105,6 +105,20 @@ def inverse(temperature):
 
 
 @triton.jit
+def load_logits(start, bias, columns, C, MASKED: tl.constexpr):
+    """h.w + bias at these columns, fp32; 0 past the end."""
+    if MASKED:
+        x = tl.load(start + columns, mask=columns < C, other=0.0)
+        if bias is not None:
+            x += tl.load(bias + columns, mask=columns < C, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(start + columns)
+        if bias is not None:
+            x += tl.load(bias + columns).to(tl.float32)
+    return x
+
+
+@triton.jit
 def add_bias(raw, bias, columns, V):
     """x = raw + bias for a tile of raw h.w [ROWS, COLUMNS] in fp32; None is no bias."""
     if bias is not None:

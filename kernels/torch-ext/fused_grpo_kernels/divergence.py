@@ -30,9 +30,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import launching_on
-from ._tiles import exp, inverse, log1p, logit, logit_slope
+from ._tiles import exp, inverse, load_logits, log1p, logit, logit_slope
 from .finish_rows import finish_rows
-from .softmax_weights import load_logits, row_statistics
+from .softmax_weights import row_statistics
 from .tuning import pair_tile
 
 # Of c: e^c is 0 there, and its product with c too. Of a logit: the largest one is found from there on.

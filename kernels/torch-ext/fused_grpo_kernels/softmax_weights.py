@@ -14,27 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import launching_on
-from ._tiles import exp, expm1, finish_row, inverse, logit, softcap_slope
+from ._tiles import exp, expm1, finish_row, inverse, load_logits, logit, softcap_slope
+from .row_moments import TakesMoments, row_moments
 from .tuning import row_tile
 
 # In nats, for the weights and for the sums: e^16 times the vocabulary is far below the largest bf16 and fp32.
 HEADROOM, CLOSE = tl.constexpr(16.0), tl.constexpr(2.0)
 
 ROW_VECTORS = ["targets", "temperature", "shift", "total", "weighted", "target_logit", "logprobs", "entropy", "scale"]
-
-
-@triton.jit
-def load_logits(start, bias, columns, C, MASKED: tl.constexpr):
-    """h.w + bias at these columns, fp32; 0 past the end."""
-    if MASKED:
-        x = tl.load(start + columns, mask=columns < C, other=0.0)
-        if bias is not None:
-            x += tl.load(bias + columns, mask=columns < C, other=0.0).to(tl.float32)
-    else:
-        x = tl.load(start + columns)
-        if bias is not None:
-            x += tl.load(bias + columns).to(tl.float32)
-    return x
 
 
 @triton.jit
@@ -226,6 +213,7 @@ def row_statistics(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
+    moments: TakesMoments | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The statistics of the rows of materialised logits, which are not changed.
 
@@ -235,6 +223,8 @@ def row_statistics(
         bias: [C], any float dtype.
         temperature, logit_scale, softcap: as in `logprob_forward`.
         entropy: also compute `weighted`, which the entropy needs.
+        moments: called with what `row_moments.py` computes of these logits, and C. For it, a target outside of [0, C)
+            is negative where it is in columns before these, and C or more where it is in later ones.
 
     Returns:
         (shift m, total s, weighted, target logit), each [R] fp32. `weighted` = sum_v e^(z_v - m) (z_v - m) is set with
@@ -243,6 +233,8 @@ def row_statistics(
     Memory: none.
     """
     head = (bias, temperature, logit_scale, softcap)
+    if moments is not None:
+        _take(moments, logits, targets, head)
     shift, total, weighted, target_logit = _vectors(logits)
     rows = (shift, total, weighted if entropy else None, target_logit, None, None, None)
     _launch(logits, None, targets, head, rows)
@@ -259,6 +251,7 @@ def softmax_weights_(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
+    moments: TakesMoments | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor | None, Tensor, Tensor]]:
     """Overwrite logits by the softmax weights of their tokens.
@@ -268,6 +261,7 @@ def softmax_weights_(
         statistics: (logprobs, entropy or None, shift, total), each [R] fp32, of the whole rows. Needed if these columns
             are a slice of the vocabulary.
         entropy: also compute the entropy of each row.
+        moments: as in `row_statistics`.
         dtype: of the weights. bf16 takes the front half of each row's memory; fp16 has too little range.
 
     Returns:
@@ -283,8 +277,16 @@ def softmax_weights_(
     logprobs, entropies, shift, total = result
     rows = (shift, total, None, None, logprobs, None if is_known else entropies, scale)
     head = (bias, temperature, logit_scale, softcap)
+    if moments is not None:
+        _take(moments, logits, targets, head)
     _launch(logits, weights, targets, head, rows, is_known=is_known)
     return weights, scale, result
+
+
+def _take(moments, logits, targets, head):
+    bias, temperature, logit_scale, softcap = head
+    options = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
+    moments(row_moments(logits, targets, **options), logits.shape[1])
 
 
 def _vectors(logits):
