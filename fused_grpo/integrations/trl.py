@@ -14,7 +14,7 @@ gets the right gradients with five GEMMs.
 There are two entry points:
 
     from fused_grpo.integrations.trl import FusedGRPOTrainer       # a GRPOTrainer; nothing else changes
-    with fused_grpo.integrations.trl.patched(): ...                # TRL's own GRPO and RLOO, until the end of the block
+    with fused_grpo.integrations.trl.patched(): ...                # TRL's own trainers, until the end of the block
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fused_grpo.head.head import flatten_head
 from fused_grpo.integrations._peers import check_version
 from fused_grpo.integrations.model_modes import replaced
 from fused_grpo.integrations.speculative import speculative_logprobs
-from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo.logprobs import Output, linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.loss import LossArguments, loss_inputs
 
 check_version("trl", "~=1.16.0")
@@ -48,6 +48,12 @@ __all__ = ["FusedGRPOTrainer", "patched"]
 
 logger = logging.getLogger("fused_grpo")
 _NO_SPECULATION = "log-probs are from fused_grpo, the gradient of the loss is TRL's own (4 GEMMs over the head, not 3)"
+# What TRL calls them, and what we do. It takes the logarithm of the first.
+_OUTPUTS: dict[str, Output] = {
+    "log_sum_sq_probs": "sum_squared_probs",
+    "mean_logits": "mean_logit",
+    "is_top1": "is_top1",
+}
 Fields = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -55,10 +61,10 @@ Fields = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | Non
 def patched(*, chunk_bytes: int | None = None) -> Iterator[None]:
     """Inside, all trainers of TRL use our ops, also existing ones; leaving restores TRL's own op.
 
-    GRPO and RLOO, and reference models of the other trainers, get log-probs and entropies from `linear_logprobs`;
-    `GRPOTrainer` gets speculative gradients. On every device only positions with a label are scored. Calls that need
-    more (the policies of SFT, DPO and KTO need token accuracy or mean logits) run TRL's own op. Overlapping blocks must
-    be left in the reverse order of entering.
+    All get log-probs and entropies from `linear_logprobs`, with its `outputs` where they ask for more: SFT, DPO and KTO
+    for the token accuracy, mean logits or the sum of squared probabilities. `GRPOTrainer` gets speculative gradients.
+    On every device only positions with a label are scored. Overlapping blocks must be left in the reverse order of
+    entering.
 
     Args:
         chunk_bytes: budget for the one chunk or tile of logits, as in `linear_logprobs`.
@@ -101,17 +107,16 @@ _current_loss: ContextVar[SpeculatedLoss | None] = ContextVar("speculated_loss",
 @contextmanager
 def _our_ops(chunk_bytes: int | None = None) -> Iterator[None]:
     """Replaces TRL's autograd function, and TRL's test whether to score only the labelled positions."""
-    original = trl_utils._ChunkedLogProbFunction
-    ours = _Ops(original.original if isinstance(original, _Ops) else original, chunk_bytes)
-    with replaced(trl_utils, "_ChunkedLogProbFunction", ours), replaced(trl_utils, "_use_triton", lambda device: True):
+    ours = replaced(trl_utils, "_ChunkedLogProbFunction", _Ops(chunk_bytes))
+    with ours, replaced(trl_utils, "_use_triton", lambda device: True):
         yield
 
 
 class _Ops:
     """Replaces TRL's autograd function, with the same call."""
 
-    def __init__(self, original: Any, chunk_bytes: int | None) -> None:
-        self.original, self.chunk_bytes = original, chunk_bytes
+    def __init__(self, chunk_bytes: int | None) -> None:
+        self.chunk_bytes = chunk_bytes
 
     @outside_graphs
     def apply(
@@ -127,16 +132,10 @@ class _Ops:
         outputs: tuple[str, ...] | None = None,
     ) -> Fields:
         """(log-probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None for those that are not in `outputs`."""
-        more = ("more than log-probs and entropy",) if outputs is None else {*outputs} - {"log_probs", "entropy"}
-        if more:
-            _announce(f"asked for {', '.join(sorted(more))}, which ours do not compute: TRL's own op runs")
-            given = () if outputs is None else (outputs,)
-            transform = (temperature, chunk_size, final_logit_softcapping, logit_scale)
-            fields: Fields = self.original.apply(hidden, weight, bias, targets, *transform, *given)
-            return fields
+        more = tuple(ours for name, ours in _OUTPUTS.items() if outputs is None or name in outputs)
         options = HeadOptions(bias, temperature, logit_scale, final_logit_softcapping)
         expected, speculates = _current_loss.get(), torch.is_grad_enabled()
-        if expected is not None and speculates and len(targets) == len(expected.inputs["advantages"]):
+        if expected is not None and speculates and not more and len(targets) == len(expected.inputs["advantages"]):
             head = flatten_head(hidden, weight, targets, options)
             if head.hidden.dtype != torch.float16:
                 arguments = LossArguments(**expected.inputs)
@@ -145,9 +144,9 @@ class _Ops:
                 return *values, None, None, None
             _announce(f"fp16 would lose small gradients before they are scaled: {_NO_SPECULATION}")
         keywords: dict[str, Any] = {**options._asdict(), "chunk_bytes": self.chunk_bytes}
-        if outputs is not None and "entropy" in outputs:
-            return *linear_logprobs_and_entropy(hidden, weight, targets, **keywords), None, None, None
-        return linear_logprobs(hidden, weight, targets, **keywords), None, None, None, None
+        op = linear_logprobs_and_entropy if outputs is None or "entropy" in outputs else linear_logprobs
+        logprobs, entropy, squares, is_top1, mean = op(hidden, weight, targets, outputs=more, **keywords)
+        return logprobs, entropy, None if squares is None else squares.log(), mean, is_top1
 
 
 @contextmanager

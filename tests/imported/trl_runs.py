@@ -125,6 +125,32 @@ def run(
         named = {"processing_class": tokenizer(), "rollout_func": rollout_func, "peft_config": peft_config}
         trainer = trainer_class(model or saved_model(), reward, args, rows, **named)
         trainer.train()
+    return what_became_of(trainer)
+
+
+def run_offline(name: str, **options: Any) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """The same of TRL's trainer of that name ("SFT", "DPO" or "KTO") after three steps on given completions."""
+    import datasets
+    import trl
+
+    rows: list[dict[str, Any]] = [{"prompt": x, "chosen": f" {x} 7", "rejected": " 3 4"} for x in PROMPTS]
+    if name == "SFT":
+        rows = [{"text": f"{x} {x} 7 8"} for x in PROMPTS]
+    elif name == "KTO":
+        rows = [{"prompt": x, "completion": f" {x} 7", "label": k % 2 == 0} for k, x in enumerate(PROMPTS)]
+    options = {**PLAIN, "max_steps": 3, "per_device_train_batch_size": 4} | options
+    del options["shuffle_dataset"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        args = getattr(trl, f"{name}Config")(output_dir=tempfile.mkdtemp(dir=FOLDER.name), **options)
+        given = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
+        trainer = getattr(trl, f"{name}Trainer")(saved_model(), args=args, **given)
+        trainer.train()
+    return what_became_of(trainer)
+
+
+def what_became_of(trainer: Any) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """(parameters, log)."""
     trained = trainer.accelerator.unwrap_model(trainer.model)
     log = [{k: v for k, v in line.items() if not any(x in k for x in CLOCKED)} for line in trainer.state.log_history]
     return {name: value.detach().clone() for name, value in trained.state_dict().items()}, log

@@ -1,6 +1,7 @@
 """TRL's trainers with our ops: the numbers are TRL's, whatever the options, and TRL is as it was afterwards."""
 
 import importlib.metadata
+import itertools
 import json
 from types import ModuleType
 
@@ -247,36 +248,77 @@ def test_a_quantile_of_several_processes_is_left_to_trl(ours, caplog, monkeypatc
     assert "top_entropy_quantile" in caplog.text
 
 
-def test_a_head_that_is_asked_for_more_stays_trls(ours, caplog):
-    from trl.kernels import ChunkedLogProbFunction
-
-    hidden, weight, targets = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
-    arguments = (hidden, weight, None, targets, 1.0, 4, None, 1.0, ("entropy", "is_top1", "mean_logits"))
-    theirs = ChunkedLogProbFunction.apply(*arguments)
-    ours._announce.cache_clear()
-    with ours.patched(), caplog.at_level("INFO", "fused_grpo"):
-        fields = ours.trl_utils._ChunkedLogProbFunction.apply(*arguments)
-    for one, other in zip(fields, theirs, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
-    assert "asked for is_top1, mean_logits, which ours do not compute" in caplog.text
+ASKED = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+ASKED_FOR = [("log_probs", *some) for count in range(5) for some in itertools.combinations(ASKED, count)]
 
 
-@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy")])
+@pytest.mark.parametrize("outputs", [*ASKED_FOR, None], ids=str)
 def test_the_op_is_trls(ours, outputs):
-    """What RLOO calls, and reference models: softcap, scale, bias and temperature as TRL passes them."""
+    """All fields, those that are None, and gradients: softcap, scale, bias and temperature as TRL passes them."""
     generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(*shape, generator=generator).requires_grad_() for shape in ((9, 8), (11, 8), (11,))]
-    hidden, weight, bias = leaves
-    arguments = (hidden, weight, bias, torch.arange(9), 0.7, 4, 3.0, 0.5, outputs)
+    leaves = [torch.randn(*shape, generator=generator) for shape in ((40, 8), (11, 8), (11,))]
+    leaves[0][1:4, :], leaves[1][3], leaves[2][3] = 30.0, leaves[1][7], leaves[2][7]  # certain tokens; two tie
+    hidden, weight, bias = (x.requires_grad_() for x in leaves)
+    arguments = (hidden, weight, bias, torch.arange(40) % 11, 0.7, 4, 3.0, 0.5)
+    arguments += () if outputs is None else (outputs,)
     results = []
     for context in (ours._our_ops, torch.enable_grad):
         with context():
-            fields = [x for x in ours.trl_utils._ChunkedLogProbFunction.apply(*arguments) if x is not None]
-        loss = sum((x * torch.linspace(-1, 1, 9)).sum() for x in fields)
-        results.append([*fields, *torch.autograd.grad(loss, leaves)])
+            fields = ours.trl_utils._ChunkedLogProbFunction.apply(*arguments)
+        loss = sum((x * torch.linspace(-1, 1, 40)).sum() for x in fields if x is not None and x.requires_grad)
+        results.append([*fields, *torch.autograd.grad(loss, (hidden, weight, bias))])
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.requires_grad == other.requires_grad
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_fields_of_ties_and_labels_that_do_not_count_are_trls(ours, softcap):
+    """Through `add_fused_lm_head`, which has zeros where a label is -100; of equal logits only the first is on top."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(trl_runs.saved_model(20.0))
+    model.config.final_logit_softcapping = softcap
+    model.lm_head.weight.data[10:] = model.lm_head.weight.data[10:11]
+    ids = torch.randint(2, trl_runs.V, (4, 12), generator=torch.Generator().manual_seed(1))
+    ours.trl_utils.add_fused_lm_head(model, 0.8, outputs=("log_probs", *ASKED))
+    with torch.no_grad():
+        labels = ids.masked_fill(torch.arange(12) % 5 == 2, -100)
+        labels[:2, 1:] = model(ids[:2, :-1]).logits.argmax(-1)
+        theirs = model(ids, labels=labels, fused_lm_head=True)
+        with ours.patched():
+            mine = model(ids, labels=labels, fused_lm_head=True)
+    assert 0 < theirs.is_top1.sum() < theirs.is_top1.numel()
+    assert mine.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        torch.testing.assert_close(mine[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "options", "asks_for"),
+    [
+        ("SFT", {}, ("is_top1",)),
+        ("DPO", {}, ("mean_logit", "is_top1")),
+        ("DPO", {"use_weighting": True}, ("sum_squared_probs", "mean_logit", "is_top1")),
+        ("KTO", {}, ("mean_logit",)),
+    ],
+    ids=str,
+)
+def test_other_trainers_take_their_fields_from_ours(ours, monkeypatch, name, options, asks_for):
+    asked, op = set(), ours.linear_logprobs_and_entropy
+
+    def noted(*tensors, outputs, **keywords):
+        asked.add(outputs)
+        return op(*tensors, outputs=outputs, **keywords)
+
+    theirs = trl_runs.run_offline(name, **options)
+    monkeypatch.setattr(ours, "linear_logprobs_and_entropy", noted)
+    with ours.patched():
+        compare(theirs, trl_runs.run_offline(name, **options))
+    assert asked == {asks_for}
 
 
 def interrupted(all_replaced: bool) -> None:
