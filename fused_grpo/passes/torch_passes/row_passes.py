@@ -89,19 +89,20 @@ def _fold(
     parts, of_blocks = list[RowState](), list[Moments]()
     # On a GPU, a test whether a shift is raised would synchronize: the largest logits are computed first.
     shift = tile.raw.new_full((len(tile.raw),), -torch.inf) if tile.on_cpu else tile.largest()
-    for block in tile.blocks(out, apart=entropy or moments is not None):
+    for block in tile.blocks(out, apart=entropy or (moments is not None and out is not None)):
         # With the entropy, sums are relative to the largest logit of the block: other errors would not cancel.
         top = block.z.amax(1) if entropy or moments is not None else None
         if tile.on_cpu:
             shift = _raised(shift, block.z, top, None if out is None else out[:, : block.columns.start])
         centre = top if top is not None and entropy else shift
         order = None if moments is None or top is None else _order(block, tile, top)
-        e = exp(torch.sub(block.z, finite(centre)[:, None], out=block.centred), out=block.e)
+        centred = torch.sub(block.z, finite(centre)[:, None], out=block.centred if entropy else block.e)
+        e = exp(centred, out=block.e)
         # Below -128 exp is 0 or almost 0: the clamp only avoids 0 * -inf.
         weighted = block_sums(block.centred.clamp_min_(-128.0).mul_(e)) if entropy else shift
         parts = with_part(parts, RowState(centre, block_sums(e), weighted, tile.target_logit), merge_rows)
         if order is not None:
-            squares = block_sums(torch.mul(e, e, out=block.centred))
+            squares = block_sums(torch.mul(e, e, out=e if out is None else block.centred))
             of_blocks = with_part(of_blocks, Moments(centre, squares, *order, tile.target_logit), merge_moments)
         if entropy and out is not None:
             e.mul_(torch.exp(centre - finite(shift))[:, None])
