@@ -64,15 +64,23 @@ class SupportedHead:
         wanted: Wanted,
     ) -> None:
         self._head, self._passes, self._chunk_bytes, self._wanted = head, passes, chunk_bytes, wanted
-        every = Segments(support[1])
-        restricted = every.sizes > 0
+        self._every = Segments(support[1])
+        restricted = self._every.sizes > 0
         self.others = (take_part & ~restricted).nonzero()[:, 0]
         self._entries = Entries.of(support, (take_part & restricted).nonzero()[:, 0])
-        self.items, _ = every.select(self._entries.rows)  # of the support, [E]
-        self.row_of_entries = self._entries.rows[self._entries.row]
         targets = head.targets[self._entries.rows]
         self._places = self._entries.places_of(targets)
         check_kept(self._entries, self._places, targets)
+
+    @property
+    def items(self) -> Tensor:
+        """The places of the entries among the support's token_ids, [E]."""
+        return self._every.select(self._entries.rows)[0]
+
+    @property
+    def row_of_entries(self) -> Tensor:
+        """[E]"""
+        return self._entries.rows[self._entries.row]
 
     def statistics(self, *, entropy: bool) -> Statistics:
         """The statistics of all rows, [N] each, 0 for rows that take no part."""
