@@ -20,6 +20,7 @@ from fused_grpo.head import several_targets
 from fused_grpo.head.centering import Centering
 from fused_grpo.head.chunked_divergence import Teacher
 from fused_grpo.head.head import Head, HeadGradients, Tile, softmax_weights_of
+from fused_grpo.head.several_targets import KnownTargets
 from fused_grpo.head.sharded import Shards
 from fused_grpo.passes.protocol import RowPasses, SoftmaxWeightsForward, TileDivergence
 
@@ -176,14 +177,7 @@ class CentredRows(KnownRows):
         tile = tile.first(max(0, active - tile.rows.start))
         if gradients is None or not tile.logits.numel():
             return
-        rows, scale = slice(len(tile.targets)), 1.0 if gradients.scale is None else gradients.scale
-        grad_logprobs, grad_entropy = upstream.rows(rows)
-        known = several_targets.known_targets(
-            tile.targets,
-            self.centering.every_logprob(tile.rows_of_head, seen.statistics.rows(rows)),
-            self.centering.upstream(tile.rows_of_head, grad_logprobs) * scale,
-            None if grad_entropy is None else grad_entropy * scale,
-        )
+        known = self._known(tile, seen, upstream, 1.0 if gradients.scale is None else gradients.scale)
         gradients.add_gradient(tile, several_targets.logits_gradient_(tile, passes, known, dtype=tile.hidden.dtype))
 
     def all_seen(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig) -> None:
@@ -192,6 +186,17 @@ class CentredRows(KnownRows):
     def to_revisit(self, head: Head, upstream: Upstream) -> Tensor:
         weights = self.centering.weights
         return upstream.have_gradient() | ((weights if head.index is None else weights[head.index]) != 0)
+
+    def _known(self, tile: Tile, seen: Seen, upstream: Upstream, scale: float | Tensor = 1.0) -> KnownTargets:
+        """What the gradients of a tile's rows need of all their targets."""
+        rows = slice(len(tile.targets))
+        grad_logprobs, grad_entropy = upstream.rows(rows)
+        return several_targets.known_targets(
+            tile.targets,
+            self.centering.every_logprob(tile.rows_of_head, seen.statistics.rows(rows)),
+            self.centering.upstream(tile.rows_of_head, grad_logprobs) * scale,
+            None if grad_entropy is None else grad_entropy * scale,
+        )
 
     def _own(self, tile: Tile, statistics: Statistics) -> Seen:
         return Seen(statistics._replace(logprobs=self.centering.keep(tile.rows_of_head, statistics.logprobs)))
@@ -219,12 +224,7 @@ class WeightedCentredRows(CentredRows):
         rows = slice(len(tile.targets))
         if gradients is None or not tile.logits.numel():
             return
-        known = several_targets.known_targets(
-            tile.targets,
-            self.centering.every_logprob(tile.rows_of_head, seen.statistics.rows(rows)),
-            self.centering.upstream(tile.rows_of_head, upstream.logprobs[rows]),
-            None,
-        )
+        known = self._known(tile, seen, upstream)
         weights, scale = (x[rows] for x in seen.weights)
         values, factor = known.at_targets * seen.slopes[rows], scale * known.grad_logprobs
         factor = several_targets.put_at_targets_(weights, tile, values, factor)
