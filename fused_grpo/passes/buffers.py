@@ -57,8 +57,8 @@ CPU_CHUNK_BYTES = 96 * 2**20
 # The chunks of a student and of a teacher together on a CPU: small beside two full logits, and fewer sums of dW.
 CPU_PAIR_BYTES = 320 * 2**20
 
-# Softmax weights of all rows on a CPU, kept until the backward pass of log-probs. Not a share of its memory, as on a GPU:
-# which plan runs, and so the rounding, would differ between machines.
+# Softmax weights of all rows on a CPU, kept until the backward pass of log-probs. Not a share of its memory, as on a
+# GPU: which plan runs, and so the rounding, would differ between machines.
 CPU_KEPT_BYTES = 512 * 2**20
 
 # fp32 numbers per cache line, to which columns are aligned.
