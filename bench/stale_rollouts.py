@@ -1,9 +1,10 @@
-"""Does score centering learn better? `python -m fused_grpo.bench.stale_rollouts [--seeds 8]`.
+"""Does score centering learn better? `python -m fused_grpo.bench.stale_rollouts [--seeds 8] [--model smollm2]`.
 
-The built-in task, sampled by transformers with the demo's options, where a copy of the model samples and gets new
-weights each few steps alone: rollouts are up to that many steps old. Conditions are old weights, and older ones with
-nucleus sampling; arms are the four combinations of importance weights and centering. It writes
-bench/results/<machine>/stale-rollouts-<date>.json, whose figures docs/score-centering.md quotes, and prints them.
+The built-in task with the demo's options, or SmolLM2-135M that learns sums with its recipe's. Transformers samples from
+a copy of the model, which gets new weights each few steps alone: rollouts are up to that many steps old. Conditions are
+old weights, and older ones with nucleus sampling; arms are the four combinations of importance weights and centering,
+of which SmolLM2 has the two with weights. It writes bench/results/<machine>/stale-<model>-<date>.json, whose figures
+docs/score-centering.md quotes, and prints them. SmolLM2 takes 4 minutes a run and core.
 """
 
 from __future__ import annotations
@@ -22,22 +23,31 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from fused_grpo.bench.accuracy import ROOT, commit
 from fused_grpo.env import environment
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.cli.options import RECIPES
+from fused_grpo.trainer.cli.options import RECIPES, parse_train_options
+from fused_grpo.trainer.cli.train import load_inputs
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.recipes import arithmetic
 
 STEPS = 24
+NUCLEUS = {"top_p": 0.9, "sampling_support": "require"}
 # (steps that the sampler's weights are kept, further options, the kind of centering)
 CONDITIONS: dict[str, tuple[int, dict[str, Any], str]] = {
     "up to 3 steps old": (4, {}, "topk"),
     "up to 7 steps old": (8, {}, "topk"),
-    "up to 3 steps old, top_p=0.9": (4, {"top_p": 0.9, "sampling_support": "require"}, "kept"),
+    "up to 3 steps old, top_p=0.9": (4, NUCLEUS, "kept"),
 }
-ARMS = [(weights, centred) for weights in (False, True) for centred in (False, True)]
+# (importance weights, centering)
+ARMS = {
+    "built-in": [(weights, centred) for weights in (False, True) for centred in (False, True)],
+    "smollm2": [(True, False), (True, True)],
+}
+CONDITIONS_OF = {"built-in": [*CONDITIONS], "smollm2": [*CONDITIONS][1:]}
+SMOLLM2 = {"per_device_train_batch_size": 32, "lr_scheduler_type": "constant"}  # half of the recipe's prompts
 
 
 class Behind(TransformersEngine):
@@ -55,26 +65,42 @@ class Behind(TransformersEngine):
         self.weight_version = version
 
 
-def run(case: tuple[str, bool, bool, int]) -> dict[str, Any]:
-    """One run: held-out accuracy before and after."""
-    condition, weights, centred, seed = case
-    torch.set_num_threads(1)
-    age, options, kind = CONDITIONS[condition]
+def built_in(options: dict[str, Any]) -> tuple[Any, ...]:
+    """The model, its tokenizer, rewards, rows to train on and held-out ones, and the demo's options."""
     model, tokenizer = arithmetic.load_base_model()
     splits, demo = arithmetic.build_splits(), yaml.safe_load((RECIPES / "demo.yaml").read_text())
+    return model, tokenizer, arithmetic.sum_reward, splits.train, splits.heldout, GRPOConfig(**{**demo, **options})
+
+
+def real(options: dict[str, Any]) -> tuple[Any, ...]:
+    """The same of the recipe smollm2."""
+    changes = [f"--{name.replace('_', '-')}={value}" for name, value in (SMOLLM2 | options).items()]
+    recipe = parse_train_options(["--config=smollm2", "--eval-limit=100", *changes])
+    inputs = load_inputs(recipe)
+    model = AutoModelForCausalLM.from_pretrained(inputs.model)
+    tokenizer, rewards = inputs.processing_class, inputs.reward_funcs
+    return model, tokenizer, rewards, inputs.train, inputs.heldout, recipe.trainer_args()
+
+
+def run(case: tuple[str, str, bool, bool, int]) -> dict[str, Any]:
+    """One run: held-out accuracy before and after."""
+    name, condition, weights, centred, seed = case
+    torch.set_num_threads(1)
+    age, options, kind = CONDITIONS[condition]
     with tempfile.TemporaryDirectory() as folder:
-        demo |= {"output_dir": folder, "max_steps": STEPS, "save_strategy": "no", "use_vllm": False, "seed": seed}
-        demo |= {"vllm_importance_sampling_correction": weights, "score_centering": kind if centred else "off"}
-        args = GRPOConfig(**{**demo, **options, "log_completions": False, "logprob_mismatch": "warn"})
-        own: dict[str, Any] = {"eval_dataset": splits.heldout, "processing_class": tokenizer}
+        how = {"output_dir": folder, "max_steps": STEPS, "save_strategy": "no", "use_vllm": False}
+        how |= {"vllm_importance_sampling_correction": weights, "score_centering": kind if centred else "off"}
+        how |= {"seed": seed, "log_completions": False, "logprob_mismatch": "warn", "eval_steps": STEPS}
+        model, tokenizer, rewards, train, heldout, args = (built_in if name == "built-in" else real)(how | options)
+        own: dict[str, Any] = {"eval_dataset": heldout, "processing_class": tokenizer}
         engine = Behind(model, tokenizer, age)
-        trainer = GRPOTrainer(model, arithmetic.sum_reward, args, splits.train, **own, rollout_engine=engine)
-        result = trainer.train()
+        result = GRPOTrainer(model, rewards, args, train, **own, rollout_engine=engine).train()
     assert result.eval_before is not None
     assert result.eval_after is not None
     row = {"condition": condition, "importance weights": weights, "centred": centred, "seed": seed}
     row |= {"before": result.eval_before["reward"], "after": result.eval_after["reward"]}
-    row |= {name: value for name, value in result.metrics.items() if name.startswith("centering")}
+    kept = ("centering", "sampling_difference", "reward")
+    row |= {metric: value for metric, value in result.metrics.items() if metric.startswith(kept)}
     print(row, flush=True)
     return row
 
@@ -82,18 +108,24 @@ def run(case: tuple[str, bool, bool, int]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=8)
-    seeds = range(parser.parse_args(arguments).seeds)
-    cases = [(condition, *arm, seed) for seed in seeds for condition in CONDITIONS for arm in ARMS]
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        rows = pool.map(run, cases, chunksize=1)
+    parser.add_argument("--model", choices=[*ARMS], default="built-in")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    given = parser.parse_args(arguments)
+    conditions, arms = CONDITIONS_OF[given.model], ARMS[given.model]
+    cases = [(given.model, name, *arm, seed) for seed in range(given.seeds) for name in conditions for arm in arms]
     today = datetime.date.today().isoformat()
-    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"stale-rollouts-{today}.json"
-    found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.stale_rollouts", "date": today, "steps": STEPS}
+    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"stale-{given.model}-{today}.json"
+    made_by = f"python -m fused_grpo.bench.stale_rollouts --model {given.model}"
+    found: dict[str, Any] = {"made_by": made_by, "date": today, "steps": STEPS}
+    rows = list[dict[str, Any]]()
     found |= {"commit": commit(), "environment": environment(), "runs": rows}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
+        for row in pool.imap(run, cases):
+            rows.append(row)
+            path.write_text(json.dumps(found, indent=1) + "\n")
     print(path)
-    for condition in CONDITIONS:
-        for weights, centred in ARMS:
+    for condition in conditions:
+        for weights, centred in arms:
             arm = {"condition": condition, "importance weights": weights, "centred": centred}
             gains = [row["after"] for row in rows if arm.items() <= row.items()]
             spread = statistics.stdev(gains) if len(gains) > 1 else 0.0

@@ -14,14 +14,17 @@ from torch import Tensor, nn
 
 from fused_grpo._maths import distributions, factors, formulas
 from fused_grpo._maths.formulas import LossInputs
+from fused_grpo._maths.moments import score_norms
 from fused_grpo._maths.statistics import full_precision
 from fused_grpo.config import DEFAULT_LOSS, GRPOLossConfig, checked_config
 from fused_grpo.divergence import Distillation, check_together, reference_divergence, teacher_of
 from fused_grpo.head.centering import Centering, SamplerHead
-from fused_grpo.head.checks import HeadOptions, check_main_grad, check_plan, outside_graphs
+from fused_grpo.head.checks import HeadOptions, check_main_grad, check_plan, check_squared_gradients, outside_graphs
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
 from fused_grpo.head.chunked_loss import (
     AttachGradients,
+    Beside,
+    ChunkedLoss,
     LossPlan,
     Score,
     chunked_loss,
@@ -34,6 +37,7 @@ from fused_grpo.head.kept_loss import supported_loss
 from fused_grpo.head.sharded import shards_of
 from fused_grpo.loss import GRPOLossOutput, LossArguments, loss_inputs
 from fused_grpo.passes import choice
+from fused_grpo.passes.protocol import RowPasses
 
 
 @outside_graphs
@@ -64,6 +68,7 @@ def fused_linear_grpo_loss(
     score: Score = "all",
     entropy: bool = True,
     weight_main_grad: Tensor | None = None,
+    squared_gradients: Tensor | None = None,
     chunk_bytes: int | None = None,
     process_group: Any = None,
     support: tuple[Tensor, Tensor] | None = None,
@@ -91,6 +96,10 @@ def fused_linear_grpo_loss(
         entropy: whether to compute the entropy for the metric. It is always computed where `config` needs it.
         weight_main_grad: [V, D] fp32, contiguous: the backward pass adds dW to it, unrounded, and `weight` itself gets
             no gradient.
+        squared_gradients: the shape of `targets`, fp32 (fp64 for fp64 inputs), where the squared norm of each token's
+            d loss / d logits is written, for an upstream gradient of 1: (d loss / d log p)^2 (1 - 2 p + sum_v p_v^2).
+            One more read of the logits, no GEMM. What an entropy bonus, score centering and a distillation add is not
+            in it. Not with a process_group or a distillation.
         chunk_bytes: budget for the chunk of logits, in bytes. None: 96 MiB on a CPU, up to 4096 rows on a GPU, within
             a 48th of its memory. A chunk has at least one row. With a distillation, see `fused_linear_divergence`.
         process_group: the ranks that hold the head in shards along V, in rank order, of any sizes. All arguments except
@@ -127,6 +136,8 @@ def fused_linear_grpo_loss(
     restricted = None if support is None else support_of(support, head, process_group=process_group)
     if weight_main_grad is not None:
         check_main_grad(weight_main_grad, weight, chosen)
+    others: dict[str, Any] = {"process_group": process_group, "distillation": distillation}
+    check_squared_gradients(squared_gradients, targets, head.dtype, **others)
     if distillation is not None:
         check_together(distillation, config, score=score, support=support, process_group=process_group)
     sampler = SamplerHead(sampling_topk_ids, sampling_topk_logprobs)
@@ -160,19 +171,18 @@ def fused_linear_grpo_loss(
         teacher = teacher_of(distillation, head, hidden, temperature, inputs, chosen)
     with full_precision(hidden):
         if chosen == "reference":
-            loss, logprobs, statistics = _reference_loss(head, inputs, config, restricted, teacher, centering)
+            loss, logprobs, statistics, upstream = _reference_loss(head, inputs, config, restricted, teacher, centering)
+            squares = None if squared_gradients is None else _reference_squares(head, restricted)
         else:
-            plan = LossPlan(chunk_bytes, Wanted.of(head), score, entropy, rounded=weight_main_grad is None)
-            with torch.no_grad():
-                if restricted is None:
-                    result = chunked_loss(
-                        head, inputs, config, passes, plan, shards=shards, teacher=teacher, centering=centering
-                    )
-                else:
-                    result = supported_loss(head, restricted, inputs, config, passes, plan, sampler.logprobs)
+            plan, beside = LossPlan(chunk_bytes, Wanted.of(head), score, entropy), Beside(shards, teacher, centering)
+            plan = plan._replace(rounded=weight_main_grad is None, squares=squared_gradients is not None)
+            result = _chunked(head, inputs, config, passes, plan, beside, restricted, sampler.logprobs)
             attached = (result.statistics["loss"], result.gradients, weight_main_grad, passes)
             loss = AttachGradients.apply(*attached, head.hidden, weight, bias)  # type: ignore[no-untyped-call]
-            logprobs, statistics = result.logprobs, result.statistics
+            statistics, logprobs, _, (upstream, _), _, squares = result
+    if squared_gradients is not None and squares is not None:
+        own = upstream.square() * score_norms(logprobs.detach(), squares)
+        squared_gradients.copy_(torch.where(inputs.tokens.mask, own, 0.0).view(targets.shape))
     metrics = formulas.finish_metrics(statistics, inputs, has_entropy=entropy)
     return GRPOLossOutput(loss, metrics, torch.where(inputs.tokens.mask, logprobs, 0.0).view(targets.shape))
 
@@ -218,6 +228,23 @@ class FusedLinearGRPOLoss(nn.Module):
         return f"{self.config}, chunk_bytes={self.chunk_bytes}, impl={self.impl!r}"
 
 
+@torch.no_grad()
+def _chunked(
+    head: Head,
+    inputs: LossInputs,
+    config: GRPOLossConfig,
+    passes: RowPasses,
+    plan: LossPlan,
+    beside: Beside,
+    support: Support | None,
+    sampler: Tensor | None,
+) -> ChunkedLoss:
+    """The loss and its gradients over the whole vocabulary, or over the kept tokens of each row."""
+    if support is not None:
+        return supported_loss(head, support, inputs, config, passes, plan, sampler)
+    return chunked_loss(head, inputs, config, passes, plan, beside)
+
+
 def _reference_loss(
     head: Head,
     inputs: LossInputs,
@@ -225,8 +252,8 @@ def _reference_loss(
     support: Support | None,
     teacher: Teacher | None,
     centering: Centering | None,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(loss, log-probs [N], statistics) through full logits and autograd."""
+) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
+    """(loss, log-probs [N], statistics, d loss / d log-probs [N]) through full logits and autograd."""
     kept = None if support is None else kept_mask(support, len(head.weight))
     logprobs, entropy = distributions.logprobs_and_entropy(
         head.hidden, head.weight, head.targets.clamp_min(0), **head.transform(), kept=kept
@@ -247,4 +274,12 @@ def _reference_loss(
         loss = loss + (teacher.weights[rows] * divergence).sum()
         teacher.divergence[rows] = divergence.detach()
         statistics = teacher.added_to(statistics)
-    return loss, logprobs.detach(), {**statistics, "recomputed_fraction": torch.zeros_like(loss.detach())}
+    statistics = {**statistics, "recomputed_fraction": torch.zeros_like(loss.detach())}
+    return loss, logprobs.detach(), statistics, upstream.logprobs
+
+
+def _reference_squares(head: Head, support: Support | None) -> Tensor:
+    """sum p^2 [N] of full logits."""
+    kept = None if support is None else kept_mask(support, len(head.weight))
+    targets = head.targets if head.targets.ndim == 1 else head.targets[:, 0]
+    return distributions.moments(head.hidden, head.weight, targets, **head.transform(), kept=kept)[0]

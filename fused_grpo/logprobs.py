@@ -132,8 +132,8 @@ def linear_logprobs(
             Where two offsets are equal, it is over the whole vocabulary. Cost and memory are those of the kept tokens:
             see docs/support.md. On a GPU the host waits for the offsets. Not with `process_group`, `batch_invariant`.
         outputs: any of "sum_squared_probs", "is_top1" and "mean_logit", as `LogProbOutputs` has them, from the same
-            logits: one more read of each tile, no GEMM. There must be a tile, so no kernel without logits is used. Not
-            with [..., K] targets, `process_group` or `support`.
+            logits: one more read of each tile, no GEMM. There must be a tile, so no kernel without logits is used. With
+            a support, they are those over the kept tokens. Not with [..., K] targets or a `process_group`.
         impl: "auto", "triton", "torch" (any device) or "reference" (full logits and autograd).
 
     Returns:
@@ -228,7 +228,7 @@ def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) ->
     ignore_index, group, chunk_bytes, batch_invariant, impl, outputs = plan
     check_plan(impl, chunk_bytes, ignore_index=ignore_index, process_group=group, batch_invariant=batch_invariant)
     if outputs is not None:
-        _check_outputs(outputs, head, process_group=group, support=support)
+        _check_outputs(outputs, head, process_group=group)
     kept, moments = None, None
     if support is not None:  # here, because the call of a function that is not traced would break a compiled graph
         kept = support_of(support, head, process_group=group, batch_invariant=batch_invariant)
@@ -239,9 +239,12 @@ def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) ->
         values = vocab_parallel_logprobs(head, group, options, ignore_index=ignore_index, impl=impl)
     elif impl == "reference":
         values = _reference(head, ignore_index, kept)
-        moments = _reference_moments(head, ignore_index) if outputs else None
+        moments = _reference_moments(head, ignore_index, kept) if outputs else None
     elif kept is not None:
-        values = supported_logprobs(head, kept, options, ignore_index=ignore_index, impl=impl)
+        *pair, moments = supported_logprobs(
+            head, kept, options, ignore_index=ignore_index, impl=impl, moments=bool(outputs)
+        )
+        values = pair[0], pair[1]
     else:
         tensors, transform = (head.hidden, head.weight, head.bias, head.targets), (head.logit_scale, head.softcap)
         how = ignore_index, entropy, impl, chunk_bytes, batch_invariant, [*Wanted.of(head)]
@@ -275,13 +278,13 @@ def _with_outputs(
     return LogProbOutputs(logprobs, entropy, **{name: named[name] for name in outputs})
 
 
-def _reference_moments(head: Head, ignore_index: int) -> Tensor:
+def _reference_moments(head: Head, ignore_index: int, support: Support | None) -> Tensor:
     """`finish_moments` [3, N] of full logits."""
     kept, head = head.without_ignored(torch_passes, ignore_index)
-    with full_precision(head.hidden), torch.no_grad():
-        z = distributions.logits(head.hidden, head.weight, **head.transform())
-        squares, leads = z.softmax(-1).square().sum(-1), z.argmax(-1) == head.targets
-        return torch.where(kept, torch.stack([squares, z.mean(-1), leads.to(z.dtype)]), 0.0)
+    mask = None if support is None else kept_mask(support, len(head.weight))
+    with full_precision(head.hidden):
+        moments = distributions.moments(head.hidden, head.weight, head.targets, **head.transform(), kept=mask)
+        return torch.where(kept, moments, 0.0)
 
 
 def _reference(head: Head, ignore_index: int, support: Support | None) -> tuple[Tensor, Tensor]:

@@ -96,6 +96,22 @@ def logprobs_and_entropy(
     return target_logprobs, -(log_p.exp() * finite).sum(-1)
 
 
+@torch.no_grad()
+def moments(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    kept: Tensor | None = None,
+    **transform: Unpack[LogitTransform],
+) -> Tensor:
+    """(sum p^2, mean logit, 1 where the target is the first of the largest) [3, N] of the same logits."""
+    z = logits(hidden, weight, **transform)
+    kept = torch.ones_like(z, dtype=torch.bool) if kept is None else kept
+    mean, z = torch.where(kept, z, 0.0).sum(-1) / kept.sum(-1), z.masked_fill(~kept, -torch.inf)
+    return torch.stack([z.softmax(-1).square().sum(-1), mean, (z.argmax(-1) == targets).to(z.dtype)])
+
+
 def as_rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """`weight` with its values rounded to `dtype`, and a gradient that is not rounded."""
     if weight.dtype == dtype:

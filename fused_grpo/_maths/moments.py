@@ -5,7 +5,11 @@ With z the logits of a row, t its target, and m and s as in `statistics.py`, of 
     s2 = sum_v e^(2 (z_v - m))
     sum_v p_v^2 = p^2 + (1 - p)^2 s2 / s^2
 
-which is a sum of terms that are all >= 0. Parts of the columns merge as those of s do: s2 of each is rescaled by
+which is a sum of terms that are all >= 0. With it, the gradient of log p in the logits has the squared norm
+
+    sum_v (1[v = t] - p_v)^2 = 1 - 2 p + sum_v p_v^2 = (1 - p)^2 + (sum_v p_v^2 - p^2)
+
+Parts of the columns merge as those of s do: s2 of each is rescaled by
 e^(2 (m_part - m)). The mean logit is the sum of all z, the target's too, divided by V.
 
 The target leads (`is_top1`) if it is what `z.argmax()` returns, the first of the largest logits: z_t is at least the
@@ -70,6 +74,17 @@ def finish_moments(moments: Moments, statistics: Statistics, *, vocab_size: int)
     squares = torch.exp(2 * log_p) + (share.square() * moments.squares).masked_fill(total == 0.0, 0.0)
     leads = (moments.target_logit >= moments.largest) & (moments.target_logit > moments.before)
     return torch.stack([squares, moments.logits / vocab_size, leads.to(total.dtype)])
+
+
+def score_norms(logprobs: Tensor, squares: Tensor) -> Tensor:
+    """Squared norms [N] of d log p / d logits, from log p and sum p^2.
+
+    Of a target with probability 1/2 beside two tokens of 1/4, 1/4 + 1/16 + 1/16:
+
+    >>> score_norms(torch.tensor([0.5]).log(), torch.tensor([0.375])).item()
+    0.375
+    """
+    return torch.expm1(logprobs).square() + (squares - torch.exp(2 * logprobs)).clamp_min(0.0)
 
 
 class RowsMoments:

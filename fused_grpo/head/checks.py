@@ -4,8 +4,8 @@ On a CPU all values are checked. On a GPU that would synchronize the stream: tar
 an assertion on the device, and other values are not checked. Shapes, dtypes and devices are checked everywhere.
 
 Every `check_...` raises InputError for the first argument that cannot be right; `differentiated_once` raises
-UnsupportedError, and `check_plan`, `check_tensors` and `check_main_grad` may. Functions that read values are
-called by `torch.compile` without being traced: `outside_graphs`.
+UnsupportedError, and `check_plan`, `check_tensors`, `check_main_grad` and `check_squared_gradients` may. Functions that
+read values are called by `torch.compile` without being traced: `outside_graphs`.
 """
 
 from __future__ import annotations
@@ -243,6 +243,26 @@ def check_temperature_values(temperature: Tensor) -> None:
     elif not bool(allowed.all()):
         wrong = temperature[~allowed][0].item()
         raise InputError(f"got a temperature of {wrong}, want finite numbers > 0; {_GREEDY}")
+
+
+def check_squared_gradients(out: Tensor | None, targets: Tensor, dtype: torch.dtype, **others: Any) -> None:
+    """Check that the squared gradients can be written to `out`, if it is given, and that the others are None.
+
+    Raises:
+        InputError: another shape, dtype or device than wanted, or a tensor that requires a gradient.
+        UnsupportedError: an option with which there are none.
+    """
+    if out is None:
+        return
+    if given := [name for name, value in others.items() if value is not None]:
+        raise UnsupportedError(f"got squared_gradients with a {' and a '.join(given)}; fix: leave one of them out")
+    check_tensors(squared_gradients=out)
+    if out.shape != targets.shape or out.dtype != dtype or out.device != targets.device or out.requires_grad:
+        raise InputError(
+            f"got squared_gradients {tuple(out.shape)} {out.dtype} on {out.device}, requires_grad={out.requires_grad}; "
+            f"want {tuple(targets.shape)} {dtype} on {targets.device}, a plain tensor; fix: "
+            f"torch.empty(targets.shape, dtype={dtype}, device=targets.device)"
+        )
 
 
 def check_main_grad(main_grad: Tensor, weight: Tensor, impl: str) -> None:

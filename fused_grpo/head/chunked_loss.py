@@ -83,6 +83,18 @@ class LossPlan(NamedTuple):
     score: Score
     entropy: bool = True
     rounded: bool = True  # else the gradient of the weight is fp32
+    squares: bool = False  # sum p^2 of each row, too
+
+
+class Beside(NamedTuple):
+    """What a loss has beside its head."""
+
+    shards: Shards | None = None
+    teacher: Teacher | None = None
+    centering: Centering | None = None
+
+
+ALONE = Beside()
 
 
 class ChunkedLoss(NamedTuple):
@@ -93,6 +105,7 @@ class ChunkedLoss(NamedTuple):
     entropy: Tensor | None  # None where it was not requested
     upstream: Upstream  # d loss / d log-probs and d loss / d entropies
     gradients: Gradients  # for an upstream gradient of 1
+    squares: Tensor | None = None  # [N] sum p^2, where they are wanted
 
 
 def chunked_loss(
@@ -101,16 +114,14 @@ def chunked_loss(
     config: GRPOLossConfig,
     passes: RowPasses,
     plan: LossPlan,
-    *,
-    shards: Shards | None = None,
-    teacher: Teacher | None = None,
-    centering: Centering | None = None,
+    beside: Beside = ALONE,
 ) -> ChunkedLoss:
     """Log-probs, loss and the gradients that are wanted of hidden, weight and bias.
 
-    With `shards`, weight and bias are those of this rank, and the targets of `head` are relative to it. With a
-    `teacher`, every unmasked row has a gradient. With `centering`, the targets of `head` are those of its rows and H.
+    With shards, weight and bias are those of this rank, and the targets of `head` are relative to it. With a
+    teacher, every unmasked row has a gradient. With centering, the targets of `head` are those of its rows and H.
     """
+    shards, teacher, centering = beside
     # A rank that wants no gradient visits the same rows in the same order as the other ranks. Beside a teacher rows
     # stay where they are, since all have a gradient.
     removes_rows = (any(plan.wanted) or shards is not None) and teacher is None
@@ -124,7 +135,7 @@ def chunked_loss(
     # The gradient of an entropy is no multiple of softmax weights.
     weighted = any(plan.wanted) and rows.takes_weights and teacher is None and shards is None
     weighted = weighted and not (two_phases or config.entropy_coef)
-    kernel = rows.weights_pass(passes, plan.chunk_bytes, plan.wanted) if weighted else None
+    kernel = rows.weights_pass(passes, plan.chunk_bytes, plan.wanted) if weighted and not plan.squares else None
     if teacher is None:
         dtype, vocab_size = rows.gemm_dtype if kernel else rows.dtype, 0 if shards is None else max(shards.sizes)
         memory = rows.chunk_memory(passes, plan.chunk_bytes, plan.wanted, dtype, vocab_size)
@@ -142,7 +153,8 @@ def chunked_loss(
         hidden_dtype=None if shards is None else head.dtype,
         rounded=plan.rounded,
     )
-    sweep = Sweep(passes, gradients if any(plan.wanted) else None, plan.entropy, sys.maxsize if two_phases else active)
+    active, own_gradients = sys.maxsize if two_phases else active, gradients if any(plan.wanted) else None
+    sweep = Sweep(passes, own_gradients, plan.entropy, active, plan.squares)
     visitor = KnownRows(sweep)
     if teacher is not None:
         visitor = RevisitedRows(sweep, teacher) if two_phases else TaughtRows(sweep, teacher)
@@ -153,25 +165,25 @@ def chunked_loss(
     elif weighted:
         visitor = WeightedRows(sweep, gradients, kernel)
     loop = _in_two_phases if two_phases else _one_by_one
-    statistics, seen, upstream = loop(rows, memory, inputs, config, visitor)
+    statistics, seen, upstream, squares = loop(rows, memory, inputs, config, visitor)
     del memory  # before dW is rounded beside its accumulator
     for part in (teacher, centering):
         statistics = statistics if part is None else part.added_to(statistics)
-    del teacher, sweep, visitor
+    del beside, teacher, sweep, visitor
     d_hidden, d_weight, d_bias = gradients.finish()
     if shards is not None and d_hidden is not None:
         d_hidden = shards.sum_over_ranks(d_hidden).to(head.hidden.dtype)
-    results: Any = (seen.logprobs, seen.entropy, *upstream)
+    results: Any = (seen.logprobs, seen.entropy, *upstream, squares)
     if order is not None:
         results = (_scattered(values, order, len(head.targets)) for values in results)
-    logprobs, entropy, *own = results
-    return ChunkedLoss(statistics, logprobs, entropy, Upstream(*own), (d_hidden, d_weight, d_bias))
+    logprobs, entropy, *own, squares = results
+    return ChunkedLoss(statistics, logprobs, entropy, Upstream(*own), (d_hidden, d_weight, d_bias), squares)
 
 
 def _one_by_one(
     head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: KnownRows
-) -> tuple[dict[str, Tensor], Statistics, Upstream]:
-    """(statistics of the loss, of the rows, d loss / d of the rows): each chunk is visited once."""
+) -> tuple[dict[str, Tensor], Statistics, Upstream, Tensor | None]:
+    """(statistics of the loss, of the rows, d loss / d of the rows, sum p^2): each chunk is visited once."""
     passes, visits = visitor.sweep.passes, []
     tokens = inputs.tokens if head.index is None else inputs.tokens.rows(head.index)
     for tile in visitor.tiles(head, memory):
@@ -181,21 +193,24 @@ def _one_by_one(
             seen.statistics.logprobs, seen.statistics.entropy, inputs, config=config, passes=passes
         )
         visitor.add(tile, seen, upstream)
-        visits.append((seen.statistics, upstream, sums))
-    every, upstreams, parts = zip(*visits, strict=True)
+        visits.append((seen.statistics, upstream, sums, seen.squares))
+    every, upstreams, parts, squares = zip(*visits, strict=True)
     upstream = joined(upstreams)
     statistics = statistics_of(parts, upstream, tokens.mask, config, passes)
-    return {**statistics, "recomputed_fraction": torch.zeros_like(statistics["loss"])}, joined(every), upstream
+    statistics["recomputed_fraction"] = torch.zeros_like(statistics["loss"])
+    return statistics, joined(every), upstream, _end_to_end(squares)
 
 
 def _in_two_phases(
     head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: KnownRows
-) -> tuple[dict[str, Tensor], Statistics, Upstream]:
+) -> tuple[dict[str, Tensor], Statistics, Upstream, Tensor | None]:
     """The same where the loss of a token depends on others: all chunks, the loss, then chunks with a gradient again."""
     index, count, visits = head.index, len(inputs.tokens.mask), []
     for tile in head.tiles(memory):
-        visits.append(visitor.visit_(tile).statistics)
-    rows = joined(visits)
+        seen = visitor.visit_(tile)
+        visits.append((seen.statistics, seen.squares))
+    every, squares = zip(*visits, strict=True)
+    rows = joined(every)
     logprobs, entropy = rows.logprobs, rows.entropy
     if index is not None:
         logprobs, entropy = (_scattered(values, index, count) for values in (logprobs, entropy))
@@ -214,7 +229,11 @@ def _in_two_phases(
             again = others[tile.rows]
             visitor.add(tile, Seen(rows.rows(again)), upstream.rows(again))
     fraction = formulas.over_tokens(torch.full_like(statistics["loss"], recomputed), statistics)
-    return {**statistics, "recomputed_fraction": fraction}, rows, upstream
+    return {**statistics, "recomputed_fraction": fraction}, rows, upstream, _end_to_end(squares)
+
+
+def _end_to_end(parts: Sequence[Tensor | None]) -> Tensor | None:
+    return None if parts[0] is None else torch.cat(parts)  # type: ignore[arg-type]
 
 
 def _needs_all_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:

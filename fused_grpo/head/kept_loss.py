@@ -40,7 +40,7 @@ def supported_loss(
         scored = torch.zeros_like(scored).index_fill_(0, order, True)
         inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
     rows = SupportedHead(head, support, scored, passes, chunk_bytes=plan.chunk_bytes, wanted=plan.wanted)
-    row_statistics = rows.statistics(entropy=plan.entropy)
+    row_statistics = rows.statistics(entropy=plan.entropy, moments=plan.squares)
     upstream, sums = value_and_gradient(
         row_statistics.logprobs, row_statistics.entropy, inputs, config=config, passes=passes
     )
@@ -56,7 +56,8 @@ def supported_loss(
         gradients = rows.gradients(row_statistics, upstream, of_entries, rounded=plan.rounded)
     fraction = formulas.over_tokens(recomputed.to(statistics["loss"].dtype), statistics)
     statistics = {**statistics, "recomputed_fraction": fraction}
-    return ChunkedLoss(statistics, row_statistics.logprobs, row_statistics.entropy, upstream, gradients)
+    squares = rows.moments(row_statistics)[0] if plan.squares else None
+    return ChunkedLoss(statistics, row_statistics.logprobs, row_statistics.entropy, upstream, gradients, squares)
 
 
 def _centering_of_entries(

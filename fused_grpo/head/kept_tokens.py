@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo._maths import distributions
+from fused_grpo._maths.moments import RowsMoments
 from fused_grpo._maths.statistics import RowState, Statistics, Upstream, full_precision, joined
 from fused_grpo.head import logprob_plans
 from fused_grpo.head.checks import differentiated_once, outside_graphs
@@ -82,12 +83,15 @@ class SupportedHead:
         """[E]"""
         return self._entries.rows[self._entries.row]
 
-    def statistics(self, *, entropy: bool) -> Statistics:
-        """The statistics of all rows, [N] each, 0 for rows that take no part."""
+    def statistics(self, *, entropy: bool, moments: bool = False) -> Statistics:
+        """The statistics of all rows, [N] each, 0 for rows that take no part; with `moments`, for a call of that."""
         head, parts = self._head, []
         if len(self.others):
-            options = logprob_plans.Options(entropy, self._chunk_bytes, wanted=self._wanted)
+            seen = RowsMoments(len(head.weight)) if moments else None
+            options = logprob_plans.Options(entropy, self._chunk_bytes, wanted=self._wanted, moments=seen)
             parts.append((self.others, logprob_plans.forward(head.select(self.others), self._passes, options)))
+            if seen is not None:
+                self._moments_of_others = seen.finish(parts[0][1])
         with full_precision(head.hidden):
             self._raw = self._logits()
             tiles = self._tiles(self._entries, self._raw)
@@ -130,6 +134,18 @@ class SupportedHead:
         e, z = self._entries, self._transformed(self._raw, self.row_of_entries)
         own = z[e.segments.offsets[:-1] + self._places]
         return statistics.logprobs[self.row_of_entries] + (z - own[e.row])
+
+    def moments(self, statistics: Statistics) -> Tensor:
+        """`finish_moments` [3, N] of the rows over their kept tokens, 0 for rows that take no part."""
+        e, z = self._entries, self._transformed(self._raw, self.row_of_entries)
+        own = e.segments.offsets[:-1] + self._places
+        # `argmax` over the vocabulary takes the first of the largest.
+        before = (z > z[own][e.row]) | ((z == z[own][e.row]) & (e.tokens < e.tokens[own][e.row]))
+        leads = self._sums(before.to(z.dtype)) == 0
+        squares = self._sums(torch.exp(2 * self.entry_logprobs(statistics)))
+        parts = [squares, self._sums(z) / e.segments.sizes, leads.to(z.dtype)]
+        every = z.new_zeros(3, len(self._head.targets)).index_copy_(1, e.rows, torch.stack(parts))
+        return every.index_copy_(1, self.others, self._moments_of_others) if len(self.others) else every
 
     def sums_of_rows(self, values: Tensor) -> Tensor:
         """For each entry the sum of `values` [E] over its row, [E]."""
@@ -276,35 +292,40 @@ class SupportedHead:
 
 @outside_graphs
 def supported_logprobs(
-    head: Head, support: Support, options: logprob_plans.Options, *, ignore_index: int, impl: str
-) -> tuple[Tensor, Tensor]:
-    """(log p [N], entropy [N] or zeros) over the kept tokens; targets may be `ignore_index`."""
+    head: Head, support: Support, options: logprob_plans.Options, *, ignore_index: int, impl: str, moments: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log p [N], entropy [N] or zeros, moments [3, N]) over the kept tokens; targets may be `ignore_index`."""
     passes = choice.passes(choice.choose(impl, head.hidden))
     kept, head = head.without_ignored(passes, ignore_index)
     wanted, leaves = Wanted.of(head), (head.hidden, head.weight, head.bias)
     bias = None if head.bias is None else head.bias.detach()
     head = replace(head, hidden=head.hidden.detach(), weight=head.weight.detach(), bias=bias)
     rows = SupportedHead(head, support, kept, passes, chunk_bytes=options.chunk_bytes, wanted=wanted)
-    return _Supported.apply(*leaves, rows, options.entropy)  # type: ignore[no-any-return, no-untyped-call]
+    return _Supported.apply(*leaves, rows, options.entropy, moments)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Supported(torch.autograd.Function):
-    """(log p, entropy) of a `SupportedHead`."""
+    """(log p, entropy, moments) of a `SupportedHead`."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: SupportedHead, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        statistics = rows.statistics(entropy=entropy)
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: SupportedHead, entropy: bool, moments: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        statistics = rows.statistics(entropy=entropy, moments=moments)
         ctx.set_materialize_grads(False)
         # The leaves are saved so that autograd finds out if they were changed before the backward pass.
         ctx.save_for_backward(hidden, weight, bias, *statistics)
         ctx.rows = rows
-        return statistics.logprobs, statistics.entropy
+        seen = rows.moments(statistics) if moments else None
+        if seen is not None:
+            ctx.mark_non_differentiable(seen)
+        return statistics.logprobs, statistics.entropy, seen
 
     @staticmethod
     @differentiated_once
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         statistics = Statistics(*ctx.saved_tensors[3:])
         g = torch.zeros_like(statistics.logprobs) if grad_logprobs is None else grad_logprobs
-        return *ctx.rows.gradients(statistics, Upstream(g, grad_entropy)), None, None
+        return *ctx.rows.gradients(statistics, Upstream(g, grad_entropy)), None, None, None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fused_grpo._maths import factors
 from fused_grpo._maths.formulas import LossInputs
+from fused_grpo._maths.moments import RowsMoments
 from fused_grpo._maths.statistics import RowState, Statistics, Upstream, no_columns
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.head import several_targets
@@ -32,6 +33,11 @@ class Sweep(NamedTuple):
     gradients: HeadGradients | None
     entropy: bool
     active: int
+    squares: bool = False  # sum p^2 of rows, too
+
+    def moments(self, tile: Tile) -> RowsMoments | None:
+        """What takes those of a tile of whole rows, if `squares` are wanted."""
+        return RowsMoments(tile.logits.shape[1]) if self.squares else None
 
 
 class Seen(NamedTuple):
@@ -41,6 +47,16 @@ class Seen(NamedTuple):
     weights: tuple[Tensor, Tensor] | None = None  # E [R, C] and its scale [R], as of `softmax_weights_`
     slopes: Tensor | None = None  # [R, K] or [R, 1], dz / d(h.w) at the targets
     divergence: TileDivergence | None = None
+    squares: Tensor | None = None  # sum p^2 [R], where these are wanted
+
+    def with_squares(self, moments: RowsMoments | None, of_largest: Statistics | None = None) -> Seen:
+        """With those of the moments of a tile; of several targets, the statistics have the largest one's log-prob."""
+        if moments is None:
+            return self
+        statistics = self.statistics if of_largest is None else of_largest
+        logprobs = statistics.logprobs
+        statistics = statistics._replace(logprobs=logprobs if logprobs.ndim == 1 else logprobs.amax(1))
+        return self._replace(squares=moments.finish(statistics)[0])
 
 
 @dataclass(frozen=True)
@@ -55,11 +71,12 @@ class KnownRows:
 
     def visit_(self, tile: Tile) -> Seen:
         """What the loss needs of the rows of a tile of raw logits, which may be overwritten."""
-        return self._finished([self._state(tile)])
+        moments = self.sweep.moments(tile)
+        return self._finished([self._state(tile, moments)]).with_squares(moments)
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
         """Add the gradients of these rows, now that d loss / d log p is known."""
-        passes, gradients, _, active = self.sweep
+        passes, gradients, _, active, _ = self.sweep
         tile = tile.first(max(0, active - tile.rows.start))
         if gradients is not None and tile.logits.numel():
             rows = slice(len(tile.targets))
@@ -72,8 +89,8 @@ class KnownRows:
         """Which rows [R] are needed again for their gradients, where there are two phases."""
         return upstream.have_gradient()
 
-    def _state(self, tile: Tile) -> RowState:
-        return several_targets.row_statistics(tile, self.sweep.passes, entropy=self.sweep.entropy)
+    def _state(self, tile: Tile, moments: RowsMoments | None = None) -> RowState:
+        return several_targets.row_statistics(tile, self.sweep.passes, entropy=self.sweep.entropy, moments=moments)
 
     def _finished(self, parts: list[RowState]) -> Seen:
         return Seen(Statistics(*self.sweep.passes.finish_rows(parts, entropy=self.sweep.entropy)))
@@ -90,11 +107,12 @@ class WeightedRows(KnownRows):
         return head.tiles(memory, multiply=self.kernel is None)
 
     def visit_(self, tile: Tile) -> Seen:
-        passes, _, entropy, _ = self.sweep
+        passes, _, entropy, *_ = self.sweep
+        moments = self.sweep.moments(tile)
         weights, scale, statistics = softmax_weights_of(
-            tile, passes, self.kernel, entropy=entropy, dtype=tile.hidden.dtype
+            tile, passes, self.kernel, entropy=entropy, moments=moments, dtype=tile.hidden.dtype
         )
-        return Seen(statistics, weights=(weights, scale))
+        return Seen(statistics, weights=(weights, scale)).with_squares(moments)
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
         assert seen.weights is not None
@@ -116,9 +134,9 @@ class ShardedRows(KnownRows):
     def visit_(self, tile: Tile) -> Seen:
         return self._finished(self.shards.gather(self._state(tile)))
 
-    def _state(self, tile: Tile) -> RowState:
+    def _state(self, tile: Tile, moments: RowsMoments | None = None) -> RowState:
         if tile.logits.shape[1]:
-            return super()._state(tile)
+            return super()._state(tile, moments)
         return no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
 
 
@@ -164,16 +182,18 @@ class CentredRows(KnownRows):
     shards: Shards | None = None
 
     def visit_(self, tile: Tile) -> Seen:
+        moments = self.sweep.moments(tile)
         if tile.logits.shape[1]:
-            own = self._state(tile)
+            own = self._state(tile, moments)
         else:
             own = no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
             own = own._replace(target_logit=own.shift[:, None].expand(tile.targets.shape))
         parts = [own] if self.shards is None else self.shards.gather(own)
-        return self._own(tile, several_targets.finish_rows(parts, self.sweep.passes, entropy=self.sweep.entropy))
+        every = several_targets.finish_rows(parts, self.sweep.passes, entropy=self.sweep.entropy)
+        return self._own(tile, every).with_squares(moments, every)
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        passes, gradients, _, active = self.sweep
+        passes, gradients, _, active, _ = self.sweep
         tile = tile.first(max(0, active - tile.rows.start))
         if gradients is None or not tile.logits.numel():
             return
@@ -207,19 +227,19 @@ class WeightedCentredRows(CentredRows):
     """The same in one pass: softmax weights, with the gradients at the targets put over theirs."""
 
     def visit_(self, tile: Tile) -> Seen:
-        passes, _, entropy, _ = self.sweep
-        slopes = several_targets.target_slopes(tile)
+        passes, _, entropy, *_ = self.sweep
+        slopes, moments = several_targets.target_slopes(tile), self.sweep.moments(tile)
         of_largest, below = several_targets.largest_target(tile)
         weights, scale, statistics = softmax_weights_of(
-            of_largest, passes, None, entropy=entropy, dtype=tile.hidden.dtype
+            of_largest, passes, None, entropy=entropy, moments=moments, dtype=tile.hidden.dtype
         )
-        seen = self._own(tile, several_targets.for_each_target(statistics, below))
+        seen = self._own(tile, several_targets.for_each_target(statistics, below)).with_squares(moments, statistics)
         return seen._replace(weights=(weights, scale), slopes=slopes)
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
         assert seen.weights is not None
         assert seen.slopes is not None
-        passes, gradients, _, active = self.sweep
+        passes, gradients, _, active, _ = self.sweep
         tile = tile.first(max(0, active - tile.rows.start))
         rows = slice(len(tile.targets))
         if gradients is None or not tile.logits.numel():

@@ -21,11 +21,12 @@ HEAD = ("hidden", "weight", "targets", "bias", "temperature", "logit_scale", "so
 PLAN = ("chunk_bytes", "impl")
 TOKENS = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "mask")
 LOSS = (*TOKENS, "advantages", "cu_seqlens", "num_tokens", "num_sequences", "num_entropy_tokens", "entropy_threshold")
+GIVEN = ("weight_main_grad", "squared_gradients")  # written to
 TAKES = {
     "linear_logprobs": (*HEAD, *PLAN, "batch_invariant", "process_group"),
     "linear_logprobs_and_entropy": (*HEAD, *PLAN, "batch_invariant", "process_group"),
     "grpo_loss": ("logprobs", "entropy", "impl", *LOSS, "config"),
-    "fused_linear_grpo_loss": (*HEAD, *PLAN, *LOSS, "config", "score", "entropy", "weight_main_grad", "process_group"),
+    "fused_linear_grpo_loss": (*HEAD, *PLAN, *LOSS, *GIVEN, "config", "score", "entropy", "process_group"),
     "GRPOLossConfig": tuple(GRPOLossConfig.__dataclass_fields__),
 }
 LEAVES = ("hidden", "weight", "bias", "logprobs", "entropy")

@@ -160,6 +160,32 @@ def test_any_rows_are_those_of_the_reference(rows, V, impl, chunk_bytes, data):
         torch.testing.assert_close(getattr(ours, name).double(), getattr(exact, name), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_of_kept_tokens_they_are_those_of_full_logits_without_the_others(plan, impl):
+    """Rows that keep one token, all, some in any order, or have no restriction; a tie at the top; ignored targets."""
+    inputs, generator = make_inputs(30, 12, 5, "softcap"), torch.Generator().manual_seed(3)
+    inputs["weight"][7] = inputs["weight"][4]
+    targets, kept = inputs["targets"], list[Tensor]()
+    targets[1::4] = 7
+    for target, size in zip(targets.clamp_min(0).tolist(), [1, 12, 5, 0, 3] * 6, strict=True):
+        others = torch.randperm(12, generator=generator)
+        kept.append(torch.cat([others[others != target][: max(0, size - 1)], torch.tensor([target])])[:size])
+    support = torch.cat(kept), torch.tensor([0, *map(len, kept)]).cumsum(0)
+    out = solve(inputs, torch.float32, plan, support=support, impl=impl)
+    exact = solve(inputs, torch.float64, support=support, impl="reference")
+    assert torch.equal(out.is_top1, exact.is_top1)
+    assert {*out.is_top1[targets == 7].tolist()} == {True, False}  # where the other of the tie is kept it is not
+    for name in NUMBERS:
+        torch.testing.assert_close(getattr(out, name).double(), getattr(exact, name), rtol=2e-5, atol=2e-6)
+    logits = 2.5 * torch.tanh(1.25 * inputs["hidden"] @ inputs["weight"].t() / 2.5)
+    for row, ids in enumerate(kept):
+        z = logits[row, ids] if len(ids) else logits[row]
+        if targets[row] >= 0:
+            torch.testing.assert_close(exact.sum_squared_probs[row], z.softmax(0).square().sum())
+            torch.testing.assert_close(exact.mean_logit[row], z.mean())
+
+
 def moments_of(logits: Tensor, targets: Tensor) -> Moments:
     found: list[Moments] = []
     passed = {"temperature": torch.ones(len(logits)), "moments": lambda fields, columns: found.append(fields)}
@@ -258,8 +284,5 @@ def test_outputs_without_a_meaning_are_refused():
     hidden, weight, targets = torch.ones(2, 3), torch.ones(5, 3), torch.zeros(2).long()
     with pytest.raises(UnsupportedError, match="with several targets per row, want one target"):
         linear_logprobs(hidden, weight, targets[:, None].expand(2, 2), outputs=OUTPUTS)
-    support = torch.zeros(2).long(), torch.tensor([0, 1, 2])
-    with pytest.raises(UnsupportedError, match=r"with support, want .* fix: "):
-        linear_logprobs(hidden, weight, targets, support=support, outputs=("mean_logit",))
-    with pytest.raises(UnsupportedError, match="with process_group, want"):
+    with pytest.raises(UnsupportedError, match=r"with process_group, want .* fix: "):
         linear_logprobs(hidden, weight, targets, process_group=torch.distributed.ProcessGroup(0, 1), outputs=())
