@@ -35,6 +35,7 @@ from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.micro_batch_metrics import (
+    correction_weights,
     evidence,
     merge_floats,
     merge_metrics,
@@ -46,6 +47,7 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
     with_covariance_selection,
 )
 from fused_grpo.trainer.batching.micro_batches import can_skip, micro_batches, skipped_metrics
+from fused_grpo.trainer.batching.variance_report import variance_report
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import NonFiniteSteps, any_rank
 from fused_grpo.trainer.distributed.sharding import (
@@ -255,6 +257,16 @@ class Learner:
             packed = with_covariance_selection(packed, measured, self.loss_config, self.accelerator)
         return batch, packed, options | self._counts(packed, batch) | {"teacher": self.teacher}, of_uncertain
 
+    def score_norms(self, batch: list[Sample]) -> list[Tensor]:
+        """For each sample the squared norms of the sampling correction's weight times d log p / d logits, on the CPU.
+
+        [n] of its own tokens; [0] of one that does not go through the model.
+        """
+        packed, norms = self._pack(batch), list[Tensor]()
+        for part, (logprobs, own) in zip(packed, self._measured(self._unwrapped, "scores", packed), strict=True):
+            norms.append(own * correction_weights(logprobs, part, self.loss_config).square())
+        return per_sequence(packed, norms, len(batch))
+
     def with_old_logprobs(self, batch: list[Sample]) -> list[Sample]:
         """The batch with the log-probs of the current policy, for a step that is made after the policy has moved."""
         return self._with_logprobs(batch, "old_logprobs", self._unwrapped)
@@ -347,13 +359,15 @@ class Learner:
         self, batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]
     ) -> dict[str, float]:
         """The loss op's metrics of the step, and TRL's of its ratios, over all ranks."""
+        squared = [output.metrics.pop("squared_gradients", None) for output in outputs]
+        of_step = {} if squared[0] is None else variance_report(batch, packed, squared)
         of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
         pairs = zip(packed, outputs, strict=True)
         of_ratios = merge_metrics([ratio_sums(part, output.logprobs, self.loss_config) for part, output in pairs])
         of_turns = turn_sums(batch, packed, [output.logprobs for output in outputs])
         parts = [(of_loss, of_ratios | of_turns), skipped_metrics(batch, self.loss_config)]
         losses, ratios = zip(*gather_object(parts), strict=True)
-        return merge_floats(losses) | ratio_metrics(merge_floats(ratios), self.loss_config.loss_type)
+        return merge_floats(losses) | ratio_metrics(merge_floats(ratios), self.loss_config.loss_type) | of_step
 
     def _entropy_options(self, packed: Sequence[MicroBatch]) -> tuple[dict[str, Any], float | None]:
         """The loss's config for this step; with `top_entropy_quantile` its threshold, and the mean entropy above that.
@@ -377,7 +391,7 @@ class Learner:
         # DDP and FSDP average over ranks what has to be a sum. DDP needs to reduce only once; FSDP would have to keep
         # full gradients until then, which costs the memory that it is used to save.
         with nullcontext() if last or self.accelerator.is_fsdp2 else self.accelerator.no_sync(self.policy):
-            output: GRPOLossOutput = self.policy(part, **options)
+            output: GRPOLossOutput = self.policy(part, **options, squares=self.args.variance_report)
             self.accelerator.backward(output.loss * self.accelerator.num_processes)
         return output
 

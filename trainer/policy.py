@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from fused_grpo._maths.moments import score_norms
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.divergence import Distillation
 from fused_grpo.errors import InputError, UnsupportedError
@@ -83,7 +84,10 @@ class PolicyLoss(nn.Module):
         self.model.tie_weights()
 
     def forward(
-        self, batch: MicroBatch, what: Literal["loss", "logprobs", "entropies", "head_inputs"] = "loss", **step: Any
+        self,
+        batch: MicroBatch,
+        what: Literal["loss", "logprobs", "scores", "entropies", "head_inputs"] = "loss",
+        **step: Any,
     ) -> Any:
         """What the method of that name returns: whatever runs the model comes through here, where FSDP gathers it."""
         return getattr(self, f"_{what}")(batch, **step)
@@ -98,12 +102,14 @@ class PolicyLoss(nn.Module):
         config: GRPOLossConfig | None = None,
         entropy_threshold: Tensor | None = None,
         num_entropy_tokens: float | None = None,
+        squares: bool = False,
         teacher: Callable[[MicroBatch], Distillation] | None = None,
     ) -> GRPOLossOutput:
         """The loss of a micro-batch, normalised by the counts of the whole optimizer step.
 
         The routers' auxiliary loss is the mean over the micro-batches that have sequences, of all tokens but padding.
         `config` takes the place of the module's own; the threshold is that of `top_entropy_quantile` over the step.
+        With `squares`, metrics have [N] "squared_gradients", too.
         """
         distillation = None if teacher is None else teacher(batch)  # first, before the policy keeps activations
         # A micro-batch without sequences has no tokens for its routers either.
@@ -117,6 +123,9 @@ class PolicyLoss(nn.Module):
             config = dataclasses.replace(config, score_centering="off")
         if config.score_centering != "off":
             options["sampling_topk_ids"], options["sampling_topk_logprobs"] = batch.centering or (None, None)
+        if squares:
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            options["squared_gradients"] = hidden.new_empty(len(hidden), dtype=dtype)
         output = fused_linear_grpo_loss(
             hidden,
             weight,
@@ -135,6 +144,8 @@ class PolicyLoss(nn.Module):
             distillation=distillation,
             **options,
         )
+        if squares:
+            output.metrics["squared_gradients"] = options["squared_gradients"]
         if aux_loss is None:
             return output
         aux_loss = aux_loss / num_micro_batches
@@ -143,15 +154,22 @@ class PolicyLoss(nn.Module):
         return output._replace(loss=loss, metrics=metrics)
 
     @torch.no_grad()
-    def measure(self, batch: MicroBatch, what: Literal["loss", "logprobs", "entropies"], **step: Any) -> Any:
-        """The loss, log-probs [N] of the completion tokens, or entropies [N] in nats of the distributions that they
-        were drawn from, without gradients."""
+    def measure(self, batch: MicroBatch, what: Literal["loss", "logprobs", "scores", "entropies"], **step: Any) -> Any:
+        """The loss, log-probs [N] of the completion tokens, these and score norms, or entropies [N] in nats of what
+        they were drawn from, without gradients."""
         return self(batch, what, **step)
 
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         hidden, weight, options = self._head_inputs(batch)
         logprobs: Tensor = linear_logprobs(hidden, weight, batch.targets, **options)
         return logprobs
+
+    def _scores(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and squared norms of their gradients in the logits, [N] each."""
+        hidden, weight, options = self._head_inputs(batch)
+        out = linear_logprobs(hidden, weight, batch.targets, outputs=("sum_squared_probs",), **options)
+        assert out.sum_squared_probs is not None
+        return out.logprobs, score_norms(out.logprobs, out.sum_squared_probs)
 
     def _entropies(self, batch: MicroBatch) -> Tensor:
         hidden, weight, options = self._head_inputs(batch)

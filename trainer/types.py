@@ -217,6 +217,7 @@ class Sample:
 
     # From its group, and for the loss.
     advantage: float = 0.0  # an fp32 number
+    token_advantages: Tensor | None = None  # [its own tokens] fp32, which take its place in the loss; None: it counts
     in_loss: bool = True  # False: it counts in normalisers only
     skipped: bool = False  # in the loss, but without a gradient, so not in the forward pass
     old_logprobs: Tensor | None = None  # [its own tokens] fp32, none of one without forward pass; None: on policy
@@ -231,6 +232,11 @@ class Sample:
     def kept_sizes(self) -> Tensor | None:
         """The sizes [T] of its supports; None where they are the whole vocabulary."""
         return None if self.is_top_k else self.support_sizes
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether any token has one that is not 0."""
+        return self.advantage != 0 if self.token_advantages is None else bool(self.token_advantages.any())
 
     @property
     def in_forward(self) -> bool:
@@ -268,7 +274,7 @@ class MicroBatch:
     targets: Tensor  # [N] int64, those tokens
     cu_seqlens: Tensor  # [b+1] int32, where each sequence's completion starts among the N
     sequence_index: Tensor  # [b] int64, which sequence of the effective batch each of these is; on the CPU
-    advantages: Tensor  # [b] fp32
+    advantages: Tensor  # [b] fp32, or of each token [N]
     sampling_logprobs: Tensor | None = None  # [N] fp32; None: the engine does not say
     old_logprobs: Tensor | None = None  # [N] fp32; None: on policy
     ref_logprobs: Tensor | None = None  # [N] fp32; None: no KL term

@@ -1,6 +1,6 @@
-"""Two steps with an environment on however many processes it is started on. Run by test_several_processes.py.
+"""Two steps with an environment on however many processes it is started on.
 
-    python ranks_run.py <out folder> <sequences per process>
+    python ranks_run.py <out folder> <sequences per process> [<options as JSON>]
 
 Every process leaves its weights, and what it logged, in <out>/rank-<rank>.pt.
 """
@@ -18,7 +18,8 @@ from talkers import Talker, call, talking_model, talking_tokenizer
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 
-OUT, SEQUENCES = Path(sys.argv[1]), int(sys.argv[2])
+RANK = int(os.environ.get("RANK", "0"))
+OUT, SEQUENCES, OPTIONS = Path(sys.argv[1]), int(sys.argv[2]), json.loads(" ".join(sys.argv[3:]) or "{}")
 
 
 class Counter:
@@ -42,10 +43,10 @@ class Counter:
 
 
 def say(read: str, member: int) -> str:
-    """Members of a group of four call never, once, twice and three times."""
+    """Members of a group of four, which may be on two ranks, call never, once, twice and three times."""
     turns = read.count("<answer>")
     # Of a later turn: the episodes that are left are fewer, and the answers say whose turn it is.
-    who = member % 4 if not turns else int(re.findall(r"<answer>(\d+) of", read)[0])
+    who = (RANK * SEQUENCES + member) % 4 if not turns else int(re.findall(r"<answer>(\d+) of", read)[0])
     return call("add", number=who) if turns < who else "done"
 
 
@@ -65,6 +66,7 @@ def main() -> None:
         log_completions=False,
         bf16=False,
         use_cpu=True,
+        **OPTIONS,
     )
     rows = [{"prompt": [{"role": "user", "content": f"Count, customer {number}."}]} for number in range(8)]
     engine = Talker(model, tokenizer, say)
@@ -76,7 +78,7 @@ def main() -> None:
     told = [[one.prompt_ids, one.completion_ids, one.completion_mask] for one in trainer.scored.samples]
     weights = {name: value.detach() for name, value in trainer.model.named_parameters()}
     found = {"weights": weights, "logged": logged, "told": json.dumps(told)}
-    torch.save(found, OUT / f"rank-{os.environ.get('RANK', '0')}.pt")
+    torch.save(found, OUT / f"rank-{RANK}.pt")
     trainer.end()
 
 

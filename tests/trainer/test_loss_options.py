@@ -25,6 +25,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "maxrl": {"advantage_estimator": "maxrl"},
     "opo": {"advantage_estimator": "opo"},
     "pkpo": {"advantage_estimator": "pkpo", "pkpo_k": 2},
+    "optimal token baseline": {"advantage_estimator": "optimal_token_baseline", "variance_report": True},
+    "the same of tools": {"advantage_estimator": "tir_optimal_token_baseline", **CORRECTED},
     "reinforce++, groups of one": {"advantage_estimator": "reinforce_plus_plus", "num_generations": 1},
 }
 

@@ -10,6 +10,7 @@ measures of ratios that the loss op does not: by sequence, times the ratio, or o
     sampling/sampling_logp_difference/*    |old log p - sampling log p|, over the tokens for which the sampler has one
     .../turn_<k>/*                         the same over turn k of completions with a mask; the last k has all after it
     sampling/importance_sampling_ratio/*   rho of the sampling correction, after its bounds
+    sampling/effective_sample_size         (sum rho)^2 / (n sum rho^2) of n of them: 1 where all count alike
 
 The selection of Clip-Cov or KL-Cov depends on all tokens of the step, over all ranks, so it takes a forward pass of its
 own. It is the same for any cut into micro-batches and for any number of ranks.
@@ -102,6 +103,8 @@ def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]
         prefix = "sampling/importance_sampling_ratio"
         metrics |= {f"{prefix}/min": sums["rho_min"], f"{prefix}/max": sums["rho_max"]}
         metrics[f"{prefix}/mean"] = mean("rho", "rhos")
+        squares = sums["rho_squares_sum"] * sums["rhos_sum"]
+        metrics["sampling/effective_sample_size"] = sums["rho_sum"] ** 2 / squares if squares else 0.0
     return metrics
 
 
@@ -127,14 +130,28 @@ def _sampling(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLos
     sums = {"difference_sum": difference.sum(), "difference_max": difference.amax(), "known_sum": is_known.sum()}
     if config.sampling_correction is None:
         return sums
-    if config.sampling_correction.startswith("sequence"):
-        treatment = config.sampling_correction.removeprefix("sequence_")
-        bounds = (config.sampling_clip_min, config.sampling_clip_max)
-        rho = bounded_ratio(inputs.sequences.sum(log_rho(old, sampling, inputs.tokens.mask)), treatment, *bounds)
-    else:
-        rho = sampling_weights(old, sampling, inputs.tokens.mask, TokenTerms.correction_of(config))
-    rhos = rho.new_tensor(float(len(rho)))
-    return sums | {"rho_sum": rho.sum(), "rhos_sum": rhos, "rho_min": rho.amin(), "rho_max": rho.amax()}
+    rho = _rho(old, sampling, inputs, config)
+    of_all = {"rho_sum": rho.sum(), "rho_squares_sum": rho.square().sum(), "rhos_sum": rho.new_tensor(float(len(rho)))}
+    return sums | of_all | {"rho_min": rho.amin(), "rho_max": rho.amax()}
+
+
+def _rho(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+    """The weights of the sampling correction: of sequences [b] where it is of those, or of tokens [N]."""
+    assert config.sampling_correction is not None
+    if not config.sampling_correction.startswith("sequence"):
+        return sampling_weights(old, sampling, inputs.tokens.mask, TokenTerms.correction_of(config))
+    treatment = config.sampling_correction.removeprefix("sequence_")
+    bounds = (config.sampling_clip_min, config.sampling_clip_max)
+    return bounded_ratio(inputs.sequences.sum(log_rho(old, sampling, inputs.tokens.mask)), treatment, *bounds)
+
+
+def correction_weights(old: Tensor, part: MicroBatch, config: GRPOLossConfig) -> Tensor:
+    """The weight of the sampling correction of each token [N] of a micro-batch, from the policy's log-probs; or 1."""
+    if not len(part.advantages) or config.sampling_correction is None or part.sampling_logprobs is None:
+        return torch.ones_like(old)
+    inputs = inputs_of(part, config)
+    rho = _rho(old.float(), part.sampling_logprobs, inputs, config)
+    return inputs.sequences.spread(rho, len(old)) if config.sampling_correction.startswith("sequence") else rho
 
 
 def turn_sums(batch: Sequence[Sample], packed: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> dict[str, float]:

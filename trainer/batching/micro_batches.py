@@ -236,6 +236,9 @@ def pack(
             rows = [sample.own(row) for sample, row in zip(samples, rows, strict=True)]
         return torch.cat([torch.zeros(0), *(torch.as_tensor(row, dtype=torch.float32) for row in rows)]).to(device)
 
+    advantages = per_token("token_advantages")
+    if advantages is None:
+        advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32, device=device)
     return MicroBatch(
         input_ids=input_ids.view(num_rows, row_length).to(device),
         position_ids=position_ids.view(num_rows, row_length).to(device),
@@ -245,7 +248,7 @@ def pack(
         targets=torch.tensor(list(chain.from_iterable(targets)), dtype=torch.int64, device=device),
         cu_seqlens=torch.tensor([0, *accumulate(s.num_own for s in samples)], dtype=torch.int32, device=device),
         sequence_index=torch.tensor(chosen, dtype=torch.int64),
-        advantages=torch.tensor([sample.advantage for sample in samples], dtype=torch.float32, device=device),
+        advantages=advantages,
         sampling_logprobs=per_token("sampling_logprobs"),
         old_logprobs=per_token("old_logprobs"),
         ref_logprobs=per_token("ref_logprobs"),
@@ -391,8 +394,8 @@ def can_skip(args: GRPOConfig, *, router_coefficient: float) -> bool:
 
 def skip_zero_advantages(batch: list[Sample], accelerator: Accelerator) -> list[Sample]:
     """The batch with its completions of advantage 0 `skipped`, all but one where no rank has another. A collective."""
-    skipped = [sample.in_forward and sample.advantage == 0 for sample in batch]
-    is_learned = any(sample.in_forward and sample.advantage != 0 for sample in batch)
+    skipped = [sample.in_forward and not sample.has_advantage for sample in batch]
+    is_learned = any(sample.in_forward and sample.has_advantage for sample in batch)
     if not any_rank(accelerator, is_learned) and True in skipped:
         skipped[skipped.index(True)] = False
     return with_fields(batch, {"skipped": skipped})

@@ -31,11 +31,12 @@ ROWS = {
     "sampling_logprobs": torch.float64,
     "old_logprobs": torch.float32,
     "ref_logprobs": torch.float32,
+    "token_advantages": torch.float32,
     "support_ids": torch.int32,
     "support_sizes": torch.int32,
     "support_logprobs": torch.float32,
 }
-_TENSORS = ("old_logprobs", "ref_logprobs", "support_ids", "support_sizes", "support_logprobs")
+_TENSORS = ("old_logprobs", "ref_logprobs", "token_advantages", "support_ids", "support_sizes", "support_logprobs")
 # Fields with one value. Of a finish reason that is its place in FinishReason, of a failure that there is one; without
 # lists of likely tokens there is no `is_top_k`.
 VALUES = {

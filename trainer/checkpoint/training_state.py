@@ -434,5 +434,8 @@ def _check_sequences(part: dict[str, Tensor], where: str, vocab_size: int) -> No
         for values in (sample.old_logprobs, sample.ref_logprobs):
             if values is not None and (len(values) not in allowed or wrong_logprob(values.tolist())):
                 wrong = wrong or "log-probs that no policy gives"
+        of_tokens = sample.token_advantages
+        if of_tokens is not None and not (len(of_tokens) == sample.num_own and of_tokens.isfinite().all()):
+            wrong = wrong or "advantages of other tokens than it has"
         if wrong or not math.isfinite(sample.advantage) or math.isinf(sample.reward) or sample.weight_version < 0:
             raise ValueError(f"{where} has {wrong or 'a number that no run leaves'}")

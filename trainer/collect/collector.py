@@ -26,7 +26,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -41,6 +41,7 @@ from torch import Tensor
 from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, split_groups
+from fused_grpo.trainer.collect import token_baseline
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
 from fused_grpo.trainer.collect.scoring import Evaluation, RolloutFacts, Scored, rollout_metrics, score_rollouts
 from fused_grpo.trainer.collect.start_checks import Start
@@ -112,8 +113,8 @@ class Collector:
         # Parts of groups, where an optimizer step has fewer sequences than a group.
         share = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         together = math.gcd(share, self.args.num_generations)
-        batches = split_groups(self._learned_from(scored), steps, together)
         with phases("train"):
+            batches = split_groups(self._with_token_advantages(self._learned_from(scored)), steps, together)
             if self.learner.can_skip:
                 batches = [skip_zero_advantages(batch, self.accelerator) for batch in batches]
             batches = [balanced(batch, self.accelerator, **self.learner.costs) for batch in batches]
@@ -150,7 +151,7 @@ class Collector:
         metrics = self._metrics(everywhere, sampling.n, passes=count is not None)
         metrics["num_tokens"] = float(self.num_tokens)
         batch = self._learned_from(scored.with_advantages(self._advantages(everywhere, sampling.n)))
-        skipped = [self.learner.can_skip and sample.in_loss and sample.advantage == 0 for sample in batch]
+        skipped = [self.learner.can_skip and sample.in_loss and not sample.has_advantage for sample in batch]
         # The sampler's log-probs may be of another temperature.
         batch = with_fields(batch, {"skipped": skipped, "sampling_logprobs": [None] * len(batch)})
         return Evaluation(metrics, len(rows), started, batch)
@@ -253,15 +254,16 @@ class Collector:
         if "drop" not in (self.args.reward_failure, self.args.rollout_failure) or self.group_part == size:
             return scored
         parts = gather_object([scored.dropped])
-        dropped = self._own_part(torch.cat(parts).view(-1, size).any(1).repeat_interleave(size), parts).tolist()
+        every = torch.cat(parts).view(-1, size).any(1).repeat_interleave(size)
+        dropped = every[self._own_places(parts)].tolist()
         nothing: dict[str, Any] = {"dropped": True, "reward": math.nan, "rewards": [math.nan] * len(self.rewards.names)}
         pairs = zip(scored.samples, dropped, strict=True)
         return replace(scored, samples=[replace(one, **nothing) if drop else one for one, drop in pairs])
 
-    def _own_part(self, values: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """This rank's part of the values of all ranks, each of which has as many as it has in `parts`."""
+    def _own_places(self, parts: Sequence[Sized]) -> slice:
+        """This rank's places among the values of all ranks, each of which has as many as it has in `parts`."""
         first = sum(len(part) for part in parts[: self.accelerator.process_index])
-        return values[first : first + len(parts[self.accelerator.process_index])]
+        return slice(first, first + len(parts[self.accelerator.process_index]))
 
     def _metrics(self, processes: Sequence[RolloutFacts], size: int, *, passes: bool = False) -> dict[str, float]:
         args, names = self.args, self.rewards.names
@@ -309,7 +311,33 @@ class Collector:
             lengths=torch.cat([one.num_own for one in facts]),
             k=self.args.pkpo_k,
         )
-        return self._own_part(advantages, parts)
+        return advantages[self._own_places(parts)]
+
+    def _with_token_advantages(self, samples: list[Sample]) -> list[Sample]:
+        """The samples, groups one after the other, with advantages for each token, where the estimator has such."""
+        if self.args.advantage_estimator not in token_baseline.ESTIMATORS:
+            return samples
+        of_tools = self.args.advantage_estimator.startswith("tir")
+        # A group whose rewards are equal has none, whatever the norms are; of a part of a group that is not known here.
+        size = self.group_part
+        is_whole = size == self.args.num_generations
+        groups = [samples[first : first + size] for first in range(0, len(samples), size)]
+        idle = [is_whole and not any(one.has_advantage for one in group) for group in groups for _ in group]
+        norms = self.learner.score_norms(with_fields(samples, {"skipped": idle}))
+        own = []
+        for sample, values in zip(samples, norms, strict=True):
+            places = range(sample.num_own) if of_tools else sample.own(range(len(sample.completion_ids)))
+            own.append(token_baseline.Scores(sample.reward, values, torch.tensor(places)))
+        parts = [own] if is_whole else gather_object([own])
+        every, size = list(chain.from_iterable(parts)), self.args.num_generations
+        advantages = [
+            values
+            for first in range(0, len(every), size)
+            for values in token_baseline.token_advantages(every[first : first + size], zero_tail=of_tools)
+        ]
+        return with_fields(
+            samples, {"token_advantages": advantages if is_whole else advantages[self._own_places(parts)]}
+        )
 
     def _learned_from(self, scored: Scored) -> list[Sample]:
         """Its samples without dropped groups; with `mask_truncated_completions` those that were cut are not in loss."""

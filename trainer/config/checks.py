@@ -179,6 +179,8 @@ def _check_distillation(args: Any) -> None:
     if args.distillation_coef == 0:
         return
     with_teacher = f"with distillation_coef={args.distillation_coef}"
+    if args.variance_report:
+        raise InputError(f"got variance_report=True {with_teacher}, whose gradient it does not know; fix: leave it out")
     if args.entropy_coef > 0 or args.use_adaptive_entropy:
         raise InputError(
             f"got entropy_coef={args.entropy_coef} (use_adaptive_entropy={args.use_adaptive_entropy}) {with_teacher}, "

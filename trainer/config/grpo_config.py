@@ -210,10 +210,22 @@ class GRPOConfig(LossOptions, DerivedOptions):
     scale_rewards: Scale = "group"
     """Divisor of advantages: the standard deviation of the "group" (True), of the "batch", or "none" (False)."""
     advantage_estimator: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "maxrl", "opo", "gpg", "pkpo"
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "maxrl",
+        "opo",
+        "gpg",
+        "pkpo",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
     ] = "grpo"
     """Formula of advantages (docs/loss.md): that of GRPO, with `scale_rewards`, or another one with a scale of its
     own. "reinforce_plus_plus" compares with the whole batch, the others with the group."""
+    variance_report: bool = False
+    """Log how many completions and prompts the gradient of a step comes from, effectively (gradient/effective_...)."""
     pkpo_k: int = 4
     """Number k of completions of which "pkpo" maximises the best reward: pass@k. It is at least 2, at most
     `num_generations`; 1 would be "rloo"."""

@@ -45,6 +45,9 @@ def test_the_sampler_is_compared_with_the_old_policy_where_it_is_known():
     rho = torch.tensor([0.5, 0.0, -0.25, 2.0, 0.0, 0.5]).exp().clamp(max=3.0)
     for name in ("min", "mean", "max"):
         assert found[f"sampling/importance_sampling_ratio/{name}"] == pytest.approx(getattr(rho, name)().item())
+    effective = rho.sum() ** 2 / (6 * rho.square().sum())
+    assert found["sampling/effective_sample_size"] == pytest.approx(effective.item())
+    assert effective < 0.9
     found, rho = measured(3, sampling_correction="sequence_mask"), torch.tensor([0.5, -0.25]).exp()
     assert found["sampling/importance_sampling_ratio/min"] == 0.0  # e^2.5 is beyond the bound
     assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(rho.sum().item() / 3)

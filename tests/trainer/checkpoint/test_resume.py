@@ -28,6 +28,7 @@ OPTIONS = {
     "dynamic sampling": {"dynamic_sampling": 2},
     "truncated masked": {"mask_truncated_completions": True, "loss_type": "grpo"},
     "a teacher": {"teacher_model": "self", "distillation_coef": 0.5, "num_iterations": 2, "steps_per_generation": 4},
+    "token baseline": {"advantage_estimator": "optimal_token_baseline", "steps_per_generation": 4, "num_iterations": 2},
     "kept tokens": {"engine": TransformersEngine, "top_p": 0.8, "steps_per_generation": 4, "num_iterations": 2},
     "centered on kept tokens": {"engine": TransformersEngine, "top_p": 0.8, "score_centering": "kept", **SEVERAL},
     "centered on likely tokens": {"engine": TransformersEngine, "score_centering": "topk", **SEVERAL},

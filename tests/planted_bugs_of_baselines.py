@@ -1,0 +1,112 @@
+"""The bugs of `planted_bugs.py` in the optimal token baseline and the variance report: (file, old, new, caught by)."""
+
+BASELINE = "trainer/collect/token_baseline.py"
+COLLECTOR = "trainer/collect/collector.py"
+REPORT = "trainer/batching/variance_report.py"
+METRICS = "trainer/batching/micro_batch_metrics.py"
+LOSS = "fused_grpo/fused_loss.py"
+TESTS = "tests/trainer/collect/test_token_baseline.py"
+FORMULA = [TESTS, "-k", "formula or exactly_0"]
+RUN = [TESTS, "-k", "models_logits"]
+RANKS = [TESTS, "-k", "two_processes and tir"]
+SQUARES = ["tests/ops/test_squared_gradients.py", "-k", "autograd and torch-dtype0"]
+KEPT = ["tests/ops/test_outputs.py", "-k", "kept_tokens and torch"]
+
+BUGS = {
+    "a path has the norm of its last token alone": (
+        BASELINE,
+        "one.norms.double().cumsum(0)",
+        "one.norms.double()",
+        FORMULA,
+    ),
+    "rewards are relative to nothing": (
+        BASELINE,
+        "rewards - rewards[0]",
+        "rewards",
+        FORMULA,
+    ),
+    "a completion without a reward is a wrong one": (
+        BASELINE,
+        "len(self.norms) > 0 and not math.isnan(self.reward)",
+        "len(self.norms) > 0",
+        FORMULA,
+    ),
+    "a completion that is alone has no baseline anywhere": (
+        BASELINE,
+        "if zero_tail:",
+        "if True:",
+        FORMULA,
+    ),
+    "places of tools count the tools' tokens": (
+        COLLECTOR,
+        "range(sample.num_own) if of_tools else sample.own(range(len(sample.completion_ids)))",
+        "range(sample.num_own)",
+        [TESTS, "-k", "places_count"],
+    ),
+    "each rank has a baseline of its part": (
+        COLLECTOR,
+        "parts = [own] if is_whole else gather_object([own])",
+        "parts = [own] * self.accelerator.num_processes",
+        RANKS,
+    ),
+    "a middle reward counts for none": (
+        "trainer/types.py",
+        "self.advantage != 0 if self.token_advantages is None else bool(self.token_advantages.any())",
+        "self.advantage != 0",
+        [TESTS, "-k", "mean_reward"],
+    ),
+    "norms have the correction once": (
+        "trainer/learner.py",
+        "own * correction_weights(logprobs, part, self.loss_config).square()",
+        "own * correction_weights(logprobs, part, self.loss_config)",
+        [TESTS, "-k", "stale"],
+    ),
+    "norms of kept tokens are those of the vocabulary": (
+        "fused_grpo/head/kept_tokens.py",
+        "self._sums(torch.exp(2 * self.entry_logprobs(statistics)))",
+        "self._sums(torch.exp(self.entry_logprobs(statistics)))",
+        KEPT,
+    ),
+    "the first of a tie leads wherever it is listed": (
+        "fused_grpo/head/kept_tokens.py",
+        "e.tokens < e.tokens[own][e.row]",
+        "e.tokens > e.tokens[own][e.row]",
+        KEPT,
+    ),
+    "squared gradients are those of log-probs": (
+        LOSS,
+        "own = upstream.square() * score_norms(logprobs.detach(), squares)",
+        "own = score_norms(logprobs.detach(), squares)",
+        SQUARES,
+    ),
+    "an own probability is in the norm twice": (
+        "fused_grpo/_maths/moments.py",
+        "(squares - torch.exp(2 * logprobs))",
+        "squares",
+        SQUARES,
+    ),
+    "the log-prob of a centred row is of its first target": (
+        "fused_grpo/head/visited_rows.py",
+        "logprobs if logprobs.ndim == 1 else logprobs.amax(1)",
+        "logprobs if logprobs.ndim == 1 else logprobs[:, 0]",
+        [*SQUARES[:-1], "autograd and torch-dtype0 and phases"],
+    ),
+    "a report counts completions by their energy": (
+        REPORT,
+        "sum(map(sqrt, squares)) ** 2 / total",
+        "total ** 2 / sum(x * x for x in squares)",
+        [TESTS, "-k", "report_is"],
+    ),
+    "a report is of one rank": (
+        REPORT,
+        "gather_object(own)",
+        "own",
+        RANKS,
+    ),
+    "an effective sample size is one of weights": (
+        METRICS,
+        'rho.square().sum(), "rhos_sum"',
+        'rho.sum(), "rhos_sum"',
+        ["tests/trainer/batching/test_ratio_metrics.py"],
+    ),
+}
