@@ -147,7 +147,8 @@ class Learner:
                 "training mode all the same, want rates as attributes of its layers; fix: a config whose dropout is 0"
             )
         # The routers' loss counts the tokens of a prompt once for each of its completions, as in TRL.
-        layout = shared_layout(measured, share_prompts=self.args.share_prompts, may_share=not self.router_coefficient)
+        may_share = not (self.router_coefficient or self.args.batch_invariant)
+        layout = shared_layout(measured, share_prompts=self.args.share_prompts, may_share=may_share)
         return layout, measured[0].is_random
 
     def _make_teacher(self, alone: PolicyLoss | None, *, vocab_size: int) -> Teacher:
@@ -161,7 +162,7 @@ class Learner:
     def costs(self) -> dict[str, Any]:
         """Options of `balanced`: what a sample costs here."""
         args = self.args
-        limits = {"sequences": args.per_device_train_batch_size, "max_tokens": args.max_tokens_per_micro_batch}
+        limits = {"sequences": args.sequences_per_micro_batch, "max_tokens": args.max_tokens_per_micro_batch}
         return {"attention": self.attention, "share_prompts": self.rows["share_prompts"], **limits}
 
     def restart(self) -> None:
@@ -315,7 +316,7 @@ class Learner:
         prompts = with_virtual_places([sample.prompt_ids for sample in batch], self._unwrapped.model)
         return micro_batches(
             with_fields(batch, {"prompt_ids": prompts}),
-            self.args.per_device_train_batch_size,
+            self.args.sequences_per_micro_batch,
             **self.rows,
             device=self.accelerator.device,
             max_tokens=self.args.max_tokens_per_micro_batch,

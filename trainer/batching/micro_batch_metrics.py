@@ -9,6 +9,7 @@ measures of ratios that the loss op does not: by sequence, times the ratio, or o
     vespo/phi_seq_mean                     mean over sequences of their weight phi
     sampling/sampling_logp_difference/*    |old log p - sampling log p|, over the tokens for which the sampler has one
     .../turn_<k>/*                         the same over turn k of completions with a mask; the last k has all after it
+    sampling/bit_equal_fraction            share of these tokens for which the two are the same number, bit for bit
     sampling/importance_sampling_ratio/*   rho of the sampling correction, after its bounds
     sampling/effective_sample_size         (sum rho)^2 / (n sum rho^2) of n of them: 1 where all count alike
 
@@ -38,6 +39,7 @@ Sums = dict[str, Tensor]
 # Each is a count, or divided by a count of the whole step.
 SUMMED = frozenset({"loss_tokens", "loss", "policy_term", "aux_loss"})
 DIFFERENCE = "sampling/sampling_logp_difference"
+BIT_EQUAL = "sampling/bit_equal_fraction"
 MOST_TURNS = 8  # with metrics of their own
 
 
@@ -95,6 +97,7 @@ def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]
         metrics["vespo/phi_seq_mean"] = mean("phi", "sequences")
     if "difference_sum" in sums:
         metrics |= {f"{DIFFERENCE}/mean": mean("difference", "known"), f"{DIFFERENCE}/max": sums["difference_max"]}
+        metrics[BIT_EQUAL] = mean("equal", "known")
     for turn in (f"turn_{number}" for number in range(1, MOST_TURNS + 1)):
         if f"{turn}_max" in sums:
             metrics[f"{DIFFERENCE}/{turn}/mean"] = mean(turn, f"{turn}_known")
@@ -128,6 +131,7 @@ def _sampling(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLos
     is_known = ~sampling.isnan()
     difference = torch.where(is_known, (old - sampling).abs(), 0.0)
     sums = {"difference_sum": difference.sum(), "difference_max": difference.amax(), "known_sum": is_known.sum()}
+    sums["equal_sum"] = (old == sampling).sum()
     if config.sampling_correction is None:
         return sums
     rho = _rho(old, sampling, inputs, config)

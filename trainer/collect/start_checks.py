@@ -39,7 +39,7 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.engine_choice import EngineName, choose_engine, engine_name, sampling_dtype, server_urls
 from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.engines.server.replicas import checked_url
-from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_installed
+from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_installed, enable_batch_invariance
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
 from fused_grpo.trainer.episodes.play import Rules, rules_of
 from fused_grpo.trainer.learner import Learner, Optimizers
@@ -235,6 +235,8 @@ def check_services(start: Start) -> None:
             check_installed()
             if args.vllm_dtype != "auto":
                 check_dtype(sampling_dtype(args))
+            if args.batch_invariant:
+                enable_batch_invariance()
     for callback in start.callbacks:
         if not all(callable(getattr(callback, event, None)) for event in EVENTS):
             raise WrongTypeError(

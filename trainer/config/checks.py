@@ -270,6 +270,16 @@ def _check_curriculum(args: Any) -> None:
             )
 
 
+def _check_batch_invariant(args: Any) -> None:
+    """Each sequence is computed alone, in the precision of the sampler."""
+    for name in ("share_prompts", "max_tokens_per_micro_batch", "tf32", "vllm_dtype") if args.batch_invariant else ():
+        if (got := getattr(args, name)) not in (None, False, "auto"):
+            raise InputError(
+                f"got {name}={got!r} with batch_invariant=True, want each sequence computed alone, and trainer and "
+                "sampler in one precision; fix: leave either out"
+            )
+
+
 def _check_together(args: Any) -> None:
     if "trust_remote_code" in (args.vllm_engine_kwargs or {}):
         raise InputError(
@@ -295,6 +305,7 @@ def _check_together(args: Any) -> None:
     _check_distillation(args)
     _check_score_centering(args)
     _check_curriculum(args)
+    _check_batch_invariant(args)
     if args.sync_ref_model and args.beta == 0.0:
         raise InputError(
             "got sync_ref_model=True with beta=0, where there is no reference model; fix: beta > 0, or leave it out"

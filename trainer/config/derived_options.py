@@ -34,6 +34,12 @@ class DerivedOptions:
     steps_per_generation: int | None
     generation_batch_size: int | None
     dynamic_sampling: int
+    batch_invariant: bool
+
+    @property
+    def sequences_per_micro_batch(self) -> int:
+        """How many are computed at a time, where no number of tokens limits them."""
+        return 1 if self.batch_invariant else self.per_device_train_batch_size
 
     def micro_batches_per_generation(self, num_processes: int) -> int:
         """`steps_per_generation`, from `generation_batch_size` where that is given, rounded up to optimizer steps.

@@ -95,8 +95,9 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
             "model with an adapter; fix: leave it out: other engines are given merged weights"
         )
     if name == "transformers":
-        cache = args.cache_implementation
-        return TransformersEngine(model, tokenizer, seed=args.seed, cache_implementation=cache)
+        own: dict[str, Any] = {"cache_implementation": args.cache_implementation}
+        own["max_sequences"] = 1 if args.batch_invariant else None
+        return TransformersEngine(model, tokenizer, seed=args.seed, **own)
     support = sampling if (sampling := args.sampling(seed=0)).wants_ids else None
     if name == "server":
         return VLLMServerEngine(
@@ -109,6 +110,7 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
             allow_remote=args.vllm_server_allow_remote,
             weight_transfer=args.vllm_weight_transfer,
             support=support,
+            batch_invariant=args.batch_invariant,
         )
     check_installed()
     model_impl = {} if args.vllm_model_impl == "vllm" else {"model_impl": args.vllm_model_impl}

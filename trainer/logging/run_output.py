@@ -89,7 +89,7 @@ class RunOutput:
         self.args, self.max_steps = args, max_steps
         self.console_steps = whole_steps(args.logging_steps, max_steps)
         self.console = Console(max_steps, quiet=not is_main)
-        self.advice, self.since_last_line = Advice(args), StepMetrics()
+        self.advice, self.since_last_line, self._told_equality = Advice(args), StepMetrics(), False
         self.log = RunLog(Path(args.output_dir), args.rollouts_kept_steps) if is_main else None
         if self.log is not None:
             self.log.log_config(args.to_dict(), **facts)
@@ -125,6 +125,11 @@ class RunOutput:
             self.console.step(step, shown, phases)
         for text in self.advice(record):
             self.console.warn(text)
+        equal = metric(record, "sampling/bit_equal_fraction")
+        if self.args.batch_invariant and not self._told_equality and equal is not None:
+            self._told_equality = True
+            share = "bit-equal" if equal == 1.0 else f"not bit-equal ({equal:.2%} of the tokens are)"
+            self.console.note(f"step {step}: the log-probs of sampler and trainer are {share}")
 
     def evaluation(self, step: int, result: dict[str, float], num_prompts: int, *, prefix: str = "eval") -> None:
         """Mean rewards on held-out prompts, by name: `<set>_reward` where an eval set has a name."""

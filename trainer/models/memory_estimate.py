@@ -190,7 +190,7 @@ def memory_terms(
 def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int, shape: ModelShape | None = None) -> tuple[int, int]:
     """N and C: tokens of the largest micro-batch, and of its completions; a prompt counts as often as it is run."""
     completion, limit = args.max_completion_length, args.max_tokens_per_micro_batch
-    sequences, prompts = args.per_device_train_batch_size, float(args.per_device_train_batch_size)
+    sequences, prompts = args.sequences_per_micro_batch, float(args.sequences_per_micro_batch)
     takes_mask = "flash" not in str((args.model_init_kwargs or {}).get("attn_implementation"))
     if shape is not None and shape.shares_prompts and takes_mask and args.share_prompts is not False:
         group = min(args.num_generations, sequences)

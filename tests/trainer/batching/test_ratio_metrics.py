@@ -42,6 +42,7 @@ def test_the_sampler_is_compared_with_the_old_policy_where_it_is_known():
     found = measured(3)
     assert found["sampling/sampling_logp_difference/mean"] == pytest.approx((0.5 + 0.25 + 2.0 + 0.0 + 0.5) / 5)
     assert found["sampling/sampling_logp_difference/max"] == 2.0
+    assert found["sampling/bit_equal_fraction"] == pytest.approx(1 / 5)  # of the tokens whose log-prob is known
     rho = torch.tensor([0.5, 0.0, -0.25, 2.0, 0.0, 0.5]).exp().clamp(max=3.0)
     for name in ("min", "mean", "max"):
         assert found[f"sampling/importance_sampling_ratio/{name}"] == pytest.approx(getattr(rho, name)().item())

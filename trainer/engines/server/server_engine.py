@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import torch
@@ -64,6 +64,7 @@ class VLLMServerEngine(RolloutEngine):
         weights_directory: the parent of the weight files, which the servers can read too. None: shared memory.
         max_concurrency: the number of prompts that are sampled at a time.
         support: the sampling of which supports or the most likely tokens are wanted. None: neither.
+        batch_invariant: want servers that were started with VLLM_BATCH_INVARIANT=1.
 
     Raises:
         InputError: URLs that cannot be used, or a server that was started with options that do not fit.
@@ -89,6 +90,7 @@ class VLLMServerEngine(RolloutEngine):
         weights_directory: str | None = None,
         max_concurrency: int = 256,
         support: SamplingParams | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self._replicas = Replicas(
             base_urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency, timeout=timeout
@@ -97,7 +99,8 @@ class VLLMServerEngine(RolloutEngine):
         self._stop_ids = stop_token_ids(model.generation_config, tokenizer)
         self._closed = False
         self.weight_version, self._server_version = -1, ""
-        ask = partial(server_info, max_model_len=max_model_len, tie=self._tie, facts=self._facts)
+        wanted: dict[str, Any] = {"max_model_len": max_model_len, "batch_invariant": batch_invariant}
+        ask = partial(server_info, **wanted, tie=self._tie, facts=self._facts)
         infos = self._replicas.each(ask, doing="getting ready")
         self._model_name = infos[0][0].id
         configs = [config for _, config in infos]

@@ -30,6 +30,8 @@ _LAYERS = rf"^ *\((?:\d[\d, -]*[ -])?{_SIZE}\): "  # the last index of "(0-26, 2
 _ATTENTION = rf"\bAttention\(head_size=\d+, num_heads={_SIZE}, num_kv_heads={_SIZE}"
 _ROW_PARALLEL = rf"{_NAME}RowParallelLinear\((?:quant=\w+, )?in_features={_SIZE}, [\w=]+, [\w=]+, tp_size={_SIZE}"
 
+_SERVER_INFO = "/server_info?config_format=json"
+
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +95,13 @@ class ModelFacts:
 
 
 async def server_info(
-    client: httpx.AsyncClient, replica: Replica, *, max_model_len: int | None, tie: Tie | None, facts: ModelFacts
+    client: httpx.AsyncClient,
+    replica: Replica,
+    *,
+    max_model_len: int | None,
+    tie: Tie | None,
+    facts: ModelFacts,
+    batch_invariant: bool = False,
 ) -> tuple[Model, VLLMConfig]:
     """Wait until a server is up, and ask it. It must accept `max_model_len` tokens; None: its own limit.
 
@@ -118,6 +126,8 @@ async def server_info(
             f"got a server at {replica.url} for {limit} tokens, want {max_model_len} (prompt and completion); "
             f"fix: restart it with --max-model-len {max_model_len}, or shorten either"
         )
+    if batch_invariant:
+        await _check_invariant(client, replica)
     await check_model(client, replica, facts)
     if tie is not None and config.device_config.get("device") == "cpu":
         await _check_untied(client, replica, tie)
@@ -138,12 +148,26 @@ async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelF
 
 async def _in_development_mode(client: httpx.AsyncClient, replica: Replica) -> VLLMConfig:
     try:
-        return await replica.ask(client, "/server_info?config_format=json", field="vllm_config", kind=VLLMConfig)
+        return await replica.ask(client, _SERVER_INFO, field="vllm_config", kind=VLLMConfig)
     except NoRouteError as error:
         raise InputError(
             f"got a server at {replica.url} without /server_info and /collective_rpc, want them for weight sync; "
             "fix: restart it with the environment variable VLLM_SERVER_DEV_MODE=1"
         ) from error
+
+
+async def _check_invariant(client: httpx.AsyncClient, replica: Replica) -> None:
+    """InputError for a server that is not batch invariant; a warning where it does not say."""
+    try:
+        environment = await replica.ask(client, _SERVER_INFO, field="vllm_env", kind=dict[str, object])
+    except RequestError:  # of an older vLLM
+        warn_once(f"{replica.url} does not say whether it was started with VLLM_BATCH_INVARIANT=1")
+        return
+    if environment.get("VLLM_BATCH_INVARIANT") is not True:
+        raise InputError(
+            f"got a server at {replica.url} without VLLM_BATCH_INVARIANT=1, want it with batch_invariant=True; fix: "
+            "restart it with that environment variable, on a GPU that vLLM has the mode for"
+        )
 
 
 async def _check_untied(client: httpx.AsyncClient, replica: Replica, tie: Tie) -> None:

@@ -51,6 +51,13 @@ DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
 
+# vLLM's mode sets the workspaces of cuBLAS to these, in which no sum of a matrix product is split.
+_INVARIANT_ENVIRONMENT = {
+    "VLLM_BATCH_INVARIANT": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "CUBLASLT_WORKSPACE_SIZE": "1",
+}
+
 
 def check_installed() -> None:
     """UnavailableError, with the command that installs it, where vLLM is missing."""
@@ -74,6 +81,31 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise UnsupportedError(
             f"got vllm_dtype={name!r}, want one that vLLM computes in on this {current_platform.device_name}: "
             f"{', '.join(names)}; fix: one of these, or leave it out"
+        )
+
+
+def enable_batch_invariance() -> None:
+    """Set what makes vLLM batch invariant in this process, until it ends. It imports vLLM.
+
+    To be called before the first matrix product, at which cuBLAS reads its part. UnsupportedError where vLLM has no
+    such mode, has started without it, or has one in which nothing could be trained beside it.
+    """
+    with preserved_state():
+        _set_defaults()
+        from vllm import envs
+        from vllm.platforms import current_platform
+    # On older GPUs, AMD's and Intel's it replaces torch's own `linear`, for which there is no backward pass then.
+    if not (current_platform.is_cuda() and current_platform.has_device_capability(90)):
+        raise UnsupportedError(
+            f"got batch_invariant=True with vLLM in this process, on {current_platform.device_name}, want an NVIDIA "
+            "GPU of compute capability 9.0 or more: on other GPUs vLLM's mode leaves the trainer without gradients, "
+            "and on a CPU there is none; fix: vllm_mode='server' and VLLM_BATCH_INVARIANT=1 there, or use_vllm=False"
+        )
+    os.environ.update(_INVARIANT_ENVIRONMENT)
+    if not getattr(envs, "VLLM_BATCH_INVARIANT", False):  # which vLLM keeps once it has started
+        raise UnsupportedError(
+            "got batch_invariant=True and a vLLM that is too old for it, or that has started in this process without "
+            "it, want neither; fix: pip install -U vllm, and a new process"
         )
 
 
