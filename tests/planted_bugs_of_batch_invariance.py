@@ -89,6 +89,12 @@ BUGS = {
         "",
         [VLLM, "-k", "stays_for"],
     ),
+    "a product without a gradient stays in torch": (
+        START,
+        "torch.set_num_threads, torch.bmm = set_num_threads, bmm",
+        "torch.set_num_threads = set_num_threads",
+        [VLLM, "-k", "does_not_stay"],
+    ),
     "vLLM has read its environment before": (
         START,
         'if not getattr(envs, "VLLM_BATCH_INVARIANT", False):',

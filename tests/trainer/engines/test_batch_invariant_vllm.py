@@ -89,6 +89,13 @@ def test_a_replaced_linear_has_no_backward_pass() -> None:
     assert weight.grad is not None
 
 
+def test_a_bmm_without_a_gradient_does_not_stay(monkeypatch) -> None:
+    own = torch.bmm
+    with preserved_state():
+        monkeypatch.setattr(torch, "bmm", lambda first, second: first.detach() @ second.detach())
+    assert torch.bmm is own
+
+
 @pytest.fixture(scope="module")
 def fake_server() -> Iterator[Any]:
     for (server,) in runpy.run_path(str(Path(__file__).with_name("fake_vllm.py")))["serving"](1):
