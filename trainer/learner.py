@@ -19,7 +19,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, Trainer, get_scheduler
+from transformers import PreTrainedModel
 
-from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.errors import UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.micro_batch_metrics import (
@@ -60,6 +59,7 @@ from fused_grpo.trainer.distributed.sharding import (
 from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted, with_virtual_places
 from fused_grpo.trainer.models.attention import attention_cost
 from fused_grpo.trainer.models.loading import SELF, check_teacher_model, fingerprint
+from fused_grpo.trainer.models.optimizer import EntropyController, make_optimizer, make_schedule
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss, Teacher, router_loss_coefficient
 from fused_grpo.trainer.self_check import self_check, shared_layout
@@ -405,97 +405,3 @@ class Learner:
             # A tied tensor once; where parameters are sharded, each rank updates its shard.
             for frozen, trained in zip(self.reference.parameters(), policy.parameters(), strict=True):
                 frozen.lerp_(trained.to(frozen), share)
-
-
-class EntropyController:
-    """The coefficient of the entropy bonus: fixed, or moved towards a target (Skywork-OR1, arXiv:2505.22312).
-
-    As TRL does it: after each step the coefficient rises where the step's mean entropy was at the target or below, and
-    falls elsewhere; the bonus is applied in steps that follow one at the target or below.
-    """
-
-    def __init__(self, args: GRPOConfig) -> None:
-        self.args, self.coefficient = args, args.entropy_coef
-        self.last_entropy: float | None = None
-
-    @property
-    def applied(self) -> float:
-        if not self.args.use_adaptive_entropy:
-            return self.coefficient
-        is_low = self.last_entropy is not None and self.last_entropy <= self.args.entropy_target
-        return self.coefficient if is_low else 0.0
-
-    def update(self, entropy: float | None) -> dict[str, float]:
-        """Update from the mean entropy of a step, in nats. Returns the metrics to log."""
-        if not self.args.use_adaptive_entropy:
-            return {"entropy_coef": self.coefficient} if self.coefficient else {}
-        if entropy is None:
-            return {}
-        args, applied = self.args, self.applied
-        move = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
-        self.coefficient = min(max(self.coefficient + move, args.entropy_coef_min), args.entropy_coef_max)
-        self.last_entropy = entropy
-        return {"entropy_coef": self.coefficient, "entropy_coef_applied": applied}
-
-    def state(self) -> dict[str, float | None]:
-        """As JSON."""
-        return {"coefficient": self.coefficient, "last_entropy": self.last_entropy}
-
-    def load_state(self, state: dict[str, float | None]) -> None:
-        """The inverse of `state`."""
-        self.coefficient, self.last_entropy = float(state["coefficient"] or 0.0), state["last_entropy"]
-
-
-def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:
-    """The optimizer called `args.optim`, over the groups of parameters that transformers' Trainer makes.
-
-    Biases and the parameters of norms do not decay. An optimizer with low-rank groups of its own (GaLore, APOLLO) has
-    those.
-
-    Raises:
-        UnavailableError: the package of that optimizer is not installed, or `optim_args` are not its own.
-    """
-    # The rule is transformers', which reads nothing of a trainer for it.
-    decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    trained = [(name in decaying, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for decays, parameter in trained if decays is wanted], "weight_decay": weight_decay}
-        for wanted, weight_decay in ((True, args.weight_decay), (False, 0.0))
-    ]
-    try:
-        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
-            optimizer = kind(options.pop("params", groups), **options)
-        else:  # a factory, of an optimizer that is made of several
-            optimizer = kind()(model, **options)
-        if options.get("optim_bits") == 8 and "bitsandbytes" in str(kind):
-            _keep_embeddings_in_fp32(model)
-    except (ImportError, ValueError, TypeError, RuntimeError) as error:
-        raise UnavailableError(
-            f"got optim={args.optim!r} with optim_args={args.optim_args!r}, which cannot be made: {error}; "
-            'fix: install its package, or set optim="adamw_torch_fused"'
-        ) from error
-    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
-    return optimizer
-
-
-def _keep_embeddings_in_fp32(model: torch.nn.Module) -> None:
-    """Have bitsandbytes keep the states of embeddings in 32 bits, which 8 would make unstable."""
-    manager = import_module("bitsandbytes").optim.GlobalOptimManager.get_instance()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
-
-
-def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps: int) -> Any:
-    """The schedule `args.lr_scheduler_type`; InputError where `args.lr_scheduler_kwargs` are not its arguments."""
-    warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * max_steps
-    options = args.lr_scheduler_kwargs
-    steps = {"num_warmup_steps": math.ceil(warmup), "num_training_steps": max_steps}
-    try:
-        return get_scheduler(args.lr_scheduler_type, optimizer, scheduler_specific_kwargs=options, **steps)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"got lr_scheduler_type={args.lr_scheduler_type!r} with lr_scheduler_kwargs={options!r}, want arguments of "
-            f"that scheduler of transformers ({error}); fix: lr_scheduler_kwargs"
-        ) from error

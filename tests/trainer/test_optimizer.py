@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.learner import make_optimizer
+from fused_grpo.trainer.models.optimizer import make_optimizer
 
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}

@@ -1,0 +1,107 @@
+"""The optimizer of a run, its schedule, and the controller of the entropy bonus."""
+
+from __future__ import annotations
+
+import math
+from importlib import import_module
+from typing import Any
+
+import torch
+from transformers import Trainer, get_scheduler
+
+from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+
+
+class EntropyController:
+    """The coefficient of the entropy bonus: fixed, or moved towards a target (Skywork-OR1, arXiv:2505.22312).
+
+    As TRL does it: after each step the coefficient rises where the step's mean entropy was at the target or below, and
+    falls elsewhere; the bonus is applied in steps that follow one at the target or below.
+    """
+
+    def __init__(self, args: GRPOConfig) -> None:
+        self.args, self.coefficient = args, args.entropy_coef
+        self.last_entropy: float | None = None
+
+    @property
+    def applied(self) -> float:
+        if not self.args.use_adaptive_entropy:
+            return self.coefficient
+        is_low = self.last_entropy is not None and self.last_entropy <= self.args.entropy_target
+        return self.coefficient if is_low else 0.0
+
+    def update(self, entropy: float | None) -> dict[str, float]:
+        """Update from the mean entropy of a step, in nats. Returns the metrics to log."""
+        if not self.args.use_adaptive_entropy:
+            return {"entropy_coef": self.coefficient} if self.coefficient else {}
+        if entropy is None:
+            return {}
+        args, applied = self.args, self.applied
+        move = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
+        self.coefficient = min(max(self.coefficient + move, args.entropy_coef_min), args.entropy_coef_max)
+        self.last_entropy = entropy
+        return {"entropy_coef": self.coefficient, "entropy_coef_applied": applied}
+
+    def state(self) -> dict[str, float | None]:
+        """As JSON."""
+        return {"coefficient": self.coefficient, "last_entropy": self.last_entropy}
+
+    def load_state(self, state: dict[str, float | None]) -> None:
+        """The inverse of `state`."""
+        self.coefficient, self.last_entropy = float(state["coefficient"] or 0.0), state["last_entropy"]
+
+
+def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:
+    """The optimizer called `args.optim`, over the groups of parameters that transformers' Trainer makes.
+
+    Biases and the parameters of norms do not decay. An optimizer with low-rank groups of its own (GaLore, APOLLO) has
+    those.
+
+    Raises:
+        UnavailableError: the package of that optimizer is not installed, or `optim_args` are not its own.
+    """
+    # The rule is transformers', which reads nothing of a trainer for it.
+    decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    trained = [(name in decaying, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for decays, parameter in trained if decays is wanted], "weight_decay": weight_decay}
+        for wanted, weight_decay in ((True, args.weight_decay), (False, 0.0))
+    ]
+    try:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+            optimizer = kind(options.pop("params", groups), **options)
+        else:  # a factory, of an optimizer that is made of several
+            optimizer = kind()(model, **options)
+        if options.get("optim_bits") == 8 and "bitsandbytes" in str(kind):
+            _keep_embeddings_in_fp32(model)
+    except (ImportError, ValueError, TypeError, RuntimeError) as error:
+        raise UnavailableError(
+            f"got optim={args.optim!r} with optim_args={args.optim_args!r}, which cannot be made: {error}; "
+            'fix: install its package, or set optim="adamw_torch_fused"'
+        ) from error
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer
+
+
+def _keep_embeddings_in_fp32(model: torch.nn.Module) -> None:
+    """Have bitsandbytes keep the states of embeddings in 32 bits, which 8 would make unstable."""
+    manager = import_module("bitsandbytes").optim.GlobalOptimManager.get_instance()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps: int) -> Any:
+    """The schedule `args.lr_scheduler_type`; InputError where `args.lr_scheduler_kwargs` are not its arguments."""
+    warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * max_steps
+    options = args.lr_scheduler_kwargs
+    steps = {"num_warmup_steps": math.ceil(warmup), "num_training_steps": max_steps}
+    try:
+        return get_scheduler(args.lr_scheduler_type, optimizer, scheduler_specific_kwargs=options, **steps)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"got lr_scheduler_type={args.lr_scheduler_type!r} with lr_scheduler_kwargs={options!r}, want arguments of "
+            f"that scheduler of transformers ({error}); fix: lr_scheduler_kwargs"
+        ) from error
