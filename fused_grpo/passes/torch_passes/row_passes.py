@@ -102,7 +102,7 @@ def _fold(
         weighted = block_sums(block.centred.clamp_min_(-128.0).mul_(e)) if entropy else shift
         parts = with_part(parts, RowState(centre, block_sums(e), weighted, tile.target_logit), merge_rows)
         if order is not None:
-            squares = block_sums(torch.mul(e, e, out=e if out is None else block.centred))
+            squares = _square_sums(e, spare=e if out is None else block.centred)
             of_blocks = with_part(of_blocks, Moments(centre, squares, *order, tile.target_logit), merge_moments)
         if entropy and out is not None:
             e.mul_(torch.exp(centre - finite(shift))[:, None])
@@ -121,7 +121,7 @@ def _order(block: Block, tile: RawTile, largest: Tensor) -> tuple[Tensor, Tensor
         return sums, largest, z.masked_fill(_columns(z) >= local[:, None], -torch.inf).amax(1)
     rows = (local == local.clamp(0, z.shape[1] - 1)).nonzero()[:, 0]  # a share of all
     z[rows, local[rows]] = at_target[rows]
-    sums = block_sums(z)
+    sums = _product_sums(z)
     z[rows, local[rows]] = -torch.inf
     # Which of the other logits is before the target is only asked where one ties with it.
     before, tied = largest.masked_fill(local < 0, -torch.inf), rows[largest[rows] == at_target[rows]]
@@ -365,6 +365,25 @@ def block_sums(values: Tensor) -> Tensor:
         return values.sum(1)
     parts: Tensor = values.t().unflatten(0, (_PARTS, -1))
     return parts.sum(1).sum(0)
+
+
+def _square_sums(values: Tensor, *, spare: Tensor) -> Tensor:
+    """[R], the sums of squares over the columns of a block [R, c]; `spare` [R, c] is overwritten, and may be it."""
+    if values.shape[1] % _PARTS:
+        return block_sums(torch.mul(values, values, out=spare))
+    first, *others = values.t().unflatten(0, (_PARTS, -1))
+    sums = torch.mul(first, first, out=spare.t()[: len(first)])
+    for part in others:
+        sums.addcmul_(part, part)
+    return block_sums(sums.t())
+
+
+def _product_sums(values: Tensor) -> Tensor:
+    """`block_sums` by products with ones, of 16 columns each: twice as fast, and rounded a few times more."""
+    columns = values.shape[1]
+    if columns % 16:
+        return block_sums(values)
+    return torch.bmm(values.new_ones(columns // 16, 1, 16), values.t().unflatten(0, (-1, 16))).sum(0)[0]
 
 
 def in_place(logits: Tensor, dtype: torch.dtype) -> Tensor:
