@@ -127,4 +127,16 @@ BUGS = {
         "parts = [own]",
         SHARDS,
     ),
+    "a token that the policy bans has a correction": (
+        MATHS,
+        "present & (logprobs != -torch.inf)",
+        "present",
+        [TESTS, "-k", "bans and topk-torch"],
+    ),
+    "a sampler may be more than certain": (
+        HEAD,
+        "self.logprobs > _ROUNDED_UP",
+        "self.logprobs > 1e9",
+        BAD,
+    ),
 }

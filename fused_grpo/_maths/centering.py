@@ -85,6 +85,7 @@ def coefficients(
     >>> [round(x, 4) for x in c[0].tolist()], [round(x, 4) for x in mass[:, 0].tolist()]
     ([0.1, -0.1], [0.8, 0.8])
     """
+    present = present & (logprobs != -torch.inf)  # what the policy bans, no gradient brings back
     logprobs, sampler = (torch.where(present, x.detach(), -torch.inf) for x in (logprobs, sampler))
     p, q = logprobs.exp(), sampler.exp()
     mass = torch.stack([q.sum(1), p.sum(1)])

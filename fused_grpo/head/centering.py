@@ -24,6 +24,7 @@ from fused_grpo.head.checks import check_tensors
 from fused_grpo.head.entries import Segments, Support
 from fused_grpo.head.head import Head
 
+_ROUNDED_UP = 1e-2  # what a sampler in 16 bits makes of a log-prob of 0
 METRICS = ("centering_sampler_mass", "centering_trainer_mass", "centering_l1")
 
 
@@ -161,6 +162,9 @@ class SamplerHead(NamedTuple):
         if self.logprobs is None or not self.logprobs.is_floating_point():
             dtype = None if self.logprobs is None else self.logprobs.dtype
             raise InputError(f"got sampling_topk_logprobs of dtype {dtype}, want a floating dtype")
+        if self.logprobs.device.type == "cpu" and bool((self.logprobs > _ROUNDED_UP).any()):
+            most = self.logprobs.nan_to_num(-torch.inf).max().item()
+            raise InputError(f"got a sampling_topk_logprobs of {most:g}, want log-probs, which are at most 0")
         if support is not None:
             self._check_of_support(config, support)
         else:
@@ -185,7 +189,7 @@ class SamplerHead(NamedTuple):
         if ids.shape != logprobs.shape or ids.shape[:-1] != tokens.shape or not ids.shape[-1]:
             raise InputError(
                 f"got sampling_topk_ids {tuple(ids.shape)} and sampling_topk_logprobs {tuple(logprobs.shape)}, want "
-                f"both {(*tokens.shape, 'K')}, K >= 1 tokens for each token"
+                f"both ({', '.join(map(str, tokens.shape))}, K), K >= 1 tokens for each token"
             )
         ordered = ids.sort(-1).values
         wrong = (ordered[..., :1] < -1) | (ordered[..., -1:] >= vocab_size)

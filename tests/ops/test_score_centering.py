@@ -367,11 +367,16 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "neither": ({}, {"sampling_topk_ids": None, "sampling_topk_logprobs": None}, "fix: pass sampling_topk_ids"),
     "not asked for": ({"mode": "off"}, {}, "score_centering='off' with"),
     "no sampler": ({}, {"sampling_logprobs": None}, "without sampling_logprobs"),
-    "other shapes": ({}, {"sampling_topk_ids": torch.zeros(B, T, 2, dtype=torch.int64)}, "want both"),
+    "other shapes": (
+        {},
+        {"sampling_topk_ids": torch.zeros(B, T, 2, dtype=torch.int64)},
+        r"want both \(3, 14, K\)",
+    ),
     "floating ids": ({}, {"sampling_topk_ids": torch.zeros(B, T, K)}, "of dtype torch.float32"),
     "an id twice": ({}, {"sampling_topk_ids": torch.zeros(B, T, K, dtype=torch.int32)}, "each once for a token"),
     "an id too large": ({}, {"sampling_topk_ids": torch.arange(V - K + 1, V + 1).expand(B, T, K)}, f"V={V}"),
     "an id below -1": ({}, {"sampling_topk_ids": torch.arange(-2, K - 2).expand(B, T, K)}, "or -1"),
+    "more than certain": ({}, {"sampling_topk_logprobs": torch.full((B, T, K), 0.5)}, "got .* of 0.5, want log-probs"),
     "unknown mode": ({"mode": "top"}, {}, "want one of"),
 }
 
@@ -382,6 +387,27 @@ def test_bad_input_is_refused(case):
     options, loss, said = BAD[case]
     with pytest.raises(InputError, match=said):
         solve(given._replace(loss=given.loss | loss), config_of(**options), torch.float32)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
+@pytest.mark.parametrize("mode", ["topk", "kept"])
+def test_tokens_that_the_policy_bans_move_nothing(mode, impl):
+    """Their log-prob is -inf, which no gradient changes; the sampler knew nothing of it."""
+    given = problem()
+    banned = int(given.loss["sampling_topk_ids"][1, 0, 1])
+    given.loss["sampling_topk_ids"][given.loss["sampling_topk_ids"] == banned] = -1
+    targets = given.head["targets"].masked_fill(given.head["targets"] == banned, -100)
+    bias = given.leaves["bias"].clone()
+    bias[banned] = -torch.inf
+    without = given._replace(leaves={**given.leaves, "bias": bias}, head={**given.head, "targets": targets})
+    ids = without.loss["sampling_topk_ids"].clone()
+    ids[1, 0, 1] = banned
+    with_it = without._replace(loss={**without.loss, "sampling_topk_ids": ids})
+    config = config_of(mode, sampling_correction=None)
+    one, other = (solve(each, config, torch.float32, impl=impl) for each in (without, with_it))
+    assert one["loss"].isfinite()
+    for name in ("loss", "hidden", "weight"):
+        torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-7)
 
 
 def test_what_does_not_go_together_is_refused():
