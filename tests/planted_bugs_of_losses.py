@@ -3,6 +3,9 @@
 KERNEL = "kernels/torch-ext/fused_grpo_kernels/grpo_loss.py"
 AUTHORS = ["tests/ops/test_authors_formulas.py", "-k", "torch or icepop"]
 ESTIMATORS = ["tests/trainer/collect/test_advantage_estimators.py"]
+REMAX = ["tests/trainer/collect/test_remax.py"]
+REMAX_RESUMED = ["tests/trainer/collect/test_prefetch.py", "-k", "stopped and remax"]
+REMAX_EPISODES = ["tests/trainer/episodes/test_environments.py", "-k", "greedy"]
 COVARIANCE = ["tests/trainer/batching/test_covariance_selection.py"]
 LOSS_KERNEL = ["tests/kernels/test_grpo_loss.py", "-k", "every_variant"]
 
@@ -144,6 +147,60 @@ BUGS = {
         "_shares_of_best(n, min(k, n),",
         "_shares_of_best(groups.shape[1], min(k, n),",
         ESTIMATORS,
+    ),
+    "remax asks each completion for a baseline of its own": (
+        "trainer/collect/advantages.py",
+        "baselines.view(groups.shape)[:, :1]",
+        "baselines.view(groups.shape)",
+        ESTIMATORS,
+    ),
+    "remax samples its baselines as all completions": (
+        "trainer/collect/collector.py",
+        "replace(sampling, n=1, temperature=0.0)",
+        "replace(sampling, n=1)",
+        REMAX,
+    ),
+    "a completion that is no baseline drops nothing": (
+        "trainer/collect/scoring.py",
+        "one.greedy is not None and one.greedy.dropped",
+        "False",
+        REMAX,
+    ),
+    "a baseline that the engine fails for has no reason": (
+        "trainer/collect/collector.py",
+        "one.failure or (other and other.failure)",
+        "one.failure",
+        REMAX,
+    ),
+    "remax replaces groups whose own rewards are equal": (
+        "trainer/collect/advantages.py",
+        "if baselines.isnan().all():",
+        "if len(groups):",
+        REMAX,
+    ),
+    "what a greedy completion logs is that of a batch": (
+        "trainer/collect/scoring.py",
+        "        failure=scored.failure or result.failure,",
+        "        failure=scored.failure or result.failure,\n        logged=result.logged,",
+        REMAX,
+    ),
+    "greedy completions are prefetched, and not saved": (
+        "trainer/collect/collector.py",
+        'and (tables.get("greedy") or not self.has_greedy)',
+        "and not self.has_greedy",
+        REMAX_RESUMED,
+    ),
+    "greedy completions belong to other prompts after a resume": (
+        "trainer/collect/collector.py",
+        'from_tensors(tables["greedy"])',
+        'from_tensors(tables["greedy"])[::-1]',
+        REMAX_RESUMED,
+    ),
+    "greedy episodes reset the environments of all others": (
+        "trainer/collect/collector.py",
+        "complete(), complete_greedy())",
+        "complete(), self._completing(engine, *of_first, [numbers[place] for place in places], batch=batch)())",
+        REMAX_EPISODES,
     ),
     "reinforce++ scales by the group": (
         "trainer/collect/advantages.py",

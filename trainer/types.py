@@ -206,6 +206,7 @@ class Sample:
     extra: dict[str, Any] = field(default_factory=dict)  # by column, for the reward functions
     episode: Episode | None = None  # of several turns; None: it is one
     failure: str | None = None  # why its group cannot be used, and is dropped
+    greedy: Sample | None = None  # of its prompt, the baseline of ReMax; None: another rank has it, or there is none
 
     # From the reward functions.
     row: dict[str, Any] = field(default_factory=dict)  # of the dataset
@@ -227,6 +228,11 @@ class Sample:
     def num_own(self) -> int:
         """Completion tokens that are the model's own, and so in the loss."""
         return len(self.completion_ids) if self.completion_mask is None else sum(self.completion_mask)
+
+    @property
+    def baseline(self) -> float:
+        """The reward of the greedy completion of its prompt; NaN where that was not scored, or is not here."""
+        return math.nan if self.greedy is None else self.greedy.reward
 
     @property
     def kept_sizes(self) -> Tensor | None:

@@ -38,7 +38,8 @@ def kept_with(completion: list[int]) -> list[list[int]]:
 class EngineByPrompt(RolloutEngine):
     """Completions that depend on the prompt and their place in its group, not on the process that asks for them.
 
-    Their log-probs come from weights of its own: the trainer's, as they were handed over.
+    A greedy one is the last of its group. Their log-probs come from weights of its own: the trainer's, as they were
+    handed over.
     """
 
     name, weight_version = "by prompt", 0
@@ -53,8 +54,8 @@ class EngineByPrompt(RolloutEngine):
             generator = torch.Generator().manual_seed(hash(tuple(ids)) % 2**31)
             lengths = torch.randint(1, 9, (self.group,), generator=generator).tolist()
             whole = [torch.randint(2, 14, (length,), generator=generator).tolist() for length in lengths]
-            first = place * sampling.n % self.group
-            if self.fails and sum(ids) % 4 == 1 and first == 0:
+            first = place * sampling.n % self.group if sampling.temperature else self.group - 1
+            if self.fails and sum(ids) % 4 == 1 and first in (0, self.group - 1):
                 failed.add(len(completions))
             completions += whole[first : first + sampling.n]
         pairs = [(list(prompt_ids[i // sampling.n]), ids) for i, ids in enumerate(completions)]

@@ -115,8 +115,8 @@ def training_state(
         wait: whether to wait for rollouts that an engine is sampling now.
     """
     tensors, options = files.optimizer_state(learner.policy, learner.optimizer.optimizer)
-    place, prefetched = collector.state(wait=wait)
-    groups = {"random": files.random_state(), "prefetched": prefetched}
+    place, tables = collector.state(wait=wait)
+    groups = {"random": files.random_state(), **tables}
     numbers: dict[str, Any] | None = None
     if buffer is not None and not buffer.is_exhausted:
         numbers, tables = buffer.state()
@@ -191,7 +191,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             files.check_rollouts(groups, saved, learner)
             buffer = None if saved is None else RolloutBuffer.from_state(saved, groups)
             # Of a stream it may still be refused: before anything else changes.
-            collector.load_state(numbers["collector"], groups["prefetched"])
+            collector.load_state(numbers["collector"], groups)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             schedule = files.known_part(here["scheduler"], numbers["scheduler"])
             counters = {name: numbers[name] for name in ("step", "skipped", "entropy")}

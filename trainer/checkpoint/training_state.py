@@ -58,7 +58,8 @@ TRAINING_FILE = "training.json"
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 Tensors = Mapping[str, Tensor]
 OF = " of "  # "exp_avg of model.lm_head.weight"
-_GROUP = re.compile(r"(random|prefetched|buffer\.\d+)\.(.*)", re.DOTALL)
+_GROUP = re.compile(r"(random|prefetched|greedy|buffer\.\d+)\.(.*)", re.DOTALL)
+_PREFETCHED = {"prefetched", "greedy"}  # greedy completions of the same prompts, of ReMax
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ def tensors_of(directory: Path, name: str, names: dict[str, list[str]] | None = 
 
 
 def by_group(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
-    """Those of a rank's file by their group: "random", "prefetched" and each batch of the buffer, "buffer.<n>"."""
-    groups: dict[str, dict[str, Tensor]] = {"random": {}, "prefetched": {}}
+    """Those of a rank's file by their group: "random", _PREFETCHED and each batch of the buffer, "buffer.<n>"."""
+    groups: dict[str, dict[str, Tensor]] = {"random": {}}
     for name, tensor in tensors.items():
         if match := _GROUP.match(name):
             groups.setdefault(match[1], {})[match[2]] = tensor
@@ -405,7 +406,7 @@ def check_rollouts(groups: dict[str, dict[str, Tensor]], saved: Any, learner: An
     """
     parts = {group: part for group, part in groups.items() if group != "random" and part}
     steps = learner.args.optimizer_steps_per_generation(learner.accelerator.num_processes)
-    if parts.keys() - {"prefetched"} != {f"buffer.{index}" for index in range(0 if saved is None else steps)}:
+    if parts.keys() - _PREFETCHED != {f"buffer.{index}" for index in range(0 if saved is None else steps)}:
         raise ValueError(f"it has {sorted(parts)}, want {0 if saved is None else steps} batches in progress")
     if saved is not None:
         check_alike(RolloutBuffer([], 1, 0).state()[0], saved, "buffer", exact=True)
@@ -417,7 +418,7 @@ def check_rollouts(groups: dict[str, dict[str, Tensor]], saved: Any, learner: An
         _check_log("metrics", saved["metrics"])
     for where, part in parts.items():
         _check_sequences(part, where, learner.vocab_size)
-        if where != "prefetched" and (part["weight_version"] != saved["weight_version"]).any():
+        if where not in _PREFETCHED and (part["weight_version"] != saved["weight_version"]).any():
             raise ValueError(f"{where}.weight_version is not {saved['weight_version']}, which sampled the batch")
 
 

@@ -19,6 +19,7 @@ completions scored:
     opo                            r - mean of r, weighted by the completions' lengths   arXiv:2505.23585
     gpg                            (r - m) * groups / groups whose rewards differ        arXiv:2504.02546
     pkpo                           what r adds to the best of k completions, below       arXiv:2505.15201
+    remax                          r - r of a greedy completion of the prompt            arXiv:2310.10505
 """
 
 from __future__ import annotations
@@ -50,11 +51,13 @@ def multi_objective_advantages(
     aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
     estimator: str = "grpo",
     lengths: Tensor | None = None,
+    baselines: Tensor | None = None,
     k: int = 2,
 ) -> Tensor:
     """Advantages [B] from rewards [B, F] (NaN: not scored by that function) and weights [F].
 
-    "opo" needs `lengths` [B], the tokens of each completion; `k` is that of "pkpo".
+    "opo" needs `lengths` [B], the tokens of each completion, and "remax" `baselines` [B], of which the first one of a
+    group counts: the reward of the greedy completion, NaN where it has none. `k` is that of "pkpo".
 
     Equals, for "normalize_then_sum", which knows no `scale`:
         total = sum over f of w_f * (r_f - mean_group(r_f)) / (std_group(r_f) + 1e-4)
@@ -62,7 +65,9 @@ def multi_objective_advantages(
     """
     if aggregation == "sum_then_normalize":
         totals = total_rewards(per_function, weights)
-        return group_advantages(totals, num_generations, scale=scale, estimator=estimator, lengths=lengths, k=k)
+        return group_advantages(
+            totals, num_generations, scale=scale, estimator=estimator, lengths=lengths, baselines=baselines, k=k
+        )
     columns = per_function.T
     groups = columns.reshape(-1, num_generations)
     normalised = _centred(groups) / (nanstd(groups) + EPSILON)
@@ -80,6 +85,7 @@ def group_advantages(
     scale: Literal["group", "batch", "none"],
     estimator: str = "grpo",
     lengths: Tensor | None = None,
+    baselines: Tensor | None = None,
     k: int = 2,
 ) -> Tensor:
     """Advantages [B] from rewards [B], prompt-major groups of `num_generations`; `scale` is that of "grpo" alone.
@@ -90,6 +96,12 @@ def group_advantages(
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 2, scale="none", estimator="gpg").tolist()
     [1.0, -1.0, 0.0, 0.0]
+
+    With "remax", the greedy completion of the first prompt has 0.5, that of the second one 1:
+
+    >>> greedy = torch.tensor([0.5, 0.5, 1.0, 1.0])
+    >>> group_advantages(torch.ones(4), 2, scale="none", estimator="remax", baselines=greedy).tolist()
+    [0.5, 0.5, 0.0, 0.0]
     """
     groups = rewards.view(-1, num_generations)
     advantages = centred = _centred(groups)
@@ -118,6 +130,9 @@ def group_advantages(
         advantages = centred * scored / unequal.clamp_min(1)
     elif estimator == "pkpo":
         advantages = best_of_k_advantages(groups, k)
+    elif estimator == "remax":
+        assert baselines is not None
+        advantages = groups - baselines.view(groups.shape)[:, :1]
     return advantages.nan_to_num(0.0).flatten()
 
 
@@ -167,6 +182,16 @@ def _are_equal(groups: Tensor) -> Tensor:
     """Whether the values of each row of [P, G] that are not NaN are all the same, [P, 1] bool."""
     lowest, highest = (groups.masked_fill(groups.isnan(), fill) for fill in (torch.inf, -torch.inf))
     return lowest.amin(1, keepdim=True) >= highest.amax(1, keepdim=True)
+
+
+def spread(groups: Tensor, baselines: Tensor) -> Tensor:
+    """How far the rewards of each row of [P, G] are apart, [P]: 0 gives no advantage.
+
+    That is their standard deviation, or with ReMax their largest difference from `baselines` [P, 1], not NaN there.
+    """
+    if baselines.isnan().all():
+        return nanstd(groups)[:, 0]
+    return (groups - baselines).abs().nan_to_num(0.0).amax(1)
 
 
 def nanstd(values: Tensor) -> Tensor:

@@ -18,6 +18,10 @@ last one requested, sends the current weights to the engine, requests the next r
 the first was sampled from weights that are one generation old, never older (`off_policy_steps`), and the loss corrects
 for it (`vllm_importance_sampling_correction`): the old policy is the current one, and rho is its ratio to the policy
 that sampled.
+
+For ReMax, a second `generate` call gives a greedy completion of each prompt, to the rank with the first part of its
+group. It is the `greedy` of the samples there, is scored after them, and takes no further part: its reward is their
+baseline.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -42,8 +46,17 @@ from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, split_groups
 from fused_grpo.trainer.collect import token_baseline
-from fused_grpo.trainer.collect.advantages import multi_objective_advantages, nanstd
-from fused_grpo.trainer.collect.scoring import Evaluation, RolloutFacts, Scored, rollout_metrics, score_rollouts
+from fused_grpo.trainer.collect.advantages import multi_objective_advantages, spread
+from fused_grpo.trainer.collect.scoring import (
+    Evaluation,
+    RolloutFacts,
+    Scored,
+    greedy_of,
+    rollout_metrics,
+    score_greedy,
+    score_rollouts,
+    without_rewards,
+)
 from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.data.curriculum import CurriculumSampler
@@ -75,6 +88,7 @@ class Collector:
         self.args, self.accelerator, self.sampler, self.learner = start.args, learner.accelerator, sampler, learner
         self.rewards, self.tokenizer, self.prompt_limit = start.rewards, start.tokenizer, start.limit
         self.group_part = self.args.group_part(self.accelerator.num_processes)
+        self.has_greedy = self.args.advantage_estimator == "remax"
         self.generate_calls = self.num_tokens = 0  # tokens over all ranks; a prompt counts with each completion
         self.prefetched: Prefetched | None = None
         self.rules, self.longest_prompt = start.rules, start.longest_prompt  # of episodes; None: no tools
@@ -167,31 +181,36 @@ class Collector:
         if self.prefetched is not None:
             wait([self.prefetched.samples])
 
-    def state(self, *, wait: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The position in the data and the prefetched samples: JSON, the same on every rank, and tensors.
+    def state(self, *, wait: bool = True) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """The position in the data and the prefetched samples: JSON, the same on every rank, and tables of tensors.
 
         Samples that are still being sampled are waited for, or without `wait` left out, as are those that failed. The
         position is then the one before their rows were drawn: a resumed run draws them again, with the same seed.
         """
-        position, tensors = self._position(), dict[str, Tensor]()
+        position, tables = self._position(), dict[str, dict[str, Tensor]]()
         if self.prefetched is not None:
             position, samples = self.prefetched.before, self.prefetched.samples
             # What happened in episodes is in no checkpoint.
             is_lost = self.rules is not None or not (wait or samples.done()) or samples.exception() is not None
             if not any_rank(self.accelerator, is_lost):  # all ranks keep theirs, or none: they draw from one sequence
-                tensors = as_tensors(samples.result())
+                tables["prefetched"] = as_tensors(samples.result())
+                if self.has_greedy:
+                    tables["greedy"] = as_tensors(list(greedy_of(samples.result()).values()))
         sampler = self.sampler.state_dict(position["sampler"])
-        return {**position, "sampler": sampler, "num_tokens": self.num_tokens}, tensors
+        return {**position, "sampler": sampler, "num_tokens": self.num_tokens}, tables
 
-    def load_state(self, position: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """The inverse of `state`."""
+    def load_state(self, position: dict[str, Any], tables: Mapping[str, dict[str, Tensor]]) -> None:
+        """The inverse of `state`; samples of another estimator, without greedy ones, are sampled again for ReMax."""
         self.sampler.load_state_dict(position["sampler"])
         self.generate_calls = position["generate_calls"]
         self.num_tokens = position["num_tokens"]
-        if tensors:
+        if tables.get("prefetched") and (tables.get("greedy") or not self.has_greedy):
             before, rows, samples = self._position(), self.sampler.next_batch(), Future[list[Sample]]()
             self.generate_calls += 1
-            samples.set_result(from_tensors(tensors))
+            sampled = from_tensors(tables["prefetched"])
+            if self.has_greedy:
+                sampled = self._with_greedy(sampled, from_tensors(tables["greedy"]))
+            samples.set_result(sampled)
             self.prefetched = Prefetched(rows, samples, before)
 
     def _position(self) -> dict[str, Any]:
@@ -218,6 +237,7 @@ class Collector:
             rows, samples = drawn or self.draw(engine, phases)
             with phases("reward"):
                 scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
+                scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=trainer_state)
         scored = self._dropped_everywhere(scored)
         if isinstance(self.sampler, CurriculumSampler):
             ranks, size = gather_object([[sample.reward for sample in scored.samples]]), self.args.num_generations
@@ -256,9 +276,8 @@ class Collector:
         parts = gather_object([scored.dropped])
         every = torch.cat(parts).view(-1, size).any(1).repeat_interleave(size)
         dropped = every[self._own_places(parts)].tolist()
-        nothing: dict[str, Any] = {"dropped": True, "reward": math.nan, "rewards": [math.nan] * len(self.rewards.names)}
         pairs = zip(scored.samples, dropped, strict=True)
-        return replace(scored, samples=[replace(one, **nothing) if drop else one for one, drop in pairs])
+        return replace(scored, samples=[without_rewards(one) if drop else one for one, drop in pairs])
 
     def _own_places(self, parts: Sequence[Sized]) -> slice:
         """This rank's places among the values of all ranks, each of which has as many as it has in `parts`."""
@@ -273,8 +292,9 @@ class Collector:
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
         """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""
-        rewards = torch.tensor([sample.reward for sample in scored.samples]).view(-1, self.group_part)
-        is_unequal = (nanstd(rewards)[:, 0] >= EQUAL_REWARDS).repeat_interleave(self.group_part).tolist()
+        columns = [[getattr(sample, name) for sample in scored.samples] for name in ("reward", "baseline")]
+        rewards, baselines = torch.tensor(columns).view(2, -1, self.group_part)
+        is_unequal = (spread(rewards, baselines[:, :1]) >= EQUAL_REWARDS).repeat_interleave(self.group_part).tolist()
         return replace(scored, samples=list(compress(scored.samples, is_unequal)))
 
     def _next_batch(self, engine: RolloutEngine) -> tuple[list[Row], Callable[[], list[Sample]]]:
@@ -283,7 +303,29 @@ class Collector:
         seed = (self.args.seed * 1_000_003 + self.generate_calls) * ranks + self.accelerator.process_index
         self.generate_calls += 1
         sampling, batch = self.args.sampling(seed=seed, n=self.group_part), str(self.generate_calls)
-        return rows, self._completing(engine, rows, sampling, self.sampler.row_numbers, batch=batch)
+        numbers = self.sampler.row_numbers
+        complete = self._completing(engine, rows, sampling, numbers, batch=batch)
+        places = [place for place in range(len(rows)) if self.has_greedy and self._part(place)[1] == 0]
+        if not places:
+            return rows, complete
+        # Before `complete` is called: it frees all environments, those of the batch as well.
+        of_first = [rows[place] for place in places], replace(sampling, n=1, temperature=0.0)
+        complete_greedy = self._completing(engine, *of_first, [numbers[place] for place in places], batch=batch)
+        return rows, lambda: self._with_greedy(complete(), complete_greedy())
+
+    def _part(self, place: int) -> tuple[int, int]:
+        """Of a row of this rank's batch: the number of its group among those of all ranks, and that of the part."""
+        before = self.accelerator.process_index * len(self.sampler.row_numbers)
+        group, part = divmod(before + place, self.args.num_generations // self.group_part)
+        return group, part
+
+    def _with_greedy(self, samples: list[Sample], greedy: Sequence[Sample]) -> list[Sample]:
+        """Each sample with the greedy completion of its prompt, where this rank has it, and the failure of that."""
+        groups = [self._part(place // self.group_part) for place in range(len(samples))]
+        given = dict(zip(dict.fromkeys(group for group, part in groups if part == 0), greedy, strict=True))
+        found = [given.get(group) for group, _ in groups]
+        failures = [one.failure or (other and other.failure) for one, other in zip(samples, found, strict=True)]
+        return with_fields(samples, {"greedy": found, "failure": failures})
 
     def _completing(
         self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams, numbers: Sequence[int], *, batch: str
@@ -309,6 +351,7 @@ class Collector:
             aggregation=self.args.multi_objective_aggregation,
             estimator=self.args.advantage_estimator,
             lengths=torch.cat([one.num_own for one in facts]),
+            baselines=torch.cat([one.baselines for one in facts]),
             k=self.args.pkpo_k,
         )
         return advantages[self._own_places(parts)]

@@ -46,6 +46,7 @@ def batch_facts(args: GRPOConfig, processes: int) -> list[Fact]:
         return f"{sequences} sequences = {_counted(sequences / group, 'prompt')} x {group} completions"
 
     split = f"{_counted(micro_batches, 'micro-batch', 'es')} of {micro_batch}"
+    baselines = f"a greedy completion of each of {_counted(generated / group, 'prompt')} as baseline"
     each = f" on each of {processes} processes" * (processes > 1)
     at_a_time = f"generated for {_counted(steps, 'step')} at a time: {in_prompts(generated)}"
     return [
@@ -53,6 +54,7 @@ def batch_facts(args: GRPOConfig, processes: int) -> list[Fact]:
         Fact(split + each, "gradient_accumulation_steps, per_device_train_batch_size"),
         Fact(at_a_time, "steps_per_generation", steps > 1),
         Fact(f"used {_counted(uses, 'time')}", "num_iterations", uses > 1),
+        *([Fact(baselines, "advantage_estimator")] if args.advantage_estimator == "remax" else []),
     ]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.trainer_utils import speed_metrics
 
 from fused_grpo.errors import InputError, RewardError, shown
-from fused_grpo.trainer.collect.advantages import nanstd, total_rewards
+from fused_grpo.trainer.collect.advantages import nanstd, spread, total_rewards
 from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.data.datasets import Row
@@ -33,6 +33,10 @@ from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, with_fields
 _log = logging.getLogger(__name__)
 
 FULL_REWARD = 1.0  # of a right completion
+_UNSCORED = (
+    "All reward functions returned None for the following kwargs:\n%s\nSuch a completion %s. Got %d of %d; fix: return "
+    "a number."
+)
 # The loss op's names, where TRL's are others or mean something else; None: TRL's metric is measured beside it.
 LOSS_METRICS = {
     "loss_tokens": "completion_tokens",
@@ -103,15 +107,22 @@ class Scored:
                 "finish_reason": sample.finish_reason,
                 "weight_version": sample.weight_version,
                 **({} if sizes is None else {"kept_tokens": int(sizes.sum()) / max(1, len(sizes))}),
+                **({} if greedy is None else {"greedy_completion": greedy.text, "greedy_reward": greedy.reward}),
                 **({"dropped": True} if sample.dropped else {}),
                 **({} if sample.failure is None else {"failure": sample.failure}),
             }
-            for sample, sizes in ((sample, sample.kept_sizes) for sample in self.samples)
+            for sample, sizes, greedy in ((sample, sample.kept_sizes, sample.greedy) for sample in self.samples)
         ]
 
 
 def score_rollouts(
-    samples: Sequence[Sample], rows: Sequence[Row], rewards: Rewards, tokenizer: Any, *, trainer_state: Any = None
+    samples: Sequence[Sample],
+    rows: Sequence[Row],
+    rewards: Rewards,
+    tokenizer: Any,
+    *,
+    trainer_state: Any = None,
+    unscored_is: str = "has no reward, advantage 0 and no part in the statistics of its group",
 ) -> Scored:
     """Rewards of every completion; `rows` are the prompts' dataset rows, one per prompt.
 
@@ -159,13 +170,7 @@ def score_rollouts(
     unscored = (per_function.isnan().all(1) & ~dropped).nonzero()[:, 0].tolist()
     if unscored:
         example = {**columns[unscored[0]], "completion": given[unscored[0]]}
-        _log.warning(
-            "All reward functions returned None for the following kwargs:\n%s\nSuch a completion has no reward, "
-            "advantage 0 and no part in the statistics of its group. Got %d of %d; fix: return a number.",
-            shown(example),
-            len(unscored),
-            len(columns),
-        )
+        _log.warning(_UNSCORED, shown(example), unscored_is, len(unscored), len(columns))
     scores = {
         "row": rows,
         "text": texts,
@@ -183,6 +188,43 @@ def score_rollouts(
         num_tokens=sum(len(sample.prompt_ids) + sample.num_own for sample in samples),
         num_failed=len(samples) - len(sound),
     )
+
+
+def score_greedy(scored: Scored, rewards: Rewards, tokenizer: Any, *, trainer_state: Any = None) -> Scored:
+    """With the rewards of its greedy completions, if there are some; a group whose own one is dropped is, too.
+
+    What the functions log of these is not in the log.
+    """
+    greedy = greedy_of(scored.samples)
+    if not greedy:
+        return scored
+    rows = {id(sample.greedy): sample.row for sample in scored.samples}
+    result = score_rollouts(
+        list(greedy.values()),
+        [rows[key] for key in greedy],
+        rewards,
+        tokenizer,
+        trainer_state=trainer_state,
+        unscored_is="is greedy, and no baseline for the others of its prompt: their advantages are 0",
+    )
+    baselines = dict(zip(greedy, result.samples, strict=True))
+    samples = with_fields(scored.samples, {"greedy": [baselines.get(id(sample.greedy)) for sample in scored.samples]})
+    return replace(
+        scored,
+        samples=[without_rewards(one) if one.greedy is not None and one.greedy.dropped else one for one in samples],
+        seconds={name: seconds + result.seconds.get(name, 0.0) for name, seconds in scored.seconds.items()},
+        failure=scored.failure or result.failure,
+    )
+
+
+def greedy_of(samples: Sequence[Sample]) -> dict[int, Sample]:
+    """The greedy completions of their prompts, each once, by their `id`."""
+    return {id(sample.greedy): sample.greedy for sample in samples if sample.greedy is not None}
+
+
+def without_rewards(sample: Sample) -> Sample:
+    """As one of a group that is dropped."""
+    return replace(sample, dropped=True, reward=math.nan, rewards=[math.nan] * len(sample.rewards))
 
 
 def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
@@ -218,6 +260,7 @@ class RolloutFacts(NamedTuple):
     """What one process knows of its B completions, small enough to send to the others."""
 
     rewards: Tensor  # [B]
+    baselines: Tensor  # [B] of ReMax, NaN: not scored, not of this rank, or none
     per_function: Tensor  # [B, F]
     num_own: Tensor  # [B] of the model's own tokens
     lengths: Tensor  # [b] of the same, without the groups for which the engine failed
@@ -238,6 +281,7 @@ class RolloutFacts(NamedTuple):
         sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *known])
         return cls(
             rewards=torch.tensor([sample.reward for sample in scored.samples], dtype=torch.float32),
+            baselines=torch.tensor([sample.baseline for sample in scored.samples], dtype=torch.float32),
             per_function=scored.per_function,
             num_own=torch.tensor([sample.num_own for sample in scored.samples], dtype=torch.float32),
             lengths=torch.tensor([sample.num_own for sample in sound], dtype=torch.float32),
@@ -264,22 +308,25 @@ def rollout_metrics(
         of_batch: advantages are scaled by the whole batch, which `frac_reward_zero_std` is about then.
         passes: `pass_rates`, too.
     """
-    rewards, per_function, lengths, ended, dropped = (
+    rewards, baselines, per_function, lengths, ended, dropped = (
         torch.cat([getattr(facts, name) for facts in processes])
-        for name in ("rewards", "per_function", "lengths", "ended", "dropped")
+        for name in ("rewards", "baselines", "per_function", "lengths", "ended", "dropped")
     )
-    groups = rewards.view(-1, num_generations)
+    groups, baselines = (values.view(-1, num_generations) for values in (rewards, baselines))
+    apart = spread(groups, baselines[:, :1])
     within, overall = nanstd(groups)[:, 0], _std(rewards[~rewards.isnan()])
     # A single completion has no spread; of a larger group, one score says nothing about it.
     comparable = (~groups.isnan()).sum(1) > min(1, num_generations - 1)
-    is_equal = (overall if of_batch else within) < EQUAL_REWARDS
+    is_equal = (overall if of_batch else apart) < EQUAL_REWARDS
     metrics = {
         "reward": rewards.nanmean(),
         "reward_std": overall,
         "reward_std_within_groups": within.mean(),
         "frac_reward_zero_std": (is_equal & comparable).float().mean(),
-        "groups_with_equal_rewards": (within < EQUAL_REWARDS).float().mean(),
+        "groups_with_equal_rewards": (apart < EQUAL_REWARDS).float().mean(),
     }
+    if not baselines.isnan().all():
+        metrics["remax/greedy_reward"] = baselines[:, 0].nanmean()
     for name, values in zip(names, per_function.unbind(1), strict=True):
         scored = values[~values.isnan()]
         metrics |= {f"rewards/{name}/mean": scored.mean(), f"rewards/{name}/std": _std(scored)}

@@ -418,14 +418,15 @@ def make_rewards(start: Start, more: Sequence[Callable[..., Any]]) -> Rewards:
         if classes is not None:
             classes = [*(classes if isinstance(classes, list | tuple) else [classes]), *[None] * len(more)]
     if args.distillation_coef > 0 and (functions is None or functions == []):
-        for name, off in (("dynamic_sampling", 0), ("curriculum", "off")):
+        others = [("advantage_estimator", "grpo")] if args.advantage_estimator == "remax" else []
+        for name, off in (("dynamic_sampling", 0), ("curriculum", "off"), *others):
             if (value := getattr(args, name)) != off:
                 raise InputError(
                     f"got {name}={value!r} without reward_funcs, want rewards that differ in some groups; fix: "
                     f"{name}={off!r}"
                 )
         functions = no_reward
-    elif args.num_generations == 1 and args.advantage_estimator != "reinforce_plus_plus":
+    elif args.num_generations == 1 and args.advantage_estimator not in ("reinforce_plus_plus", "remax"):
         raise InputError(
             "got num_generations=1 with reward_funcs, want at least 2: an advantage compares a group's members; fix: "
             "leave reward_funcs out, where the teacher alone counts"

@@ -65,7 +65,8 @@ RANGES: Ranges = (
 def check_config(args: Any) -> None:
     """Check the range of every option, and that the options go together; InputError at the first that fails."""
     check_ranges(args, RANGES)
-    alone = args.advantage_estimator == "reinforce_plus_plus" and not args.dynamic_sampling
+    of_batch = args.advantage_estimator == "reinforce_plus_plus" and not args.dynamic_sampling
+    alone = of_batch or args.advantage_estimator == "remax"
     # What a completion learns from a teacher depends on no other.
     enough = args.num_generations >= (1 if alone or args.distillation_coef > 0 else 2)
     want(args, "num_generations", enough, "at least 2: an advantage compares a group's members")
@@ -87,8 +88,8 @@ def check_arguments(
 
     Raises:
         UnsupportedError: `quantization_config`, which only TRL has.
-        InputError: `rollout_func` with `generate_ahead`, score centering or tools, evaluations without a dataset,
-            environments with `generate_ahead`, or as `check_teacher`.
+        InputError: `rollout_func` with `generate_ahead`, score centering, ReMax or tools, evaluations without a
+            dataset, environments with `generate_ahead`, or as `check_teacher`.
     """
     if quantization_config:
         raise UnsupportedError(
@@ -102,6 +103,11 @@ def check_arguments(
         raise InputError(
             f"got score_centering={args.score_centering!r} with rollout_func, want an engine that returns log-probs of "
             "tokens that were not drawn; fix: score_centering='off', or leave rollout_func out"
+        )
+    if rollout_func is not None and args.advantage_estimator == "remax":
+        raise InputError(
+            "got advantage_estimator='remax' with rollout_func, want an engine that samples greedily when it is asked "
+            "to; fix: another estimator, or a rollout_engine in place of the function"
         )
     if rollout_func is not None and (tools or environment_factory is not None):
         raise InputError(

@@ -222,11 +222,13 @@ class GRPOConfig(LossOptions, DerivedOptions):
         "opo",
         "gpg",
         "pkpo",
+        "remax",
         "optimal_token_baseline",
         "tir_optimal_token_baseline",
     ] = "grpo"
     """Formula of advantages (docs/loss.md): that of GRPO, with `scale_rewards`, or another one with a scale of its
-    own. "reinforce_plus_plus" compares with the whole batch, the others with the group."""
+    own. "reinforce_plus_plus" compares with the whole batch, "remax" with a greedy completion that is sampled for it,
+    the others with the group."""
     variance_report: bool = False
     """Log how many completions and prompts the gradient of a step comes from, effectively (gradient/effective_...)."""
     pkpo_k: int = 4

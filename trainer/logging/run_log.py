@@ -35,12 +35,13 @@ Record = dict[str, Any]  # of metrics.jsonl: numbers, text and None; of rollouts
 
 # Names of our metrics, of TRL's, and of fields of rollouts.jsonl, whether or not the run at hand has them.
 TAKEN = re.compile(
-    r"""(_|eval_).* | (completions|dynamic_sampling|eval|logged|prompts|rewards|rollouts|sampling|time|tools|vespo)/.*
+    r"""(_|eval_).* | remax/greedy_reward
+    | (completions|dynamic_sampling|eval|logged|prompts|rewards|rollouts|sampling|time|tools|vespo)/.*
     | (train_|)(runtime|samples_per_second|steps_per_second|loss) | step|epoch|global_step|step_time|total_flos
     | reward|reward_std|reward_std_within_groups|frac_reward_zero_std|groups_with_equal_rewards|learning_rate|grad_norm
     | prompts?|completions?|completion_(ids|length|tokens)|images?|rewards|advantages?|finish_reason|kept_tokens
     | dropped|failure|weight_version|rollout_engine|generate_calls|num_tokens|off_policy_steps|ratio_(mean|min|max)
-    | messages|turns|tool_calls|ended
+    | messages|turns|tool_calls|ended|greedy_(completion|reward)
     | clip_ratio([_/].*|)|cispo_clip_ratio|sampling_difference_(mean|max)|policy_loss|policy_term|loss_without_bonus
     | kl|aux_loss|distillation|entropy|entropy_coef|entropy_coef_applied|effective_weight|zero_gradient_fraction
     | recomputed_fraction|skipped_steps""",

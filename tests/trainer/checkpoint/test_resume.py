@@ -26,6 +26,7 @@ OPTIONS = {
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 5.0},
     "entropy quantile": {"top_entropy_quantile": 0.5},
     "dynamic sampling": {"dynamic_sampling": 2},
+    "greedy baselines": {"advantage_estimator": "remax", "dynamic_sampling": 2, **SEVERAL},
     "truncated masked": {"mask_truncated_completions": True, "loss_type": "grpo"},
     "a teacher": {"teacher_model": "self", "distillation_coef": 0.5, "num_iterations": 2, "steps_per_generation": 4},
     "token baseline": {"advantage_estimator": "optimal_token_baseline", "steps_per_generation": 4, "num_iterations": 2},

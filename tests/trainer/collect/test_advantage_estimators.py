@@ -13,6 +13,7 @@ from fused_grpo.trainer.collect.advantages import best_of_k_advantages, multi_ob
 G = 4
 REWARDS = [[1.0, 0.0, 0.25, 0.75], [0.0, 0.0, 3.0, 0.0], [0.1, 0.1, 0.1, 0.1], [0.0, 0.0, 0.0, 0.0]]
 EVERY = [reward for group in REWARDS for reward in group]
+GREEDY = [0.5, 3.0, 0.1, -1.0]  # the reward of each group's greedy completion
 LENGTHS = [3.0, 1.0, 4.0, 2.0, 9.0]  # of the completions of every group
 K = 3
 OF_BATCH = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -21,7 +22,9 @@ OF_BATCH = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 def of_ours(estimator, rewards=REWARDS):
     flat = torch.tensor(rewards).view(-1, 1)
     size, lengths = len(rewards[0]), torch.tensor([length for group in rewards for length in LENGTHS[: len(group)]])
-    given = {"scale": "group", "estimator": estimator, "lengths": lengths, "k": K}
+    # Only a group's first completion has to know its baseline.
+    baselines = torch.tensor([[greedy, *[math.nan] * (size - 1)] for greedy in GREEDY[: len(rewards)]]).flatten()
+    given = {"scale": "group", "estimator": estimator, "lengths": lengths, "baselines": baselines, "k": K}
     return multi_objective_advantages(flat, torch.ones(1), size, **given)
 
 
@@ -70,7 +73,12 @@ def pkpo(group, reward):
     return n * sum(added) / math.comb(n, K)
 
 
-PAPERS = [rloo, maxrl, reinforce_plus_plus, reinforce_plus_plus_baseline, dr_grpo, opo, gpg, pkpo]
+def remax(group, reward):
+    """ReMax algorithm 1: less the reward of the greedy response."""
+    return reward - GREEDY[REWARDS.index(group)]
+
+
+PAPERS = [rloo, maxrl, reinforce_plus_plus, reinforce_plus_plus_baseline, dr_grpo, opo, gpg, pkpo, remax]
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.__name__)
@@ -109,6 +117,11 @@ def test_a_group_of_one_is_compared_with_the_batch():
 def test_a_rate_of_success_has_no_negative_rewards():
     with pytest.raises(InputError, match=r"got a reward of -1 with advantage_estimator='maxrl', want rewards >= 0"):
         of_ours("maxrl", [[1.0, -1.0]])
+
+
+def test_a_group_equal_to_its_greedy_completion_has_exactly_0():
+    assert of_ours("remax")[8:12].tolist() == [0.0] * 4
+    assert of_ours("remax")[12:].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])

@@ -63,7 +63,11 @@ def test_the_gradient_is_weighed_by_how_far_the_policy_has_moved(make_trainer):
     assert norms[True]["grad_norm"] != pytest.approx(norms[False]["grad_norm"], rel=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"steps_per_generation": 2}], ids=["each step", "every second step"])
+RESUMED = {"each step": {}, "every second step": {"steps_per_generation": 2}}
+RESUMED |= {f"{name}, remax": {**options, "advantage_estimator": "remax"} for name, options in RESUMED.items()}
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
 def test_stopped_and_resumed_is_the_same_run(make_trainer, tmp_path, options):
     options = PREFETCH | {"overwrite_output_dir": False, "lr_scheduler_type": "constant", **options}
     whole = make_trainer(output_dir=str(tmp_path / "whole"), save_steps=3, **options)

@@ -38,6 +38,12 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
         (12, 1),
         (3, 2),
     ),
+    "three groups over both, against greedy completions": (
+        {},
+        {"advantage_estimator": "remax", "scale_rewards": "group", "rollout_failure": "drop"},
+        (12, 1),
+        (3, 2),
+    ),
     "within the kept tokens": ({}, {"top_p": 0.9, "sampling_support": "require", **FOLLOWS}, (32, 1), (8, 2)),
     "centered on the kept tokens": ({}, {"top_p": 0.9, "score_centering": "kept", **FOLLOWS}, (32, 1), (8, 2)),
     "centered on likely tokens": ({}, {**LIKELY, "mask_truncated_completions": True}, (32, 1), (1, 16)),
@@ -127,6 +133,7 @@ def test_two_processes_equal_one(alone, shared, name):
         for key, tensor in one[kind].items():
             torch.testing.assert_close(two[kind][key], tensor, rtol=0, atol=1e-6)
     rewards = ("reward", "reward_std", "reward_std_within_groups", "frac_reward_zero_std")
+    rewards += ("remax/greedy_reward",) if "greedy" in name else ()
     for key in ("loss", "grad_norm", "entropy", "num_tokens", "clip_ratio/high_max", *rewards):
         assert two["metrics"][key] == pytest.approx(one["metrics"][key], abs=1e-5), key
 

@@ -100,6 +100,29 @@ def test_an_environment_writes_the_task_and_scores_it(make_trainer):
     assert len({tuple(one.prompt_ids) for one in samples}) == 1
 
 
+def test_a_greedy_episode_has_its_groups_task_and_its_own_environment(make_trainer):
+    """Its object is not one of those that are scored beside it, or later; with tools alone there is none."""
+    Guess.made, tasks = 0, []
+
+    class Seen(Guess):
+        def reset(self, **row):
+            text = super().reset(**row)
+            tasks.append(self.number)
+            return text
+
+    options = {"reward": None, "environment_factory": Seen, "rows": None, "advantage_estimator": "remax"}
+    trainer = make_trainer(play, per_device_train_batch_size=8, **options)
+    metrics = trainer.train().metrics
+    samples = trainer.scored.samples
+    assert [round(one.rewards[0], 3) for one in samples] == [1.0, 0.5, 0.333, 0.0] * 2
+    # Members are counted within a call: of two greedy episodes the first is right at once, the other then.
+    assert [round(one.advantage, 3) for one in samples] == [0.0, -0.5, -0.667, -1.0, 0.5, 0.0, -0.167, -0.5]
+    assert metrics["remax/greedy_reward"] == 0.75
+    assert Seen.made == 8 + 2
+    assert [tasks[place] for place in (8, 9)] == [tasks[0], tasks[4]]
+    assert metrics["tools/turns"] == pytest.approx(sum(one.episode.turns for one in samples) / 8)
+
+
 def test_tasks_differ_from_step_to_step_and_are_those_of_the_seed(make_trainer):
     def numbers(seed: int) -> list[int]:
         seen = []

@@ -27,6 +27,7 @@ NAMES_OF_LOSSES = {
     "grpo": {"beta": 0.1, "entropy_coef": 0.1, "mask_truncated_completions": True},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.1, "use_adaptive_entropy": True, "entropy_target": 9.0},
     "vespo": {"loss_type": "vespo", "max_skipped_steps": 1, "dynamic_sampling": 1},
+    "remax": {"advantage_estimator": "remax"},
     "distilled": {"distillation_coef": 0.5, "teacher_model": "self", "num_iterations": 2},
 }
 
