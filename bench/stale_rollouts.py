@@ -4,7 +4,7 @@ The built-in task with the demo's options, or SmolLM2-135M that learns sums with
 a copy of the model, which gets new weights each few steps alone: rollouts are up to that many steps old. Conditions are
 old weights, and older ones with nucleus sampling; arms are the four combinations of importance weights and centering,
 of which SmolLM2 has the two with weights. It writes bench/results/<machine>/stale-<model>-<date>.json, whose figures
-docs/score-centering.md quotes, and prints them. SmolLM2 takes 4 minutes a run and core.
+docs/score-centering.md quotes, and prints them; a file of the same day is gone on with. SmolLM2 takes 4 minutes a run.
 """
 
 from __future__ import annotations
@@ -112,13 +112,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args(arguments)
     conditions, arms = CONDITIONS_OF[given.model], ARMS[given.model]
-    cases = [(given.model, name, *arm, seed) for seed in range(given.seeds) for name in conditions for arm in arms]
+    cases = [(given.model, name, *arm, seed) for name in conditions for seed in range(given.seeds) for arm in arms]
     today = datetime.date.today().isoformat()
     path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"stale-{given.model}-{today}.json"
     made_by = f"python -m fused_grpo.bench.stale_rollouts --model {given.model}"
     found: dict[str, Any] = {"made_by": made_by, "date": today, "steps": STEPS}
-    rows = list[dict[str, Any]]()
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
     found |= {"commit": commit(), "environment": environment(), "runs": rows}
+    known = [[row[key] for key in ("condition", "importance weights", "centred", "seed")] for row in rows]
+    cases = [case for case in cases if [*case[1:]] not in known]
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
         for row in pool.imap(run, cases):
             rows.append(row)

@@ -45,6 +45,7 @@ from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore, training_state
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
+from fused_grpo.trainer.collect.batch_queue import Drawn
 from fused_grpo.trainer.collect.collector import Collector
 from fused_grpo.trainer.collect.plan import Plan
 from fused_grpo.trainer.collect.scoring import check_best_metric, rename_loss_metrics
@@ -135,7 +136,8 @@ class GRPOTrainer(TransformersFace):
         args = GRPOConfig() if args is None else args
         episodes = {"tools": tools, "environment_factory": environment_factory}
         given = {"eval_dataset": eval_dataset, "teacher_model": teacher_model, "rollout_func": rollout_func}
-        check_arguments(args, quantization_config=quantization_config, **given, **episodes)
+        given |= {"rollout_engine": rollout_engine, "quantization_config": quantization_config}
+        check_arguments(args, **given, **episodes)
         train_dataset = rows_of_environments(train_dataset, environment_factory, args)
         eval_dataset = with_prompts(eval_dataset, environment_factory)
         dataset = check_dataset(train_dataset, name="train_dataset")
@@ -223,6 +225,7 @@ class GRPOTrainer(TransformersFace):
                     self._end_epoch()
                 return self._finish()
         finally:
+            self.collector.queue.is_closed = True
             self.engine.close()
             self.engine_is_open = False
             self.output.close()
@@ -312,9 +315,9 @@ class GRPOTrainer(TransformersFace):
         if position is None:
             return
         self.learner.restart()
-        self.collector.prefetched, self.buffer, self._in_epoch = None, None, False
+        self.buffer, self._in_epoch = None, False
         start = {"sampler": self.sampler.state_dict(position), "generate_calls": 0, "num_tokens": 0}
-        self.collector.load_state(start, {})
+        self.collector.load_state(start)
         self.epochs.resume(0, 0.0)
         self._is_stale, self.results = True, Results()
 
@@ -345,23 +348,33 @@ class GRPOTrainer(TransformersFace):
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, and more where `dynamic_sampling` replaces groups."""
         self._open_engine()
-        if self.collector.prefetched is None:
-            self._sync_engine(phases)
-        drawn = None
-        if self.args.generate_ahead:
-            with all_ranks_succeed(self.accelerator, "sampling"):
-                drawn = self.collector.draw(self.engine, phases)
-            steps = self.args.optimizer_steps_per_generation(self.accelerator.num_processes) * self.args.num_iterations
-            if self.step + steps < self.max_steps:
-                self._sync_engine(phases)
-                with all_ranks_succeed(self.accelerator, "requesting the next batch"):
-                    self.collector.prefetch(self.engine)
-        scored = self.scored = self.collector.collect(self.engine, phases, drawn=drawn, trainer_state=self.state)
+        draw = partial(self._draw, phases)
+        scored = self.scored = self.collector.collect(self.engine, phases, draw=draw, trainer_state=self.state)
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
-            self.engine.sleep()
+            if not self.collector.queue:
+                self.engine.sleep()
             self._undo.pop_all()  # the run has made something
             self.output.rollouts(self.step + 1, scored.records)
         return self.collector.buffer(scored, phases)
+
+    def _draw(self, phases: Phases) -> Drawn | None:
+        """With `generate_ahead` the oldest batch of the queue, or a first one, and requests in its place."""
+        queue = self.collector.queue
+        if not queue:
+            self._sync_engine(phases)
+        if not self.args.generate_ahead:
+            return None
+        with all_ranks_succeed(self.accelerator, "sampling"):
+            drawn = self.collector.draw(self.engine, phases)
+        # Each generation to come needs one batch at least: none is left at the end.
+        later = -(-(self.max_steps - self.step) // self.collector.steps_per_batch) - 1
+        for _ in range(min(self.args.generate_ahead, later) - len(queue)):
+            is_free = not any_rank(self.accelerator, queue.is_sampling)
+            if is_free:
+                self._sync_engine(phases)
+            with all_ranks_succeed(self.accelerator, "requesting a batch"):
+                self.collector.prefetch(self.engine, phases, is_free=is_free)
+        return drawn
 
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
         on_policy, sampling = buffer.weight_version == self.step, self.args.sampling(seed=0)
@@ -472,7 +485,7 @@ class GRPOTrainer(TransformersFace):
     def _sync_engine(self, phases: Phases | None = None) -> None:
         """Send the current weights to the engines, if any of them serves older ones."""
         with nullcontext() if phases is None else phases("sync"):
-            self.collector.wait_for_prefetched()
+            self.collector.queue.wait()
             if any_rank(self.accelerator, self._is_stale or self.engine.weight_version != self.step):
                 self.accelerator.wait_for_everyone()  # ranks may share a server: none of them samples from it now
                 dtype = getattr(self.engine, "weight_dtype", None)

@@ -115,6 +115,8 @@ class Talker(RolloutEngine):
 class ConcurrentTalker(Talker):
     """With weights of its own, and concurrent calls, as servers have them."""
 
+    samples_in_background = True
+
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerFast, say: Callable[[str, int], str]) -> None:
         super().__init__(copy.deepcopy(model), tokenizer, say)
 

@@ -96,6 +96,8 @@ class ScriptedEngine(RolloutEngine):
 class ServedEngine(ScriptedEngine):
     """With weights of its own, as a server has them: what the trainer does meanwhile does not reach it."""
 
+    samples_in_background = True
+
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
         super().__init__(copy.deepcopy(model), tokenizer)
 

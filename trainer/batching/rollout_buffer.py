@@ -58,7 +58,7 @@ class RolloutBuffer:
 
     batches: list[list[Sample]]
     iterations: int
-    weight_version: int  # whose rollouts these are
+    weight_version: int  # of the oldest of these rollouts
     has_support: bool = False  # whether the sampler's kept tokens are known
     metrics: dict[str, float] = field(default_factory=dict)  # of rewards and lengths, over all processes
     done: int = 0  # optimizer steps made from it
@@ -109,6 +109,20 @@ def as_tensors(batch: Sequence[Sample]) -> dict[str, Tensor]:
         rows = [getattr(sample, name) for sample in batch]
         table |= {} if any(row is None for row in rows) else joined_rows(name, rows, dtype)
     return table
+
+
+_GREEDY = "greedy."  # completions that ReMax compares with, in the table of those that they are compared with
+
+
+def with_prefix(table: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The table of greedy completions, under names for the table of their prompts' samples."""
+    return {_GREEDY + name: tensor for name, tensor in table.items()}
+
+
+def without_prefix(table: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(the table of the samples alone, that of their greedy completions, empty where there is none)."""
+    greedy = {name.removeprefix(_GREEDY): tensor for name, tensor in table.items() if name.startswith(_GREEDY)}
+    return {name: tensor for name, tensor in table.items() if not name.startswith(_GREEDY)}, greedy
 
 
 def joined_rows(name: str, rows: Sequence[Any], dtype: torch.dtype) -> dict[str, Tensor]:

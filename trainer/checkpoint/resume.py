@@ -62,6 +62,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     ("max_steps num_train_epochs lr_scheduler_type lr_scheduler_kwargs warmup_steps", Rule("new", _SCHEDULE)),
     ("max_completion_length top_p top_k min_p repetition_penalty generation_kwargs", Rule("new", _SAMPLED)),
     ("score_centering_topk", Rule("new", _SAMPLED)),
+    ("generate_ahead", Rule("new", "batches that are older than it allows are sampled again")),
     ("scale_rewards advantage_estimator pkpo_k reward_weights multi_objective_aggregation", Rule("new", _SAMPLED)),
 )
 # All other options, but those without effect (MISSING), are the new run's, from the next step on.
@@ -115,8 +116,9 @@ def training_state(
         wait: whether to wait for rollouts that an engine is sampling now.
     """
     tensors, options = files.optimizer_state(learner.policy, learner.optimizer.optimizer)
-    place, tables = collector.state(wait=wait)
-    groups = {"random": files.random_state(), **tables}
+    place, prefetched = collector.state(wait=wait)
+    groups = {"random": files.random_state()}
+    groups |= {files.prefetched_group(number): table for number, table in enumerate(prefetched)}
     numbers: dict[str, Any] | None = None
     if buffer is not None and not buffer.is_exhausted:
         numbers, tables = buffer.state()
@@ -158,7 +160,6 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     accelerator, optimizer = learner.accelerator, learner.optimizer.optimizer
     rank = accelerator.process_index
     process_file = files.PROCESS_FILE.format(rank=rank)
-    collector.prefetched = None
     # Collectives are outside of `all_ranks_succeed`.
     moves = files.model_state(learner.reference.model, full=False) if _reference_moves(learner) else {}
     own = files.optimizer_state(learner.policy, optimizer, full=False)
@@ -188,10 +189,11 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             files.check_tensors(moves, reference)
         with files.tensors_of(checkpoint, process_file, names) as rank_tensors:
             groups = files.by_group(rank_tensors)
-            files.check_rollouts(groups, saved, learner)
+            prefetched = files.check_rollouts(groups, saved, learner, step=numbers["step"])
             buffer = None if saved is None else RolloutBuffer.from_state(saved, groups)
             # Of a stream it may still be refused: before anything else changes.
-            collector.load_state(numbers["collector"], groups)
+            unused = 0 if saved is None else saved["batches"] * saved["iterations"] - saved["done"]
+            collector.load_state(numbers["collector"], prefetched, step=numbers["step"] + unused)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             schedule = files.known_part(here["scheduler"], numbers["scheduler"])
             counters = {name: numbers[name] for name in ("step", "skipped", "entropy")}

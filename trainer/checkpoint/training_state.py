@@ -43,7 +43,7 @@ from transformers import TrainerState
 from transformers.core_model_loading import revert_weight_conversion
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors
+from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, open_regular, read_json, read_manifest, refuse_unusable
 from fused_grpo.trainer.engines.checked_engine import wrong_completion, wrong_logprob, wrong_tokens
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_weights, is_adapted
@@ -58,8 +58,7 @@ TRAINING_FILE = "training.json"
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 Tensors = Mapping[str, Tensor]
 OF = " of "  # "exp_avg of model.lm_head.weight"
-_GROUP = re.compile(r"(random|prefetched|greedy|buffer\.\d+)\.(.*)", re.DOTALL)
-_PREFETCHED = {"prefetched", "greedy"}  # greedy completions of the same prompts, of ReMax
+_GROUP = re.compile(r"(random|prefetched(?:\.\d+)?|buffer\.\d+)\.(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,17 @@ def tensors_of(directory: Path, name: str, names: dict[str, list[str]] | None = 
 
 
 def by_group(tensors: Tensors) -> dict[str, dict[str, Tensor]]:
-    """Those of a rank's file by their group: "random", _PREFETCHED and each batch of the buffer, "buffer.<n>"."""
+    """Those of a rank's file by their group: "random", those of `prefetched_group`, and "buffer.<n>" of the buffer."""
     groups: dict[str, dict[str, Tensor]] = {"random": {}}
     for name, tensor in tensors.items():
         if match := _GROUP.match(name):
             groups.setdefault(match[1], {})[match[2]] = tensor
     return groups
+
+
+def prefetched_group(number: int) -> str:
+    """The group of a batch that is in flight: "prefetched", "prefetched.1", ..."""
+    return f"prefetched.{number}" if number else "prefetched"
 
 
 def read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
@@ -398,15 +402,19 @@ def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
             raise ValueError(f"{name} cannot be that of step {step}")
 
 
-def check_rollouts(groups: dict[str, dict[str, Tensor]], saved: Any, learner: Any) -> None:
+def check_rollouts(
+    groups: dict[str, dict[str, Tensor]], saved: Any, learner: Any, *, step: int
+) -> list[dict[str, Tensor]]:
     """Check the rollouts of a rank, those in progress and those that were prefetched: that they can be trained on.
 
     Raises an error of any kind where something is missing, unknown, of another form or out of its range. `saved` is
-    what training.json says of the rollouts in progress. None: there are none.
+    what training.json says of the rollouts in progress. None: there are none. Returns the prefetched ones.
     """
     parts = {group: part for group, part in groups.items() if group != "random" and part}
     steps = learner.args.optimizer_steps_per_generation(learner.accelerator.num_processes)
-    if parts.keys() - _PREFETCHED != {f"buffer.{index}" for index in range(0 if saved is None else steps)}:
+    prefetched = [parts[name] for name in map(prefetched_group, range(len(parts))) if name in parts]
+    others = parts.keys() - set(map(prefetched_group, range(len(prefetched))))
+    if others != {f"buffer.{index}" for index in range(0 if saved is None else steps)}:
         raise ValueError(f"it has {sorted(parts)}, want {0 if saved is None else steps} batches in progress")
     if saved is not None:
         check_alike(RolloutBuffer([], 1, 0).state()[0], saved, "buffer", exact=True)
@@ -416,10 +424,15 @@ def check_rollouts(groups: dict[str, dict[str, Tensor]], saved: Any, learner: An
         if saved["done"] and "old_logprobs.values" not in parts[f"buffer.{saved['done'] % steps}"]:
             raise ValueError("the log-probs of the policy that sampled the next batch are missing")
         _check_log("metrics", saved["metrics"])
-    for where, part in parts.items():
+    for where, both in parts.items():
+        part, greedy = without_prefix(both)
         _check_sequences(part, where, learner.vocab_size)
-        if where not in _PREFETCHED and (part["weight_version"] != saved["weight_version"]).any():
-            raise ValueError(f"{where}.weight_version is not {saved['weight_version']}, which sampled the batch")
+        if greedy:
+            _check_sequences(greedy, f"{where}.greedy", learner.vocab_size)
+        oldest = saved["weight_version"] if where in others else 0
+        if not (oldest <= part["weight_version"].min() and part["weight_version"].max() <= step):
+            raise ValueError(f"{where}.weight_version is not one from {oldest} to {step}, which sampled the batch")
+    return prefetched
 
 
 def _check_sequences(part: dict[str, Tensor], where: str, vocab_size: int) -> None:

@@ -66,6 +66,7 @@ METAVARS: dict[Any, str] = {
     str | None: "STR",
     bool | None: "[True|False]",
     int | None: "INT",
+    int | bool: "INT",
     float | None: "FLOAT",
     list[str] | None: "STR [STR ...]",
     list[float] | None: "FLOAT [FLOAT ...]",
@@ -292,7 +293,7 @@ def as_flags(arguments: Sequence[str]) -> list[str]:
     """The arguments with each option that is True or False as the parser wants it.
 
     `--bf16` and `--no-bf16` need no value, though None is one of its values, and may have one, as in TRL's commands:
-    `--bf16 true`, `--gradient_checkpointing False`.
+    `--bf16 true`, `--gradient_checkpointing False`. `--generate_ahead`, which was such an option, may have a number.
     """
     types, words = get_type_hints(TrainOptions), {"true": "True", "false": "False", "none": "None"}
     flags, rest = list[str](), list(arguments)
@@ -302,13 +303,14 @@ def as_flags(arguments: Sequence[str]) -> list[str]:
         name = option.removeprefix("--").replace("-", "_") if option.startswith("--") else ""
         is_negated = name.startswith("no_") and not equals
         name = name.removeprefix("no_") if is_negated else name
-        if types.get(name) not in (bool, bool | None):
+        if types.get(name) not in (bool, bool | None, int | bool):
             flags.append(argument)
             continue
         if is_negated:
             value = "False"
         elif not equals:
-            value = rest.pop(0) if rest and rest[0].lower() in words else "True"
+            is_value = rest and (rest[0].lower() in words or (types[name] == int | bool and rest[0].isdecimal()))
+            value = rest.pop(0) if is_value else "True"
         value, option = words.get(value.lower(), value), name.replace("_", "-")
         if types[name] is not bool or value not in ("True", "False"):
             flags.append(f"--{option}={value}")

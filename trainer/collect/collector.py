@@ -13,11 +13,12 @@ and each samples its part. Rewards are gathered, so advantages are always those 
 Groups for which the engine or a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose
 rewards are all equal. With `mask_truncated_completions`, truncated completions are counted, but not in the loss.
 
-With `generate_ahead`, a vLLM server samples while the optimizer learns. Each collection waits for the rollouts that the
-last one requested, sends the current weights to the engine, requests the next rollouts, and scores. So every batch but
-the first was sampled from weights that are one generation old, never older (`off_policy_steps`), and the loss corrects
-for it (`vllm_importance_sampling_correction`): the old policy is the current one, and rho is its ratio to the policy
-that sampled.
+With `generate_ahead=k`, a vLLM server samples while the optimizer learns. Each collection takes the oldest batch of a
+queue (batch_queue.py), requests another one from the current weights, and scores. So batch n was sampled from the
+weights of min(n, k) generations before, never from older ones (`off_policy_steps`), and the loss corrects for it
+(`vllm_importance_sampling_correction`): the old policy is the current one, and rho is its ratio to the policy that
+sampled. Further rounds of `dynamic_sampling` take from the queue too, and it is filled again. So what is sampled
+depends on samples and steps alone, not on time.
 
 For ReMax, a second `generate` call gives a greedy completion of each prompt, to the rank with the first part of its
 group. It is the `greedy` of the samples there, is scored after them, and takes no further part: its reward is their
@@ -30,13 +31,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -44,9 +44,17 @@ from torch import Tensor
 
 from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
-from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, split_groups
+from fused_grpo.trainer.batching.rollout_buffer import (
+    RolloutBuffer,
+    as_tensors,
+    from_tensors,
+    split_groups,
+    with_prefix,
+    without_prefix,
+)
 from fused_grpo.trainer.collect import token_baseline
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, spread
+from fused_grpo.trainer.collect.batch_queue import BatchQueue, Drawn
 from fused_grpo.trainer.collect.scoring import (
     Evaluation,
     RolloutFacts,
@@ -58,27 +66,17 @@ from fused_grpo.trainer.collect.scoring import (
     without_rewards,
 )
 from fused_grpo.trainer.collect.start_checks import Start
-from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.data.curriculum import CurriculumSampler
 from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
-from fused_grpo.trainer.engines.checked_engine import checked_generate
+from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
 from fused_grpo.trainer.episodes.play import EpisodeEngine
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.logging.console import Phases
+from fused_grpo.trainer.models.weight_stream import copied
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
-
-Drawn = tuple[list[Row], list[Sample]]  # rows of the dataset, and the completions of their prompts, group by group
-
-
-class Prefetched(NamedTuple):
-    """Completions that the engine is sampling."""
-
-    rows: list[Row]
-    samples: Future[list[Sample]]
-    before: dict[str, Any]  # the position of the collector before the rows were drawn
 
 
 class Collector:
@@ -90,29 +88,35 @@ class Collector:
         self.group_part = self.args.group_part(self.accelerator.num_processes)
         self.has_greedy = self.args.advantage_estimator == "remax"
         self.generate_calls = self.num_tokens = 0  # tokens over all ranks; a prompt counts with each completion
-        self.prefetched: Prefetched | None = None
+        self.queue = BatchQueue()
         self.rules, self.longest_prompt = start.rules, start.longest_prompt  # of episodes; None: no tools
 
     def draw(self, engine: RolloutEngine, phases: Phases) -> Drawn:
-        """Rows of the dataset and their completions: the prefetched ones, or new ones."""
+        """Rows of the dataset and their completions: the oldest of the queue, or new ones."""
         with phases("generate"):
-            if self.prefetched is not None:
-                drawn = self.prefetched.rows, self.prefetched.samples.result()
-                self.prefetched = None
-                return drawn
+            if self.queue:
+                return self.queue.take()
             rows, complete = self._next_batch(engine)
             return rows, complete()
 
     def collect(
-        self, engine: RolloutEngine, phases: Phases, *, drawn: Drawn | None = None, trainer_state: Any = None
+        self,
+        engine: RolloutEngine,
+        phases: Phases,
+        *,
+        draw: Callable[[], Drawn | None] = lambda: None,
+        trainer_state: Any = None,
     ) -> Scored:
-        """The samples of a batch, those of `draw` or new ones, with rewards, advantages and the metrics of all ranks.
+        """The samples of a batch, with rewards, advantages and the metrics of all ranks.
+
+        `draw` is called before each round, on all ranks. It may return what `Collector.draw` has; otherwise that is
+        called.
 
         Raises:
             RewardError: a reward function failed and `reward_failure` is not "drop", or no group is left.
             UnavailableError: the engine failed and `rollout_failure` is not "drop", or no group is left.
         """
-        scored = self._scored(engine, phases, drawn, trainer_state)
+        scored = self._scored(engine, phases, draw, trainer_state)
         with phases("reward"):
             facts = gather_object([RolloutFacts.of(scored)])
             advantages = self._advantages(facts, self.args.num_generations)
@@ -170,55 +174,77 @@ class Collector:
         batch = with_fields(batch, {"skipped": skipped, "sampling_logprobs": [None] * len(batch)})
         return Evaluation(metrics, len(rows), started, batch)
 
-    def prefetch(self, engine: RolloutEngine) -> None:
-        """Start to sample the next batch in the background, from the weights that the engine has now."""
-        before = self._position()
-        rows, complete = self._next_batch(engine)
-        self.prefetched = Prefetched(rows, in_thread(complete, name="prefetch"), before)
+    def prefetch(self, engine: RolloutEngine, phases: Phases, *, is_free: bool) -> None:
+        """Have a batch sampled in the background, from the current weights.
 
-    def wait_for_prefetched(self) -> None:
-        """Wait until the engine has sampled the prefetched batch. `draw` raises its error, if there is one."""
-        if self.prefetched is not None:
-            wait([self.prefetched.samples])
-
-    def state(self, *, wait: bool = True) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """The position in the data and the prefetched samples: JSON, the same on every rank, and tables of tensors.
-
-        Samples that are still being sampled are waited for, or without `wait` left out, as are those that failed. The
-        position is then the one before their rows were drawn: a resumed run draws them again, with the same seed.
+        An engine that `is_free` has them. Another one loads a copy of them before the batch, if none behind which it
+        comes does.
         """
-        position, tables = self._position(), dict[str, dict[str, Tensor]]()
-        if self.prefetched is not None:
-            position, samples = self.prefetched.before, self.prefetched.samples
+        step, load = self.learner.step, None
+        if not is_free and self.queue.newest_version != step:
+            kept = self.accelerator.is_main_process or not getattr(engine, "first_rank_sends", False)
+            with phases("sync"):
+                weights = copied(self.learner.served_weights(getattr(engine, "weight_dtype", None)), kept=kept)
+            load = partial(checked_load_weights, engine, weights, version=step)
+        before = self._position()
+        self.queue.request(*self._next_batch(engine), before=before, weight_version=step, load=load)
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps that are made with a generated batch."""
+        return self.args.optimizer_steps_per_generation(self.accelerator.num_processes) * self.args.num_iterations
+
+    def state(self, *, wait: bool = True) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+        """The position in the data and the prefetched samples: JSON, the same on every rank, and a table of each batch.
+
+        Batches that are still being sampled are waited for, or without `wait` left out, as are those that failed and
+        all behind them. The position is the one before the rows of the first batch were drawn: a resumed run draws
+        those of all batches that have a table, and then samples the others, with the same seeds.
+        """
+        position, tables = self._position(), list[dict[str, Tensor]]()
+        for number, batch in enumerate(self.queue):
+            position = position if number else batch.before
             # What happened in episodes is in no checkpoint.
-            is_lost = self.rules is not None or not (wait or samples.done()) or samples.exception() is not None
-            if not any_rank(self.accelerator, is_lost):  # all ranks keep theirs, or none: they draw from one sequence
-                tables["prefetched"] = as_tensors(samples.result())
-                if self.has_greedy:
-                    tables["greedy"] = as_tensors(list(greedy_of(samples.result()).values()))
+            is_lost = self.rules is not None or not (wait or batch.samples.done())
+            # All ranks keep theirs, or none: they draw from one sequence.
+            if any_rank(self.accelerator, is_lost or batch.samples.exception() is not None):
+                break
+            table = as_tensors(batch.samples.result())
+            if self.has_greedy:
+                table |= with_prefix(as_tensors(list(greedy_of(batch.samples.result()).values())))
+            tables.append(table)
         sampler = self.sampler.state_dict(position["sampler"])
         return {**position, "sampler": sampler, "num_tokens": self.num_tokens}, tables
 
-    def load_state(self, position: dict[str, Any], tables: Mapping[str, dict[str, Tensor]]) -> None:
-        """The inverse of `state`; samples of another estimator, without greedy ones, are sampled again for ReMax."""
+    def load_state(self, position: dict[str, Any], tables: Sequence[dict[str, Tensor]] = (), *, step: int = 0) -> None:
+        """The inverse of `state`; `step` is the one after which the next batch is collected.
+
+        A batch that `generate_ahead`, which may be another one now, does not allow any more is sampled again, as are
+        all behind it.
+        """
         self.sampler.load_state_dict(position["sampler"])
         self.generate_calls = position["generate_calls"]
         self.num_tokens = position["num_tokens"]
-        if tables.get("prefetched") and (tables.get("greedy") or not self.has_greedy):
-            before, rows, samples = self._position(), self.sampler.next_batch(), Future[list[Sample]]()
+        self.queue = BatchQueue()
+        for number, table in enumerate(tables):
+            (own, greedy), version = without_prefix(table), int(table["weight_version"].min())
+            is_old = step - version > (self.args.generate_ahead - number) * self.steps_per_batch
+            if is_old or (self.has_greedy and not greedy):  # of another estimator, without greedy completions
+                break
+            samples = from_tensors(own)
+            before, rows = self._position(), self.sampler.next_batch()
             self.generate_calls += 1
-            sampled = from_tensors(tables["prefetched"])
-            if self.has_greedy:
-                sampled = self._with_greedy(sampled, from_tensors(tables["greedy"]))
-            samples.set_result(sampled)
-            self.prefetched = Prefetched(rows, samples, before)
+            samples = self._with_greedy(samples, from_tensors(greedy)) if self.has_greedy else samples
+            self.queue.restore(rows, samples, before=before, weight_version=version)
 
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
 
-    def _scored(self, engine: RolloutEngine, phases: Phases, drawn: Drawn | None, trainer_state: Any) -> Scored:
+    def _scored(
+        self, engine: RolloutEngine, phases: Phases, draw: Callable[[], Drawn | None], trainer_state: Any
+    ) -> Scored:
         """One generation, or with `dynamic_sampling` as many as fill the batch; `metrics` says how many that were."""
-        scored = self._round(engine, phases, trainer_state, drawn)
+        scored = self._round(engine, phases, trainer_state, draw())
         if not self.args.dynamic_sampling:
             if not any_rank(self.accelerator, bool(scored.kept())):
                 of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
@@ -228,11 +254,11 @@ class Collector:
         wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
         # All ranks go on alike: they draw from one sequence of prompts.
         while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, len(scored.samples) < wanted):
-            more = self._with_unequal_rewards(self._round(engine, phases, trainer_state))
+            more = self._with_unequal_rewards(self._round(engine, phases, trainer_state, draw()))
             scored, rounds = Scored.joined([scored, more]), rounds + 1
         return replace(scored, samples=scored.samples[:wanted], metrics={"dynamic_sampling/rounds": float(rounds)})
 
-    def _round(self, engine: RolloutEngine, phases: Phases, trainer_state: Any, drawn: Drawn | None = None) -> Scored:
+    def _round(self, engine: RolloutEngine, phases: Phases, trainer_state: Any, drawn: Drawn | None) -> Scored:
         with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"), self._in_place():
             rows, samples = drawn or self.draw(engine, phases)
             with phases("reward"):
@@ -259,7 +285,7 @@ class Collector:
         try:
             yield
         finally:
-            is_ours = self.prefetched is None or self.rules is None  # else its tools may be elsewhere for a while
+            is_ours = not self.queue or self.rules is None  # else its tools may be elsewhere for a while
             if is_ours:
                 sys.stdout, sys.stderr = streams
             if here is not None:

@@ -51,7 +51,7 @@ class Scored:
     """The samples of this rank that were generated for a batch, scored, and what is known of all of them."""
 
     samples: list[Sample]  # B, groups one after the other
-    weight_version: int  # whose samples these are, where a rank is left without any, too
+    weight_version: int  # of the oldest of them, where a rank is left without any, too
     has_support: bool = False  # whether the sampler's kept tokens are known
     reward_names: list[str]  # F
     seconds: dict[str, float] = field(default_factory=dict)  # by reward function
@@ -68,6 +68,7 @@ class Scored:
         return replace(
             rounds[0],
             samples=[sample for part in rounds for sample in part.samples],
+            weight_version=min(part.weight_version for part in rounds),
             num_tokens=sum(part.num_tokens for part in rounds),
             num_failed=sum(part.num_failed for part in rounds),
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in rounds[0].seconds},

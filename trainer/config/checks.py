@@ -33,7 +33,11 @@ RANGES: Ranges = (
         lambda value: 0 <= value < math.inf,
         "learning_rate router_aux_loss_coef distillation_coef warmup_steps weight_decay",
     ),
-    ("at least 0", lambda value: value >= 0, "dynamic_sampling reward_retries max_skipped_steps rollouts_kept_steps"),
+    (
+        "at least 0",
+        lambda value: value >= 0,
+        "dynamic_sampling generate_ahead reward_retries max_skipped_steps rollouts_kept_steps",
+    ),
     ("> 0", lambda value: value > 0, "max_logprob_difference"),
     ("in [0, 1)", lambda value: 0 <= value < 1, "adam_beta1 adam_beta2"),
     ("in [0, 1]", lambda value: 0 <= value <= 1, "min_p ref_model_mixup_alpha"),
@@ -83,13 +87,14 @@ def check_arguments(
     tools: Any = None,
     environment_factory: Any = None,
     quantization_config: Any = None,
+    rollout_engine: Any = None,
 ) -> None:
     """Check arguments of the trainer against its options. Warns of losses with another ratio than in their paper.
 
     Raises:
         UnsupportedError: `quantization_config`, which only TRL has.
-        InputError: `rollout_func` with `generate_ahead`, score centering, ReMax or tools, evaluations without a
-            dataset, environments with `generate_ahead`, or as `check_teacher`.
+        InputError: `rollout_func` with score centering, ReMax or tools, evaluations without a dataset, `generate_ahead`
+            with environments or with what cannot sample beside the trainer, or as `check_teacher`.
     """
     if quantization_config:
         raise UnsupportedError(
@@ -97,8 +102,8 @@ def check_arguments(
             "pass it as `model`"
         )
     check_teacher(args, teacher_model)
-    if rollout_func is not None and args.generate_ahead:  # it would sample from the model while that is trained
-        raise InputError("got generate_ahead with rollout_func, want vLLM servers alone; fix: leave one of them out")
+    if args.generate_ahead:
+        _check_generate_ahead(args, rollout_func, rollout_engine, environment_factory)
     if rollout_func is not None and args.score_centering != "off":
         raise InputError(
             f"got score_centering={args.score_centering!r} with rollout_func, want an engine that returns log-probs of "
@@ -114,14 +119,34 @@ def check_arguments(
             "got rollout_func with tools or environment_factory, want one way to play episodes; fix: call the tools in "
             "the function, with an env_mask, or leave it out"
         )
-    if environment_factory is not None and args.generate_ahead:  # its object is scored while the next batch is played
-        raise InputError("got generate_ahead with environment_factory, want one of them; fix: generate_ahead=False")
     if eval_dataset is None and (args.eval_on_start or args.eval_strategy in ("steps", "epoch")):
         raise InputError(
             f"got eval_strategy={args.eval_strategy!r} and eval_on_start={args.eval_on_start} without an eval_dataset, "
             "want one; fix: pass it, or leave both out"
         )
     _warn_of_unusual_losses(args)
+
+
+def _check_generate_ahead(args: Any, rollout_func: Any, rollout_engine: Any, environment_factory: Any) -> None:
+    """Raise InputError for what would be used by the trainer and by the sampling of a later batch at the same time."""
+    got = f"got generate_ahead={args.generate_ahead} with"
+    if rollout_func is not None:  # it would sample from the model while that is trained
+        raise InputError(f"{got} rollout_func, want vLLM servers alone; fix: leave one of them out")
+    if environment_factory is not None:  # its object is scored while the next batch is played
+        raise InputError(f"{got} environment_factory, want one of them; fix: generate_ahead=0")
+    if rollout_engine is None and args.vllm_mode != "server":
+        raise InputError(
+            f"{got} vllm_mode={args.vllm_mode!r}, want an engine that runs beside the trainer: vLLM in its process "
+            "shares its random generators, compiler settings and device, so a run could not be repeated; fix: "
+            "vllm_mode='server' (a server may be on the same GPU), or generate_ahead=0"
+        )
+    own = getattr(rollout_engine, "has_own_weights", True) and getattr(rollout_engine, "samples_in_background", False)
+    if rollout_engine is not None and not own:
+        raise InputError(
+            f"{got} a {type(rollout_engine).__name__}, want weights of its own, and `generate` and `load_weights` that "
+            "may run in another thread than the trainer's; fix: samples_in_background = True where that is so, or "
+            "generate_ahead=0"
+        )
 
 
 def check_teacher(args: Any, teacher_model: Any) -> None:
@@ -260,7 +285,7 @@ def _check_curriculum(args: Any) -> None:
     if args.curriculum == "off":
         return
     others = (
-        ("generate_ahead", False, "the rewards of a batch before the next one is drawn"),
+        ("generate_ahead", 0, "the rewards of a batch before the next one is drawn"),
         ("shuffle_dataset", True, "an order that the rewards decide"),
         (
             "num_generations",
@@ -318,12 +343,6 @@ def _check_together(args: Any) -> None:
         )
     if args.vllm_mode == "server" and args.use_vllm is False:
         raise InputError("got vllm_mode='server' with use_vllm=False, want one or the other; fix: leave use_vllm out")
-    if args.generate_ahead and (args.vllm_mode != "server" or args.dynamic_sampling):
-        raise InputError(
-            f"got generate_ahead=True with vllm_mode={args.vllm_mode!r} and dynamic_sampling={args.dynamic_sampling}, "
-            "want an engine that runs beside the trainer, with one call per batch; fix: vllm_mode='server' and "
-            "dynamic_sampling=0"
-        )
     if args.resume_from_checkpoint and args.overwrite_output_dir:
         raise InputError(
             "got resume_from_checkpoint and overwrite_output_dir, want one of the two: overwriting would remove "

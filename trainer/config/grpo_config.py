@@ -99,8 +99,9 @@ class GRPOConfig(LossOptions, DerivedOptions):
     skip_zero_advantages: bool = True
     """Leave completions with advantage 0 out of the forward pass where they have no gradient (beta=0, no teacher, no
     entropy term). Loss and gradients stay the same; metrics such as `entropy` are of the others. False keeps all."""
-    generate_ahead: bool = False
-    """Sample the next batch while learning from this one (vllm_mode="server"): rollouts are one generation old."""
+    generate_ahead: int | bool = 0
+    """Number k of batches that are sampled while the trainer learns (vllm_mode="server"): rollouts are up to k
+    generations old. True is 1."""
 
     model_init_kwargs: JSONObject = None
     """Arguments of `from_pretrained`, for the model and for reward models that are paths or hub ids."""

@@ -44,6 +44,8 @@ class RolloutEngine(Protocol):
     weight_dtype: torch.dtype | None = None  # matrices are sent in it if it is smaller than theirs; None: as they are
     has_own_weights: bool = True  # False: it samples with the trainer's tensors, and `load_weights` is given none
     why_no_support: str | None = None  # of rollouts without the support of each token: what the engine needs for it
+    samples_in_background: bool = False  # True: it may sample, and load weights, in another thread than the trainer's
+    first_rank_sends: bool = False  # True: `load_weights` reads those of the first rank alone
     own_prompts: bool = False  # True: `generate` takes `rows` of the dataset with their numbers, and may encode them
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:

@@ -66,6 +66,17 @@ def finish(weights: Named) -> None:
         deque(weights, maxlen=0)  # it drops each before it asks for the next
 
 
+def copied(weights: WeightStream, *, kept: bool = True) -> WeightStream:
+    """The weights as they are now, in the CPU's memory, where each is freed once it is read; none if not `kept`."""
+    named = deque[tuple[str, Tensor]]()
+    try:
+        if kept:
+            named.extend((name, weight.to("cpu", copy=True)) for name, weight in weights)
+    finally:
+        finish(weights)
+    return WeightStream(weights.shapes if kept else {}, (named.popleft() for _ in range(len(named))))
+
+
 class Part(NamedTuple):
     """Weights that are made together, under the names that the model itself has for them."""
 

@@ -73,6 +73,7 @@ class VLLMServerEngine(RolloutEngine):
     """
 
     name = "vllm-server"
+    samples_in_background = first_rank_sends = True
     why_no_support = "it needs top_k of 1 to 1024, and servers with --max-logprobs of 1.5 * top_k + 8 at least"
 
     def __init__(
@@ -97,7 +98,7 @@ class VLLMServerEngine(RolloutEngine):
         )
         self._tie, self._facts = Tie.of(model), ModelFacts(model)
         self._stop_ids = stop_token_ids(model.generation_config, tokenizer)
-        self._closed = False
+        self._closed, self._group = False, None
         self.weight_version, self._server_version = -1, ""
         wanted: dict[str, Any] = {"max_model_len": max_model_len, "batch_invariant": batch_invariant}
         ask = partial(server_info, **wanted, tie=self._tie, facts=self._facts)
@@ -151,12 +152,17 @@ class VLLMServerEngine(RolloutEngine):
         """Load these weights (checkpoint names, full tensors, any float dtype) into all servers; see RolloutEngine.
 
         With a process group, every rank calls this; the first one's weights are sent, and all ranks succeed or raise.
+        None of them samples meanwhile. The first call is made by the main thread.
 
         Raises:
             WeightSyncError: not every server has loaded them, or the engine is closed; `generate` needs another sync.
         """
         self.weight_version = -1
         distributed = torch.distributed.is_initialized()
+        if distributed:
+            # Of its own: with `generate_ahead` this is a thread, while the trainer is in collectives of its group.
+            self._group = self._group or torch.distributed.new_group(backend="gloo")
+            torch.distributed.barrier(self._group)
         outcome: list[str | None] = [None, None]
         cause: Exception | None = None
         if not distributed or torch.distributed.get_rank() == 0:
@@ -167,7 +173,7 @@ class VLLMServerEngine(RolloutEngine):
                 outcome, cause = [None, f"{error}"], error
         finish(named_weights)  # on the other ranks, which send nothing, all of them
         if distributed:
-            torch.distributed.broadcast_object_list(outcome, src=0)
+            torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
         server_version, failure = outcome
         if server_version is None:
             raise WeightSyncError(
