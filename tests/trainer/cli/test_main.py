@@ -241,6 +241,11 @@ def test_a_dataset_may_be_a_function_and_its_failure_is_a_data_error(tmp_path):
         ),
         ("--no-gradient-checkpointing --disable-dropout", {"gradient_checkpointing": False, "disable_dropout": True}),
         ("--dry-run False --use-peft --run-name True", {"dry_run": False, "use_peft": True, "run_name": "True"}),
+        ("--generate-ahead --bf16", {"generate_ahead": True, "bf16": True}),
+        ("--generate_ahead 4", {"generate_ahead": 4}),
+        ("--generate-ahead=2 --no-bf16", {"generate_ahead": 2, "bf16": False}),
+        ("--generate-ahead true --max-steps 3", {"generate_ahead": True, "max_steps": 3}),
+        ("--no-generate-ahead", {"generate_ahead": False}),
     ],
 )
 def test_what_is_true_or_false_needs_no_value_and_may_have_one(arguments, expected):

@@ -9,8 +9,7 @@ import time
 import pytest
 import torch
 
-from fused_grpo.errors import InputError, UnavailableError
-from fused_grpo.trainer import GRPOConfig
+from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.data import prompt_sampler
 
 PREFETCH = {"generate_ahead": True, "vllm_mode": "server", "max_steps": 6}
@@ -63,7 +62,7 @@ def test_the_gradient_is_weighed_by_how_far_the_policy_has_moved(make_trainer):
     assert norms[True]["grad_norm"] != pytest.approx(norms[False]["grad_norm"], rel=1e-6)
 
 
-RESUMED = {"each step": {}, "every second step": {"steps_per_generation": 2}}
+RESUMED = {"each step": {}, "every second step": {"steps_per_generation": 2}, "of a queue": {"generate_ahead": 4}}
 RESUMED |= {f"{name}, remax": {**options, "advantage_estimator": "remax"} for name, options in RESUMED.items()}
 
 
@@ -158,9 +157,3 @@ def test_sigterm_does_not_wait_for_an_engine_that_hangs(stuck, make_trainer, tmp
 def test_a_run_that_does_not_save_reads_no_rows_to_compare(make_trainer, monkeypatch):
     monkeypatch.setattr(prompt_sampler, "fingerprint", lambda dataset: pytest.fail("read the dataset"))
     make_trainer(**PREFETCH, save_strategy="no").train()
-
-
-@pytest.mark.parametrize("options", [{}, {"vllm_mode": "server", "dynamic_sampling": 1}])
-def test_what_it_does_not_go_with_is_refused(options):
-    with pytest.raises(InputError, match="got generate_ahead=True with"):
-        GRPOConfig(generate_ahead=True, **options)

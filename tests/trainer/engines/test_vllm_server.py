@@ -3,6 +3,7 @@
 One file has all of it, in an order that needs two: a start takes seconds.
 """
 
+import copy
 import re
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from numerics import logprobs_of
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
@@ -241,6 +243,30 @@ def test_a_run_with_a_tool_is_trained_on_turns_of_the_server(make_trainer, calli
     assert max(sample.episode.turns for sample in trainer.scored.samples) > 1
     for turn in (1, 2):
         assert metrics[f"sampling/sampling_logp_difference/turn_{turn}/max"] < 1e-3
+
+
+def test_batches_in_flight_are_of_the_weights_that_they_say(make_trainer) -> None:
+    """The policy has moved on, twice, when the server takes them."""
+    trainer = make_trainer("queue", generate_ahead=2, learning_rate=1e-2, max_steps=6, save_strategy="no")
+    learn, policies, batches = trainer.learner.learn, list[Any](), list[Any]()
+
+    def learning(*arguments: Any, **options: Any) -> Any:
+        policies.append(copy.deepcopy(trainer.model))
+        batches.append(trainer.scored.samples)
+        return learn(*arguments, **options)
+
+    trainer.learner.learn = learning
+    trainer.train()
+    assert [batch[0].weight_version for batch in batches] == [0, 0, 0, 1, 2, 3]
+
+    def difference(version: int, sample: Any) -> float:
+        expected = logprobs_of(policies[version], sample.prompt_ids, sample.completion_ids, 1.0)
+        return max(abs(p - q) for p, q in zip(expected, sample.sampling_logprobs, strict=True))
+
+    for step, batch in enumerate(batches):
+        version = batch[0].weight_version
+        assert max(difference(version, sample) for sample in batch) < 1e-3
+        assert step == version or max(difference(version + 1, sample) for sample in batch) > 1e-2
 
 
 @pytest.fixture(scope="module")
