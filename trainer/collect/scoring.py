@@ -63,12 +63,11 @@ class Scored:
 
     @staticmethod
     def joined(rounds: Sequence[Scored]) -> Scored:
-        """Rounds of one batch, one after the other. Seconds are added up, logged metrics are averaged."""
+        """Rounds of one batch, the oldest first. Seconds are added up, logged metrics are averaged."""
         names = dict.fromkeys(name for part in rounds for name in part.logged)
         return replace(
             rounds[0],
             samples=[sample for part in rounds for sample in part.samples],
-            weight_version=min(part.weight_version for part in rounds),
             num_tokens=sum(part.num_tokens for part in rounds),
             num_failed=sum(part.num_failed for part in rounds),
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in rounds[0].seconds},

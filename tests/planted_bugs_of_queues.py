@@ -1,0 +1,92 @@
+"""The bugs of `planted_bugs.py` in batches that are sampled while the optimizer learns: (file, old, new, caught by)."""
+
+TESTS = "tests/trainer/collect/test_batch_queue.py"
+AGE = [TESTS, "-k", "generations_old"]
+PACE = [TESTS, "-k", "who_is_faster"]
+ROUNDS = [TESTS, "-k", "further_rounds"]
+RESUMED = [TESTS, "-k", "stopped_after_any_step and 4"]
+OTHER = [TESTS, "-k", "another_number"]
+FAILURE = [TESTS, "-k", "failure_ends"]
+COPY = [TESTS, "-k", "copy_of_weights"]
+
+BUGS = {
+    "one batch too many is in flight": (
+        "trainer/loop.py",
+        "range(min(self.args.generate_ahead, later) - len(queue))",
+        "range(min(self.args.generate_ahead + 1, later) - len(queue))",
+        AGE,
+    ),
+    "batches are requested that no step is left for": (
+        "trainer/loop.py",
+        "range(min(self.args.generate_ahead, later) - len(queue))",
+        "range(self.args.generate_ahead - len(queue))",
+        AGE,
+    ),
+    "the newest batch is learned from first": (
+        "trainer/collect/batch_queue.py",
+        "self._batches.popleft()",
+        "self._batches.pop()",
+        AGE,
+    ),
+    "batches are sampled side by side": (
+        "trainer/collect/batch_queue.py",
+        "failure = None if earlier is None else earlier.exception()",
+        "failure = None",
+        AGE,
+    ),
+    "weights for later are no copy": (
+        "trainer/models/weight_stream.py",
+        'weight.to("cpu", copy=True)',
+        "weight",
+        COPY,
+    ),
+    "an engine that is not free keeps its weights": (
+        "trainer/collect/collector.py",
+        "if not is_free and self.queue.newest_version != step:",
+        "if False:",
+        AGE,
+    ),
+    "a batch of several versions has that of its last round": (
+        "trainer/collect/collector.py",
+        "Scored.joined([scored, more])",
+        "replace(Scored.joined([scored, more]), weight_version=more.weight_version)",
+        ROUNDS,
+    ),
+    "a run that has ended goes on sampling": (
+        "trainer/collect/batch_queue.py",
+        "            if self.is_closed:\n                raise CancelledError\n",
+        "",
+        [TESTS, "-k", "has_ended"],
+    ),
+    "further rounds are sampled anew while a queue waits": (
+        "trainer/collect/collector.py",
+        "more = self._with_unequal_rewards(self._round(engine, phases, trainer_state, draw()))",
+        "drawn = (lambda rows, complete: (rows, complete()))(*self._next_batch(engine))\n"
+        "            more = self._with_unequal_rewards(self._round(engine, phases, trainer_state, drawn))",
+        RESUMED,
+    ),
+    "a checkpoint has the first batch of the queue alone": (
+        "trainer/collect/collector.py",
+        "            tables.append(as_tensors(batch.samples.result()))",
+        "            tables = tables or [as_tensors(batch.samples.result())]",
+        RESUMED,
+    ),
+    "a resumed queue begins behind its rows": (
+        "trainer/collect/collector.py",
+        "position = position if number else batch.before",
+        "position = batch.before",
+        RESUMED,
+    ),
+    "a resumed run learns from batches that are too old": (
+        "trainer/collect/collector.py",
+        "if step - version > (self.args.generate_ahead - number) * self.steps_per_batch:",
+        "if False:",
+        OTHER,
+    ),
+    "sampling goes on behind a failure": (
+        "trainer/collect/batch_queue.py",
+        "            if failure is not None:\n                raise failure\n",
+        "",
+        FAILURE,
+    ),
+}
