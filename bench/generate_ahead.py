@@ -1,7 +1,7 @@
 """Does a run learn as well from batches of older weights? `python -m fused_grpo.bench.generate_ahead [--seeds 5]`.
 
-The built-in task with the demo's options, at its learning rate and at a tenth of it, and `generate_ahead` of 0, 1 and 4.
-Transformers samples from a copy of the model in a thread while the model is trained. It writes
+The built-in task with the demo's options, at its learning rate and at a tenth of it, and `generate_ahead` of 0, 1 and
+4. Transformers samples from a copy of the model in a thread while the model is trained. It writes
 bench/results/<machine>/generate-ahead-<date>.json, with the held-out accuracy before and after and the mean reward of
 each step, whose figures docs/trainer.md quotes, and prints means and standard deviations over the seeds. One process
 takes a quarter of an hour.
@@ -64,13 +64,8 @@ def run(rate: float, k: int, seed: int) -> dict[str, Any]:
     assert result.eval_before is not None
     assert result.eval_after is not None
     trained = [step for step in steps if "off_policy_steps" in step]
-    row = {
-        "learning rate": rate,
-        "k": k,
-        "seed": seed,
-        "before": result.eval_before["reward"],
-        "after": result.eval_after["reward"],
-    }
+    row = {"learning rate": rate, "k": k, "seed": seed}
+    row |= {"before": result.eval_before["reward"], "after": result.eval_after["reward"]}
     row |= {name: [step[name] for step in trained] for name in ("reward", "off_policy_steps")}
     print({name: value for name, value in row.items() if not isinstance(value, list)}, flush=True)
     return row
