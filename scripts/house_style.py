@@ -29,7 +29,7 @@ ROOMS = {
         *("cli", "loop", "transformers_face", "collect", "learner", "self_check", "policy", "checkpoint"),
         *("episodes", "engines", "environments"),
         *("tasks", "rewards", "data", "batching", "distributed", "models", "logging", "config", "types"),
-        *("recipes", "common"),
+        *("throughput", "recipes", "common"),
     ),
 }
 DRAWN_INSIDE = ("fused_grpo.head",)

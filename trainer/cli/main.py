@@ -1,4 +1,5 @@
-"""The command line: `fused-grpo train`, `recipes`, `tasks`, `rewards`, `report`, `bench` and `env`.
+"""The command line: `fused-grpo train`, `recipes`, `tasks`, `rewards`, `report`, `plan`, `bench` and
+`env`.
 
 `fused-grpo train` without a model trains the built-in arithmetic task, so the whole path can be seen on any machine
 with one command. Its options are in `options.py`.
@@ -16,7 +17,7 @@ from pathlib import Path
 from fused_grpo.errors import FusedGRPOError, InputError
 from fused_grpo.trainer import extra_installed
 
-USAGE = """usage: fused-grpo {train,recipes,tasks,rewards,report,bench,env} [options]
+USAGE = """usage: fused-grpo {train,recipes,tasks,rewards,report,plan,bench,env} [options]
 
   train        train a model with GRPO; without --model, the built-in task
                (--help: all options; --dry-run: options, batch and memory of a
@@ -25,6 +26,8 @@ USAGE = """usage: fused-grpo {train,recipes,tasks,rewards,report,bench,env} [opt
   tasks [NAME] names for train --task; of one, its options
   rewards      names for train --reward-funcs
   report DIR   write report.html again from the logs of the run in DIR
+  plan         seconds of a step on GPUs that you do not have yet, and how to split
+               them between rollouts and training (fused-grpo plan --help)
   bench        time and memory of the ops and the trainer on this machine
                (fused-grpo bench --help)
   env          versions, devices, and which implementations can run here
@@ -80,6 +83,10 @@ def run(arguments: Sequence[str]) -> None:
             print("\n".join(task_lines(*names)))
         case ["rewards"]:
             print_rewards()
+        case ["plan", *options]:
+            from fused_grpo.trainer.cli.plan import plan
+
+            print(plan(options))
         case ["bench", *options]:
             # By name, because bench/ is above this floor; it needs pytest.
             sys.exit(importlib.import_module("fused_grpo.bench.__main__").main(options))
@@ -91,7 +98,8 @@ def run(arguments: Sequence[str]) -> None:
         case [] | ["-h" | "--help", *_]:
             print(USAGE, end="")
         case [unknown, *_]:
-            raise InputError(f"got the command {unknown!r}, want train, recipes, tasks, rewards, report, bench or env")
+            commands = "train, recipes, tasks, rewards, report, plan, bench or env"
+            raise InputError(f"got the command {unknown!r}, want {commands}")
 
 
 def print_recipes() -> None:

@@ -1,0 +1,105 @@
+"""`fused-grpo plan`: how long a step takes on how many GPUs, and which of them should sample (docs/planning.md).
+
+Its options are the fields of `Run`, `ModelSize` and `Rates` in throughput.py. `--model` reads the sizes from a model's
+config.json; no weights are loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+
+import torch
+import tyro
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fused_grpo.errors import InputError
+from fused_grpo.trainer.common.formatting import short_number
+from fused_grpo.trainer.models.loading import loading
+from fused_grpo.trainer.models.memory_estimate import shape_of
+from fused_grpo.trainer.throughput import ModelSize, Run, Step, splits
+
+OTHERS = 4  # splits that are shown below the best
+DESCRIPTION = """Predict the seconds of a step, and the best split of the GPUs between rollouts and training.
+
+--model PATH_OR_HUB_ID, or the path of a config.json, stands for the sizes of the model.
+"""
+
+
+def plan(arguments: Sequence[str]) -> str:
+    """The answer to `fused-grpo plan ...`; InputError where no split of the GPUs has room for the model."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model")
+    named, others = parser.parse_known_args(arguments)
+    sizes = []
+    if named.model is not None:
+        given = {name.replace("_", "-"): value for name, value in asdict(size_of(named.model)).items()}
+        tied = given.pop("tie-word-embeddings")
+        sizes = [
+            *(f"--{name}={value}" for name, value in given.items()),
+            f"--{'' if tied else 'no-'}tie-word-embeddings",
+        ]
+    flags = (tyro.conf.OmitArgPrefixes,)
+    run = tyro.cli(Run, prog="fused-grpo plan", description=DESCRIPTION, args=[*sizes, *others], config=flags)
+    return answer(run)
+
+
+def size_of(name: str) -> ModelSize:
+    """The sizes of the model at a path or in the hub, from its config alone."""
+    with loading(f"config of {name!r}"):
+        config = AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    text, shape = config.get_text_config(), shape_of(model)
+    counts = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    experts, chosen = next(filter(None, counts), 1), getattr(text, "num_experts_per_tok", None) or 1
+    in_experts = sum(weight.numel() for path, weight in model.named_parameters() if ".experts." in path)
+    head_dim = getattr(text, "head_dim", None) or shape.hidden // text.num_attention_heads
+    return ModelSize(
+        model_params=shape.parameters,
+        active_params=shape.parameters - in_experts * (1 - chosen / experts) if in_experts else None,
+        layers=shape.layers,
+        hidden_size=shape.hidden,
+        heads=text.num_attention_heads,
+        kv_heads=shape.kv_width / head_dim,
+        head_dim=head_dim,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.head_tied,
+    )
+
+
+def answer(run: Run) -> str:
+    """What the run is, its best splits, what bounds the best one, and what would change it."""
+    size, steps = run.size, splits(run)
+    active = "" if size.active_params is None else f", {size.active / 1e9:.3g}B of them for a token"
+    lines = [
+        f"{size.model_params / 1e9:.3g}B parameters{active}; {run.gpus} x {run.gpu}",
+        f"batch: {run.prompts} prompts x {run.num_generations} completions of {run.completion_length:,.0f} tokens, "
+        f"at most {run.max_completion_length:,}",
+        "",
+        f"{'GPUs':30} rollouts rewards training   sync  step (s) tokens/s",
+        *map(_line, steps[: 1 + OTHERS]),
+        "",
+    ]
+    best = steps[0]
+    share = getattr(best, best.bottleneck) / best.seconds
+    lines.append(f"bottleneck: {best.bottleneck}, {share:.0%} of the step; instead of {best.seconds:,.1f} s:")
+    changes = {
+        f"--gpus {2 * run.gpus}": replace(run, gpus=2 * run.gpus),
+        "--generate_ahead 1": replace(run, generate_ahead=1),
+        "--no-gradient-checkpointing": replace(run, gradient_checkpointing=False),
+    }
+    for name, changed in changes.items():
+        with suppress(InputError):  # that has no split with room for the model
+            if changed != run:
+                lines.append(f"  {name:28} {splits(changed)[0].seconds:8,.1f} s")
+    return "\n".join(lines)
+
+
+def _line(one: Step) -> str:
+    sampling = f"{one.replicas} x TP {one.tensor_parallel} sample"
+    where = f"{one.rollout_gpus} sample and train in turn" if one.colocate else f"{sampling}, {one.train_gpus} train"
+    parts = f"{one.rollouts:8,.1f} {one.rewards:7,.1f} {one.training:8,.1f} {one.sync:6,.1f} {one.seconds:9,.1f}"
+    return f"{where:30} {parts} {short_number(one.tokens / one.seconds):>8}"
