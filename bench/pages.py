@@ -13,6 +13,8 @@ A page has blocks, whose content this module writes:
     machine           machine, versions and date of a result file, in one sentence
     accuracy          all of a file of accuracy.py
     predictions       all of predicted.json
+    published_runs    tables of predictions/published_runs.json
+    simulated         a table of a file of simulated_run.py
     beside_trl        a table of a file of trainers/beside_trl.py
     gpu of SECTION    of a results.jsonl of scripts/gpu_first.py: machine, correctness, promises, peers, training or
                       predictions
@@ -27,12 +29,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fused_grpo.bench.heads.suites import FLOOR
+from fused_grpo.bench.predictions import published_runs
 from fused_grpo.bench.predictions.predicted import shape_of
 from fused_grpo.bench.report import beside_trl, tables
 from fused_grpo.bench.report.gpu_results import SECTIONS, read_lines
@@ -57,6 +61,7 @@ PAGES = (
     "docs/accuracy.md",
     "bench/predictions/README.md",
     "docs/gpu.md",
+    "docs/planning.md",
 )
 START = re.compile(r"<!-- figures: (?P<what>\S+)(?: of (?P<group>.+?))? from (?P<path>\S+) -->")
 END = "<!-- end of figures -->"
@@ -93,9 +98,14 @@ def figures(what: str, group: str | None, path: Path) -> str:
             return accuracy_text(json.loads(path.read_text()))
         case "beside_trl":
             return beside_trl.table(json.loads(path.read_text()))
+        case "published_runs":
+            return published_runs.text(json.loads(path.read_text()))
+        case "simulated":
+            return simulated_text(json.loads(path.read_text()))
         case "predictions":
             return predictions_text(json.loads(path.read_text()))
-    want = "loss, logprobs, divergence, distillation, over, trainer, machine, gpu, accuracy, beside_trl, predictions"
+    want = "loss, logprobs, divergence, distillation, over, trainer, machine, gpu, accuracy, beside_trl, "
+    want += "published_runs, simulated, predictions"
     raise DataError(f"got the figures {what!r}, want {want}; fix: name one of these")
 
 
@@ -192,6 +202,19 @@ def setting_line(row: Mapping[str, Any]) -> str:
     if row.get("missing"):
         return f"- {row['name']}: not measured: {row['missing']}"
     return f"- {row['name']}: {row['setting']} ({row['version']})"
+
+
+def simulated_text(content: Mapping[str, Any]) -> str:
+    """Predicted phases and steps, and what the steps took."""
+    lines = []
+    for mode in content["modes"]:
+        predicted, taken = mode["predicted"], mode["steps"]
+        mean = statistics.mean(taken)
+        phases = [f"{predicted[name]:.2f}" for name in ("rollouts", "rewards", "training", "sync")]
+        total, spread = predicted["seconds"], f"{mean:.2f} ({min(taken):.2f} to {max(taken):.2f})"
+        lines.append([mode["mode"], *phases, f"{total:.2f}", spread, f"{total / mean - 1:+.1%}"])
+    header = ["s", "rollouts", "rewards", "training", "sync", "step, predicted", "measured", "error"]
+    return tables.markdown(header, lines)
 
 
 def predictions_text(content: Mapping[str, Any]) -> str:

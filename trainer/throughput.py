@@ -297,7 +297,9 @@ def rollout_seconds(run: Run, gpus: int, tensor_parallel: int, *, colocate: bool
         full = token_seconds(run, tensor_parallel, places, run.prompt_length + age)
         seconds += full * (each * run.completion_length / places - age)
     for share, at in zip(shares, ages, strict=True):
-        seconds += part * token_seconds(run, tensor_parallel, max(1.0, places * share), run.prompt_length + at)
+        unfinished = 1 - (1 - share) ** (places * replicas)  # the probability that the batch takes that long
+        one = token_seconds(run, tensor_parallel, max(1.0, places * share), run.prompt_length + at)
+        seconds += part * unfinished * one
     return seconds + run.tool_seconds
 
 

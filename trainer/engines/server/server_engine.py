@@ -93,8 +93,11 @@ class VLLMServerEngine(RolloutEngine):
         support: SamplingParams | None = None,
         batch_invariant: bool = False,
     ) -> None:
+        # Each rank begins with another server: a rank with fewer prompts than servers would leave the last ones idle.
+        first = torch.distributed.get_rank() % max(1, len(base_urls)) if torch.distributed.is_initialized() else 0
+        urls = [*base_urls[first:], *base_urls[:first]]
         self._replicas = Replicas(
-            base_urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency, timeout=timeout
+            urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency, timeout=timeout
         )
         self._tie, self._facts = Tie.of(model), ModelFacts(model)
         self._stop_ids = stop_token_ids(model.generation_config, tokenizer)
