@@ -59,9 +59,21 @@ RUN = Run(
     sync_bandwidth=80e9,
     rates=Rates(host=5e-3, sequence=3e-4, mfu=0.032),
 )
-AHEAD, RANKS = replace(RUN, generate_ahead=1), 8
-SMALL = replace(AHEAD, prompts=4, completion_length=16, max_completion_length=40, rates=replace(RUN.rates, mfu=0.04))
-MODES = {"in turn, 4 servers": (RUN, 4), "prefetched, 4 servers": (AHEAD, 4), "prefetched, 2 servers": (AHEAD, 2)}
+MEANWHILE, RANKS = replace(RUN, generate_ahead=1), 8
+MODES = {
+    "in turn, 4 servers": (RUN, 4),
+    "prefetched, 4 servers": (MEANWHILE, 4),
+    "prefetched, 2 servers": (MEANWHILE, 2),
+}
+SMALL = replace(
+    MEANWHILE,
+    prompts=4,
+    completion_length=16,
+    max_completion_length=40,
+    reward_seconds=0.2,
+    sync_bandwidth=200e9,
+    rates=replace(RUN.rates, mfu=0.08),
+)
 
 
 class StandIn(ThreadingHTTPServer):

@@ -6,19 +6,16 @@
     step     = rollouts + rewards + training + sync          each batch is sampled from the current weights
              = max(rollouts, rewards + training) + sync      the next batch is sampled meanwhile (`generate_ahead`)
 
-**Lengths.** A batch that is sampled at once ends with its longest completion, while ever fewer sequences share the
-weights that are read for every token. The lengths have the distribution of the largest entropy that has the given mean
-and maximum: exponential, cut off. An engine with fewer places than sequences refills them until none waits, and then
-drains: what is left of a sequence at that time has the distribution of renewal theory, S_e(t) = integral of S / mean.
-
-**Mixtures of experts.** A token is computed with `active` of the parameters; b of them with 1 - (1 - active / all)^b.
+**Lengths.** A batch ends with its longest completion, while ever fewer sequences share the weights that are read for
+every token. Lengths have the distribution of the largest entropy with this mean and maximum: exponential, cut off. An
+engine with fewer places than sequences refills them until none waits, and then drains: what is left of a sequence at
+that time has the distribution of renewal theory, S_e(t) = integral of S / mean.
 
 **Training.** Prompts are computed once for a group (`share_prompts`), and only completions go through the head: 6 FLOP
 a number of it, since the loss takes its gradients where the logits are, outside of gradient checkpointing.
 
-**Rates.** The shares of the vendors' peaks in `Rates` are fitted to published runs; docs/planning.md says to which, and
-how far off the others are. Left out: pipeline parallelism and its bubbles, validation, checkpoints, and whatever varies
-from step to step.
+**Rates.** The shares of the vendors' peaks in `Rates` are fitted to published runs; docs/planning.md says to which, how
+far off the others are, and what is left out.
 """
 
 from __future__ import annotations
@@ -133,7 +130,7 @@ class ModelSize:
         return 4 * self.layers * self.heads * self.head_dim
 
     def bytes_read(self, sequences: float) -> float:
-        """Of the weights in 16 bits, for one token of so many sequences.
+        """Of the weights in 16 bits, for one token of so many sequences. Each meets `active` of the parameters.
 
         >>> sizes = {"layers": 48, "hidden_size": 2048, "heads": 32, "kv_heads": 4, "vocab_size": 151_936}
         >>> moe = ModelSize(model_params=30e9, active_params=3e9, **sizes)
@@ -205,7 +202,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step on one split of the GPUs, in seconds. In process (`colocate`) the same GPUs sample and train."""
+    """A step on one split of the GPUs: seconds, and completion tokens. In process the same GPUs sample and train."""
 
     rollout_gpus: int
     train_gpus: int
@@ -217,7 +214,6 @@ class Step:
     training: float
     sync: float
     tokens: float
-    """Completion tokens of the batch."""
 
     @property
     def replicas(self) -> int:

@@ -54,6 +54,18 @@ def test_prompts_are_spread_over_replicas_each_with_its_own_seed(connect, server
     assert len({body["seed"] for server in servers for body in server.seen}) == len(PROMPTS)
 
 
+@pytest.mark.parametrize(("rank", "busy"), [(0, 0), (1, 1), (2, 0), (7, 1)])
+def test_each_rank_begins_with_another_server(connect, servers, model, monkeypatch, rank, busy) -> None:
+    """Or ranks with one prompt each would all wait for the first one."""
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.is_initialized", lambda: True)
+        patch.setattr("torch.distributed.get_rank", lambda: rank)
+        engine = connect(synced=False)
+    engine.load_weights(checkpoint_weights(model), version=0)
+    engine.generate(PROMPTS[:1], SAMPLING)
+    assert [server.served for server in servers] == [int(busy == 0), int(busy == 1)]
+
+
 def test_a_request_sets_all_options_that_a_server_takes_from_the_model(connect, servers) -> None:
     sampling = SamplingParams(
         n=2, max_tokens=8, temperature=0.7, top_p=0.9, structured_outputs_regex="a+", extra={"stop": ["."]}
