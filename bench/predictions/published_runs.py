@@ -4,12 +4,12 @@ published_runs.json has the sizes of the models, and of every run the batch, the
 step. `fitted` names the rate that was chosen with that run; `why` is the reason for an error of more than 20 %.
 
     NeMo RL    docs/about/performance-summary.md at v0.5.0 and v0.6.0, and the recipes there: the newest table that has
-               the run, bf16. Prompts are the tokens per second times the seconds less the completions: 102 or 127
-               tokens. Each trained GPU is assumed to send 1 GB/s of weights.
+               the run, bf16. Prompts have 102 tokens, and Llama's 127: tokens per second times seconds, less the
+               completions. That the sync of weights reaches 1 GB/s for each GPU is an assumption.
     prime-rl   benchmarks/baselines at commit 559b44772e47: trainers alone, with made-up data. The seconds of a step are
                its 16 sequences over the published tokens per second: training, and weights written to files.
-    verl       docs/perf/dpsk.md and docs/advance/one_step_off.md at commit b178a3cd56f5. The prompt's length (200) is
-               an assumption.
+    verl       docs/perf/dpsk.md with examples/grpo_trainer/run_deepseek671b_math_megatron_96gb.sh, and
+               docs/advance/one_step_off.md, at commit b178a3cd56f5. That prompts have 200 tokens is an assumption.
 """
 
 from __future__ import annotations

@@ -167,6 +167,10 @@ def test_a_step_is_the_sum_of_its_phases_or_the_longer_of_two():
     assert step(replace(run, generate_ahead=1), 8, 8, 1).seconds == pytest.approx(
         max(one.rollouts, 3 + one.training) + 10
     )
+    learning = step(
+        replace(run, generate_ahead=1, max_completion_length=1024, tool_seconds=0, reward_seconds=90), 8, 8, 1
+    )
+    assert learning.seconds == pytest.approx(90 + learning.training + 10)
     assert replace(one, rollouts=1.0, training=2.0).bottleneck == "sync"
     assert step(run, 8, 8, 2).replicas == 4
 

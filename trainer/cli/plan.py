@@ -56,14 +56,16 @@ def size_of(name: str) -> ModelSize:
     counts = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
     experts, chosen = next(filter(None, counts), 1), getattr(text, "num_experts_per_tok", None) or 1
     in_experts = sum(weight.numel() for path, weight in model.named_parameters() if ".experts." in path)
-    head_dim = getattr(text, "head_dim", None) or shape.hidden // text.num_attention_heads
+    heads, latent = text.num_attention_heads, getattr(text, "kv_lora_rank", None)
+    kv_width = shape.kv_width if latent is None else (latent + text.qk_rope_head_dim) / 2
+    head_dim = getattr(text, "v_head_dim", None) or getattr(text, "head_dim", None) or shape.hidden // heads
     return ModelSize(
         model_params=shape.parameters,
         active_params=shape.parameters - in_experts * (1 - chosen / experts) if in_experts else None,
         layers=shape.layers,
         hidden_size=shape.hidden,
-        heads=text.num_attention_heads,
-        kv_heads=shape.kv_width / head_dim,
+        heads=heads,
+        kv_heads=kv_width / head_dim,
         head_dim=head_dim,
         vocab_size=shape.vocabulary,
         tie_word_embeddings=shape.head_tied,

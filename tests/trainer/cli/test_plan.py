@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from transformers import Qwen2Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Qwen2Config, Qwen3MoeConfig
 
 from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.cli.main import main
@@ -85,6 +85,16 @@ def test_a_dense_tied_model_has_no_inactive_parameters(tmp_path):
     assert (size.active_params, size.tie_word_embeddings, size.head_dim) == (None, True, 16)
     by_hand = plan(["--model", str(tmp_path), "--gpus", "4", "--model-params", "9e9", "--layers", "40"])
     assert by_hand.startswith("9B parameters; 4 x h100")
+
+
+def test_of_latent_attention_the_latents_are_cached(tmp_path):
+    """DeepSeek-V3, whose cache has 512 + 64 numbers of a token and layer."""
+    DeepseekV3Config().save_pretrained(tmp_path)
+    size = size_of(str(tmp_path))
+    assert size.token_bytes == 61 * 576 * 2
+    assert (size.heads, size.head_dim) == (128, 128)
+    assert size.model_params == pytest.approx(671e9, rel=0.001)
+    assert size.active_params == pytest.approx(37.5e9, rel=0.01)
 
 
 def test_a_model_that_is_not_there_and_gpus_that_are_too_few_are_errors(tmp_path, capsys):
