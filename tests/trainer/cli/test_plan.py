@@ -1,6 +1,8 @@
 """`fused-grpo plan`: sizes from a config, the table of splits, and what it says of the best one."""
 
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 from transformers import DeepseekV3Config, Qwen2Config, Qwen3MoeConfig
@@ -33,6 +35,12 @@ def test_it_prints_the_splits_from_the_fastest_on_and_the_bottleneck(capsys):
         "--no-gradient-checkpointing",
     ]
     assert all(len(line) <= 100 for line in said.splitlines())
+
+
+def test_the_example_of_the_page_is_what_the_command_prints():
+    page = (Path(__file__).resolve().parents[3] / "docs/planning.md").read_text()
+    command, printed = re.search(r"```bash\nfused-grpo plan (.*?)```\n\n```text\n(.*?)\n```", page, re.DOTALL).groups()
+    assert plan(shlex.split(command.replace("\\\n", " "))) == printed
 
 
 def test_what_would_change_it_is_what_the_changed_command_says():
