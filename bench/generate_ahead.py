@@ -64,7 +64,7 @@ def run(rate: float, k: int, seed: int) -> dict[str, Any]:
     assert result.eval_before is not None
     assert result.eval_after is not None
     trained = [step for step in steps if "off_policy_steps" in step]
-    row = {"learning rate": rate, "k": k, "seed": seed}
+    row: dict[str, Any] = {"learning rate": rate, "k": k, "seed": seed}
     row |= {"before": result.eval_before["reward"], "after": result.eval_after["reward"]}
     row |= {name: [step[name] for step in trained] for name in ("reward", "off_policy_steps")}
     print({name: value for name, value in row.items() if not isinstance(value, list)}, flush=True)

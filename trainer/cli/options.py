@@ -66,7 +66,6 @@ METAVARS: dict[Any, str] = {
     str | None: "STR",
     bool | None: "[True|False]",
     int | None: "INT",
-    int | bool: "INT",
     float | None: "FLOAT",
     list[str] | None: "STR [STR ...]",
     list[float] | None: "FLOAT [FLOAT ...]",
@@ -293,7 +292,7 @@ def as_flags(arguments: Sequence[str]) -> list[str]:
     """The arguments with each option that is True or False as the parser wants it.
 
     `--bf16` and `--no-bf16` need no value, though None is one of its values, and may have one, as in TRL's commands:
-    `--bf16 true`, `--gradient_checkpointing False`. `--generate_ahead`, which was such an option, may have a number.
+    `--bf16 true`, `--gradient_checkpointing False`. `--generate_ahead` was such an option, and is a number.
     """
     types, words = get_type_hints(TrainOptions), {"true": "True", "false": "False", "none": "None"}
     flags, rest = list[str](), list(arguments)
@@ -303,15 +302,17 @@ def as_flags(arguments: Sequence[str]) -> list[str]:
         name = option.removeprefix("--").replace("-", "_") if option.startswith("--") else ""
         is_negated = name.startswith("no_") and not equals
         name = name.removeprefix("no_") if is_negated else name
-        if types.get(name) not in (bool, bool | None, int | bool):
+        is_number = name == "generate_ahead"
+        if types.get(name) not in (bool, bool | None) and not is_number:
             flags.append(argument)
             continue
         if is_negated:
             value = "False"
         elif not equals:
-            is_value = rest and (rest[0].lower() in words or (types[name] == int | bool and rest[0].isdecimal()))
+            is_value = rest and (rest[0].lower() in words or (is_number and rest[0].isdecimal()))
             value = rest.pop(0) if is_value else "True"
         value, option = words.get(value.lower(), value), name.replace("_", "-")
+        value = {"True": "1", "False": "0"}.get(value, value) if is_number else value
         if types[name] is not bool or value not in ("True", "False"):
             flags.append(f"--{option}={value}")
         elif value == "True" or name not in COMMANDS:

@@ -99,7 +99,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     skip_zero_advantages: bool = True
     """Leave completions with advantage 0 out of the forward pass where they have no gradient (beta=0, no teacher, no
     entropy term). Loss and gradients stay the same; metrics such as `entropy` are of the others. False keeps all."""
-    generate_ahead: int | bool = 0
+    generate_ahead: int = 0
     """Number k of batches that are sampled while the trainer learns (vllm_mode="server"): rollouts are up to k
     generations old. True is 1."""
 
