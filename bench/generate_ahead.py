@@ -1,5 +1,7 @@
 """Does a run learn as well from batches of older weights? `python -m fused_grpo.bench.generate_ahead [--seeds 5]`.
 
+And with `--seconds`: how long are its steps, beside an engine that takes a while to answer, as a server does?
+
 The built-in task with the demo's options, at its learning rate and at a tenth of it, and `generate_ahead` of 0, 1 and
 4. Transformers samples from a copy of the model in a thread while the model is trained. It writes
 bench/results/<machine>/generate-ahead-<date>.json, with the held-out accuracy before and after and the mean reward of
@@ -12,10 +14,12 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
+import itertools
 import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,15 +27,21 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fused_grpo.bench.accuracy import ROOT, commit
 from fused_grpo.env import environment
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.cli.options import RECIPES
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.recipes import arithmetic
+from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 RATES, COUNTS, LAST = (1e-3, 1e-4), (0, 1, 4), 10  # the third: steps of the mean at the end
+
+# Seconds that batches take, one after the other, and values of the option; steps that are timed, after a few others.
+LATENCIES, TIMED, BEFORE = ((1.0,), (0.3, 1.7)), (0, 1, 2), 3
 
 
 class Beside(TransformersEngine):
@@ -71,18 +81,74 @@ def run(rate: float, k: int, seed: int) -> dict[str, Any]:
     return row
 
 
+class Remote(RolloutEngine):
+    """Answers after a while, with completions that depend on the seed alone."""
+
+    name, weight_version, samples_in_background = "remote", 0, True
+
+    def __init__(self, latencies: Sequence[float]) -> None:
+        self._latencies = itertools.cycle(latencies)
+
+    def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
+        time.sleep(next(self._latencies))
+        count, generator = len(prompt_ids) * sampling.n, torch.Generator().manual_seed(sampling.seed or 0)
+        return Rollouts(
+            prompt_ids=[list(ids) for ids in prompt_ids],
+            completion_ids=torch.randint(2, 14, (count, sampling.max_tokens), generator=generator).tolist(),
+            sampling_logprobs=[[-2.5] * sampling.max_tokens] * count,
+            finish_reasons=["length"] * count,
+            num_generations=sampling.n,
+            weight_version=self.weight_version,
+        )
+
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.weight_version = version
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def seconds(latencies: Sequence[float], k: int, steps: int) -> dict[str, Any]:
+    """Seconds of the steps of one run, and the parts of them in which the trainer waits, learns and copies weights."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=14, num_key_value_heads=4, tie_word_embeddings=False, **sizes))
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"logprob_mismatch": "warn", "save_strategy": "no", "gradient_checkpointing": False}
+        options |= {"per_device_train_batch_size": 32, "num_generations": 4, "max_completion_length": 6}
+        args = GRPOConfig(folder, generate_ahead=k, max_steps=BEFORE + steps, **options)
+        rows, tokenizer = [{"prompt": f"{a}+1="} for a in range(8)], arithmetic.build_tokenizer()
+        engine, reward = Remote(latencies), lambda completion_ids, **_: [float(ids[-1]) for ids in completion_ids]
+        GRPOTrainer(model, reward, args, rows, processing_class=tokenizer, rollout_engine=engine).train()
+        lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    timed = [line for line in lines if "step_time" in line][BEFORE:]
+    row: dict[str, Any] = {"latencies": list(latencies), "k": k, "step": [line["step_time"] for line in timed]}
+    row |= {part: [line.get(f"time/{part}", 0.0) for line in timed] for part in ("generate", "train", "sync")}
+    means = {name: round(statistics.mean(row[name]), 2) for name in ("step", "generate", "train", "sync")}
+    print({"latencies": latencies, "k": k, **means}, flush=True)
+    return row
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> None:
+    """Write the raw figures."""
+    today = datetime.date.today().isoformat()
+    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"{name}-{today}.json"
+    found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.generate_ahead", "date": today}
+    path.write_text(json.dumps(found | {"commit": commit(), "environment": environment(), "runs": rows}) + "\n")
+    print(path)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seconds", action="store_true")
+    parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    seeds = range(parser.parse_args(arguments).seeds)
-    rows = [run(rate, k, seed) for seed in seeds for rate in RATES for k in COUNTS]
-    today = datetime.date.today().isoformat()
-    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"generate-ahead-{today}.json"
-    found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.generate_ahead", "date": today}
-    found |= {"commit": commit(), "environment": environment(), "runs": rows}
-    path.write_text(json.dumps(found, indent=None) + "\n")
-    print(path)
+    if parsed.seconds:
+        write("generate-ahead-seconds", [seconds(each, k, 20) for each in LATENCIES for k in TIMED])
+        return
+    rows = [run(rate, k, seed) for seed in range(parsed.seeds) for rate in RATES for k in COUNTS]
+    write("generate-ahead", rows)
     for rate in RATES:
         for k in COUNTS:
             runs = [row for row in rows if (row["learning rate"], row["k"]) == (rate, k)]

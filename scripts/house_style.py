@@ -48,7 +48,7 @@ WORDS = {  # between two characters that are no letters, in any case; what a rev
     r"(?<!git )(?<!always_)push(es|ed)?(?!_to_hub|_in_|_begin)": "say softmax scale, target scale",
     r"pull(s|ed)?(?! request)": "say softmax scale, target scale",
     r"foreseen": "say speculative gradient",
-    r"(?<!generate_)ahead(?!-of-time| of )": "say prefetched",
+    r"(?<!generate[_-])ahead(?!-of-time| of )": "say prefetched",
     r"givers?|unsure": "say responders, stale",
     r"(?<!\")contenders?|crew|in turns": "say implementations, worker processes, interleaved rounds",
     r"used[ _]up|comes[ _]again|(?<=\.)learns|learns(?=:|=)": "say exhausted, has_more_iterations, in_loss",

@@ -1,4 +1,4 @@
-"""The bugs of `planted_bugs.py` in batches that are sampled while the optimizer learns: (file, old, new, caught by)."""
+"""The bugs of `planted_bugs.py` in batches that are sampled during training: (file, old, new, caught by)."""
 
 TESTS = "tests/trainer/collect/test_batch_queue.py"
 AGE = [TESTS, "-k", "generations_old"]
@@ -73,8 +73,8 @@ BUGS = {
     ),
     "a resumed queue begins behind its rows": (
         "trainer/collect/collector.py",
-        "position = position if number else batch.before",
-        "position = batch.before",
+        "next((batch.before for batch in self.queue), self._position())",
+        "self._position()",
         RESUMED,
     ),
     "a resumed run learns from batches that are too old": (

@@ -201,9 +201,8 @@ class Collector:
         all behind them. The position is the one before the rows of the first batch were drawn: a resumed run draws
         those of all batches that have a table, and then samples the others, with the same seeds.
         """
-        position, tables = self._position(), list[dict[str, Tensor]]()
-        for number, batch in enumerate(self.queue):
-            position = position if number else batch.before
+        position, tables = next((batch.before for batch in self.queue), self._position()), list[dict[str, Tensor]]()
+        for batch in self.queue:
             # What happened in episodes is in no checkpoint.
             is_lost = self.rules is not None or not (wait or batch.samples.done())
             # All ranks keep theirs, or none: they draw from one sequence.

@@ -1,4 +1,4 @@
-"""Several batches in flight: how old, how many and in which order they are, whoever is faster; and none is lost."""
+"""Several batches in flight: how old they are, how many, in which order; time changes nothing, and none is lost."""
 
 import hashlib
 import json
@@ -180,7 +180,7 @@ def test_resumed_with_another_number_no_batch_is_older_than_it(make_trainer, tmp
     assert prompts[0] == prompts[1]
 
 
-def test_a_failure_ends_the_run_when_its_batch_is_wanted_and_nothing_more_is_sampled(make_trainer):
+def test_a_failure_ends_the_run_when_its_batch_is_wanted_and_sampling_too(make_trainer):
     trainer = make_trainer(3)
     generate = trainer.engine.generate
 
@@ -250,7 +250,7 @@ def test_ranks_that_share_a_server_never_sample_across_a_weight_sync(farm, tmp_p
     assert outs[""][0]["weights"] == outs[""][1]["weights"]
 
 
-def test_a_rank_whose_engine_fails_stops_the_other_in_the_middle_of_the_queue(farm, tmp_path):
+def test_a_rank_whose_engine_fails_stops_the_other_in_mid_queue(farm, tmp_path):
     ranks = farm.start_ranks(RUN, tmp_path / "out", 2, "0 0.01", 3, processes=2)
     assert [rank.wait(60) for rank in ranks] == [0, 0]
     said = [json.loads((tmp_path / "out" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
