@@ -110,7 +110,12 @@ class Remote(RolloutEngine):
 
 def seconds(latencies: Sequence[float], k: int, steps: int) -> dict[str, Any]:
     """Seconds of the steps of one run, and the parts of them in which the trainer waits, learns and copies weights."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=14, num_key_value_heads=4, tie_word_embeddings=False, **sizes))
     with tempfile.TemporaryDirectory() as folder:
