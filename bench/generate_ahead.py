@@ -159,7 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             runs = [row for row in rows if (row["learning rate"], row["k"]) == (rate, k)]
             figures = {"held-out": [row["after"] for row in runs]}
             figures["reward, last steps"] = [statistics.mean(row["reward"][-LAST:]) for row in runs]
-            figures["reward, all steps"] = [statistics.mean(row["reward"]) for row in runs]
+            # Step n is sampled from the weights of step n - k: the same weight versions for every k.
+            same = slice(k, k - max(COUNTS) or None)
+            figures["reward, by weight version"] = [statistics.mean(row["reward"][same]) for row in runs]
             for name, values in figures.items():
                 spread = statistics.stdev(values) if len(values) > 1 else 0.0
                 print(f"{rate=}, {k=}, {name}: {statistics.mean(values):.3f}, sd {spread:.3f}")
