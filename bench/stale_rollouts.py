@@ -2,15 +2,15 @@
 
 The built-in task with the demo's options, or SmolLM2-135M that learns sums with its recipe's. Transformers samples from
 a copy of the model, which gets new weights each few steps alone: rollouts are up to that many steps old. Conditions are
-old weights, and older ones with nucleus sampling; arms are the four combinations of importance weights and centering,
-of which SmolLM2 has the two with weights. It writes bench/results/<machine>/stale-<model>-<date>.json, whose figures
-docs/score-centering.md quotes, and prints them; a file of the same day is gone on with. SmolLM2 takes 4 minutes a run.
+old weights, older ones, nucleus sampling, and batches in flight (`--only` a part of one's name); arms are the four
+combinations of importance weights and centering, of which SmolLM2 has the two with weights. It writes
+bench/results/<machine>/stale-<model>-<date>.json, whose figures docs/score-centering.md quotes, and prints them; a file
+of the same day is gone on with. SmolLM2 takes 4 minutes a run.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
 import json
 import multiprocessing
@@ -26,11 +26,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fused_grpo.bench.accuracy import ROOT, commit
+from fused_grpo.bench.generate_ahead import Beside
 from fused_grpo.env import environment
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.cli.options import RECIPES, parse_train_options
 from fused_grpo.trainer.cli.train import load_inputs
-from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.recipes import arithmetic
 
 STEPS = 24
@@ -40,28 +40,27 @@ CONDITIONS: dict[str, tuple[int, dict[str, Any], str]] = {
     "up to 3 steps old": (4, {}, "topk"),
     "up to 7 steps old": (8, {}, "topk"),
     "up to 3 steps old, top_p=0.9": (4, NUCLEUS, "kept"),
+    "generate_ahead=4": (1, {"generate_ahead": 4}, "topk"),
 }
 # (importance weights, centering)
 ARMS = {
     "built-in": [(weights, centred) for weights in (False, True) for centred in (False, True)],
     "smollm2": [(True, False), (True, True)],
 }
-CONDITIONS_OF = {"built-in": [*CONDITIONS], "smollm2": [*CONDITIONS][1:]}
+CONDITIONS_OF = {"built-in": [*CONDITIONS], "smollm2": [*CONDITIONS][1:3]}
 SMOLLM2 = {"per_device_train_batch_size": 32, "lr_scheduler_type": "constant"}  # half of the recipe's prompts
 
 
-class Behind(TransformersEngine):
-    """Samples from a copy of the model, which takes new weights in every `age`-th step."""
-
-    has_own_weights = True
+class Behind(Beside):
+    """Takes new weights in every `age`-th step alone."""
 
     def __init__(self, model: Any, tokenizer: Any, age: int) -> None:
-        self._copy, self._age = copy.deepcopy(model), age
-        super().__init__(self._copy, tokenizer)
+        self._age = age
+        super().__init__(model, tokenizer)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if version % self._age == 0:
-            self._copy.load_state_dict(dict(named_weights))
+            super().load_weights(named_weights, version)
         self.weight_version = version
 
 
@@ -109,9 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--model", choices=[*ARMS], default="built-in")
+    parser.add_argument("--only", default="")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     given = parser.parse_args(arguments)
-    conditions, arms = CONDITIONS_OF[given.model], ARMS[given.model]
+    conditions, arms = [name for name in CONDITIONS_OF[given.model] if given.only in name], ARMS[given.model]
     cases = [(given.model, name, *arm, seed) for name in conditions for seed in range(given.seeds) for arm in arms]
     today = datetime.date.today().isoformat()
     path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"stale-{given.model}-{today}.json"
