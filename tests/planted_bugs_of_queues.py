@@ -67,8 +67,8 @@ BUGS = {
     ),
     "a checkpoint has the first batch of the queue alone": (
         "trainer/collect/collector.py",
-        "            tables.append(as_tensors(batch.samples.result()))",
-        "            tables = tables or [as_tensors(batch.samples.result())]",
+        "            tables.append(table)",
+        "            tables = tables or [table]",
         RESUMED,
     ),
     "a resumed queue begins behind its rows": (
@@ -79,8 +79,8 @@ BUGS = {
     ),
     "a resumed run learns from batches that are too old": (
         "trainer/collect/collector.py",
-        "if step - version > (self.args.generate_ahead - number) * self.steps_per_batch:",
-        "if False:",
+        "is_old = step - version > (self.args.generate_ahead - number) * self.steps_per_batch",
+        "is_old = False",
         OTHER,
     ),
     "sampling goes on behind a failure": (
