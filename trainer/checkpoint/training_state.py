@@ -429,8 +429,8 @@ def check_rollouts(
         _check_sequences(part, where, learner.vocab_size)
         if greedy:
             _check_sequences(greedy, f"{where}.greedy", learner.vocab_size)
-        oldest = saved["weight_version"] if where in others else 0
-        if not (oldest <= part["weight_version"].min() and part["weight_version"].max() <= step):
+        oldest, versions = saved["weight_version"] if where in others else 0, part["weight_version"]
+        if ((versions < oldest) | (versions > step)).any():
             raise ValueError(f"{where}.weight_version is not one from {oldest} to {step}, which sampled the batch")
     return prefetched
 

@@ -41,6 +41,15 @@ def even_reward(completions: list[str], prompts: list[str], **columns: object) -
     return [len(text) * (prompt[0] in "02") for text, prompt in zip(completions, prompts, strict=True)]
 
 
+def failing_reward(completions: list[str], prompts: list[str], **columns: object) -> list[float]:
+    """Of two groups one fails, so that the first of two steps has no samples."""
+    if any(prompt[2] in "13" for prompt in prompts):
+        raise ValueError("odd")
+    return [float(len(text)) for text in completions]
+
+
+FAILING = {"reward": failing_reward, "reward_failure": "drop", "shuffle_dataset": False, "steps_per_generation": 2}
+OPTIONS |= {"a step without samples": FAILING}
 SUMS = [{"prompt": f"{a}+{b}=", "difficulty": a} for a in range(4) for b in range(4)]
 DRAWS = {"reward": even_reward, "dataset": SUMS, "per_device_train_batch_size": 8, "steps_per_generation": 2}
 OPTIONS |= {f"curriculum by {kind}": {**DRAWS, "curriculum": kind} for kind in ("difficulty", "unequal_rewards")}
