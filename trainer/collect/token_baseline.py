@@ -7,7 +7,7 @@ With r_i the reward of completion i, s_j the squared norm of the gradient of its
 
 where b_t is a mean over the completions that reach t. Of all baselines of that kind it leaves the gradient least
 variance, with the norm of the gradient in the weights taken for that in the logits. Where a completion is longer than
-all others it is alone, and its advantages are 0.
+all others it is alone, and its advantages are 0. A group with equal rewards has none, in the variant below either.
 
 `tir_optimal_token_baseline` is verl's variant for tool-integrated reasoning: places count the model's own tokens alone,
 so that turns of different tools' outputs are compared, and where a completion is alone its baseline is 0.
@@ -41,7 +41,7 @@ class Scores(NamedTuple):
 
 
 def token_advantages(group: Sequence[Scores], *, zero_tail: bool) -> list[Tensor]:
-    """Advantages [n] fp32 of the tokens of each completion of a group, 0 where fewer than two take part.
+    """Advantages [n] fp32 of the tokens of each completion of a group, 0 where fewer than two rewards differ.
 
     Args:
         zero_tail: the baseline is 0 where one completion alone is left, and not its own reward.
@@ -54,14 +54,14 @@ def token_advantages(group: Sequence[Scores], *, zero_tail: bool) -> list[Tensor
     [[0.75], [-0.25, 0.0]]
     """
     taking = [one for one in group if one.takes_part]
-    if len(taking) < 2:
+    if len({one.reward for one in taking}) < 2:  # so that the collector need not know the norms of such a group
         return [torch.zeros(len(one.places)) for one in group]
     length = max(int(one.places[-1]) + 1 for one in taking)
     paths = torch.zeros(len(taking), length, dtype=torch.float64)
     reached = torch.zeros(len(taking), length, dtype=torch.bool)
     for row, one in enumerate(taking):
         paths[row, one.places], reached[row, one.places] = one.norms.double().cumsum(0), True
-    # Relative to one of the rewards: equal ones have advantages of exactly 0.
+    # Relative to one of the rewards, which rounds less.
     rewards = torch.tensor([one.reward for one in taking], dtype=torch.float64)[:, None]
     relative, totals = rewards - rewards[0], paths.sum(0)
     advantages = torch.where(totals > 0, relative - (paths * relative).sum(0) / totals, 0.0)
