@@ -83,6 +83,12 @@ BUGS = {
         "is_old = False",
         OTHER,
     ),
+    "an epoch that is left goes on with what is in flight": (
+        "trainer/collect/collector.py",
+        "        if self.queue:\n            self.load_state(self._place())\n",
+        "",
+        [TESTS, "-k", "epoch_that_is_left"],
+    ),
     "sampling goes on behind a failure": (
         "trainer/collect/batch_queue.py",
         "            if failure is not None:\n                raise failure\n",

@@ -430,7 +430,7 @@ class GRPOTrainer(TransformersFace):
             return
         if control.should_epoch_stop:
             self.epochs.skip(self.step)
-            self.sampler.next_pass()
+            self.collector.next_pass()
             self.buffer = None
         self._in_epoch = False
         self.events("on_epoch_end")

@@ -201,7 +201,7 @@ class Collector:
         all behind them. The position is the one before the rows of the first batch were drawn: a resumed run draws
         those of all batches that have a table, and then samples the others, with the same seeds.
         """
-        position, tables = next((batch.before for batch in self.queue), self._position()), list[dict[str, Tensor]]()
+        place, tables = self._place(), list[dict[str, Tensor]]()
         for batch in self.queue:
             # What happened in episodes is in no checkpoint.
             is_lost = self.rules is not None or not (wait or batch.samples.done())
@@ -212,8 +212,7 @@ class Collector:
             if self.has_greedy:
                 table |= with_prefix(as_tensors(list(greedy_of(batch.samples.result()).values())))
             tables.append(table)
-        sampler = self.sampler.state_dict(position["sampler"])
-        return {**position, "sampler": sampler, "num_tokens": self.num_tokens}, tables
+        return place, tables
 
     def load_state(self, position: dict[str, Any], tables: Sequence[dict[str, Tensor]] = (), *, step: int = 0) -> None:
         """The inverse of `state`; `step` is the one after which the next batch is collected.
@@ -235,6 +234,18 @@ class Collector:
             self.generate_calls += 1
             samples = self._with_greedy(samples, from_tensors(greedy)) if self.has_greedy else samples
             self.queue.restore(rows, samples, before=before, weight_version=version)
+
+    def next_pass(self) -> None:
+        """Leave the rest of this pass over the data out, with all that is in flight: what is drawn next is on policy."""
+        self.queue.wait()
+        if self.queue:
+            self.load_state(self._place())
+        self.sampler.next_pass()
+
+    def _place(self) -> dict[str, Any]:
+        """The position behind the batches that were learned from, before those in flight."""
+        position = next((batch.before for batch in self.queue), self._position())
+        return {**position, "sampler": self.sampler.state_dict(position["sampler"]), "num_tokens": self.num_tokens}
 
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
@@ -178,6 +179,27 @@ def test_resumed_with_another_number_no_batch_is_older_than_it(make_trainer, tmp
     assert ages[5:] == ([1, 1, 2] if after > before else [min(step, after) for step in range(3)])
     prompts = [[row["prompt"] for row in lines(run, "rollouts.jsonl")] for run in (whole, resumed)]
     assert prompts[0] == prompts[1]
+
+
+class StopsEpoch(TrainerCallback):
+    def on_step_end(self, args, state, control, **objects):
+        control.should_epoch_stop = state.global_step == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_generation": 2}], ids=["each step", "every second step"])
+def test_an_epoch_that_is_left_ends_with_what_is_in_flight(make_trainer, tmp_path, options):
+    """The prompts are those of a run without a queue, and a checkpoint remembers what was left out."""
+    options |= {"callbacks": [StopsEpoch], "max_steps": -1, "num_train_epochs": 1.25, "save_steps": 5}
+    prompts = {}
+    for k in (0, 1, 3):
+        whole = trained(make_trainer(k, output_dir=str(tmp_path / f"{k}"), **options))
+        prompts[k] = [row["prompt"] for row in lines(whole, "rollouts.jsonl")]
+        expected = result(whole)
+        resumed = make_trainer(k, output_dir=str(tmp_path / f"{k}"), **options)
+        resumed.train(resume_from_checkpoint=str(whole.output_dir / "checkpoint-5"))
+        assert result(resumed) == expected
+        assert lines(whole)[3]["off_policy_steps"] == 0
+    assert prompts[0] == prompts[1] == prompts[3]
 
 
 def test_a_failure_ends_the_run_when_its_batch_is_wanted_and_sampling_too(make_trainer):
