@@ -203,15 +203,14 @@ class Collector:
         """
         place, tables = self._place(), list[dict[str, Tensor]]()
         for batch in self.queue:
-            # What happened in episodes is in no checkpoint.
-            is_lost = self.rules is not None or not (wait or batch.samples.done())
+            # What happened in episodes is in no checkpoint, nor are an engine's columns for the reward functions.
+            is_known = self.rules is None and (wait or batch.samples.done()) and batch.samples.exception() is None
+            samples = batch.samples.result() if is_known else []
             # All ranks keep theirs, or none: they draw from one sequence.
-            if any_rank(self.accelerator, is_lost or batch.samples.exception() is not None):
+            if any_rank(self.accelerator, not is_known or any(sample.extra for sample in samples)):
                 break
-            table = as_tensors(batch.samples.result())
-            if self.has_greedy:
-                table |= with_prefix(as_tensors(list(greedy_of(batch.samples.result()).values())))
-            tables.append(table)
+            greedy = with_prefix(as_tensors(list(greedy_of(samples).values()))) if self.has_greedy else {}
+            tables.append(as_tensors(samples) | greedy)
         return place, tables
 
     def load_state(self, position: dict[str, Any], tables: Sequence[dict[str, Tensor]] = (), *, step: int = 0) -> None:

@@ -1,5 +1,6 @@
 """Several batches in flight: how old they are, how many, in which order; time changes nothing, and none is lost."""
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -245,6 +246,24 @@ def test_a_save_keeps_the_batches_in_front_of_one_that_failed(make_trainer, tmp_
     trained(resumed, resume_from_checkpoint=str(newest))
     assert [sampling.seed - FIRST_SEED for _, sampling in resumed.engine.calls] == [5, 6, 7]
     assert [line["off_policy_steps"] for line in lines(resumed)] == [0, 1, 2, 3, 3, 2, 3, 3]
+
+
+def test_a_resumed_run_samples_again_what_has_columns_for_the_rewards(make_trainer):
+    """Which are in no checkpoint."""
+
+    def reward(completions, bonus, **columns):
+        return [len(text) + number for text, number in zip(completions, bonus, strict=True)]
+
+    runs = [make_trainer(2, reward=reward, save_steps=3) for _ in range(2)]
+    for trainer in runs:
+        generate = trainer.engine.generate
+        trainer.engine.generate = lambda *given, generate=generate: (
+            lambda rollouts: dataclasses.replace(rollouts, extra={"bonus": [0.5] * len(rollouts.completion_ids)})
+        )(generate(*given))
+    whole, resumed = trained(runs[0]), runs[1]
+    trained(resumed, resume_from_checkpoint=str(whole.output_dir / "checkpoint-3"))
+    assert [sampling.seed - FIRST_SEED for _, sampling in resumed.engine.calls] == [3, 4, 5, 6, 7]
+    assert lines(resumed)[-1]["step"] == 8
 
 
 def test_a_run_that_has_ended_samples_nothing_more(make_trainer):
