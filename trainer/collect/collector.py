@@ -235,7 +235,7 @@ class Collector:
             self.queue.restore(rows, samples, before=before, weight_version=version)
 
     def next_pass(self) -> None:
-        """Leave the rest of this pass over the data out, with all that is in flight: what is drawn next is on policy."""
+        """Leave out the rest of this pass over the data, and what is in flight of it."""
         self.queue.wait()
         if self.queue:
             self.load_state(self._place())
