@@ -76,6 +76,11 @@ class Rates:
     expert_mfu: float = 0.10
     """The same for mixtures of experts, attention excepted."""
 
+    def __post_init__(self) -> None:
+        shares = ("above 0, at most 1", lambda value: 0 < value <= 1, "bandwidth decode mfu expert_mfu")
+        seconds = ("at least 0", lambda value: 0 <= value < math.inf, "host sequence all_reduce far_all_reduce")
+        check_ranges(self, (shares, seconds))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
@@ -105,6 +110,12 @@ class ModelSize:
         check_ranges(self, (("above 0", lambda value: value > 0, sizes),))
         if self.active > self.model_params:
             raise InputError(f"got active_params={self.active:g}, want at most model_params={self.model_params:g}")
+        embeddings = self.head * (1 if self.tie_word_embeddings else 2)
+        if self.active <= embeddings:
+            raise InputError(
+                f"got {self.active:g} parameters for a token, want more than the {embeddings:g} of the embedding and "
+                "the head; fix: count these, too"
+            )
 
     @property
     def active(self) -> float:

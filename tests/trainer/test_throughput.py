@@ -193,3 +193,20 @@ def test_an_impossible_run_is_refused(options, message):
 def test_more_active_parameters_than_there_are_is_refused():
     with pytest.raises(InputError, match=r"active_params=9e\+09, want at most model_params=8e\+09"):
         replace(SIZE, active_params=9e9)
+
+
+@pytest.mark.parametrize("sizes", [{"active_params": 1e9}, {"model_params": 1e9}])
+def test_fewer_parameters_than_embedding_and_head_have_are_refused(sizes):
+    """Training would take less than no time."""
+    with pytest.raises(InputError, match=r"got 1e\+09 parameters for a token, want more than the 1.04858e\+09 of the"):
+        replace(SIZE, **sizes)
+    replace(SIZE, **sizes, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [("mfu", 0.0, "above 0, at most 1"), ("decode", 1.5, "above 0, at most 1"), ("host", -1.0, "at least 0")],
+)
+def test_rates_that_no_gpu_has_are_refused(name, value, wanted):
+    with pytest.raises(InputError, match=f"got {name}={value}, want {wanted}"):
+        Rates(**{name: value})

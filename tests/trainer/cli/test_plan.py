@@ -64,7 +64,7 @@ def test_each_option_of_a_run_changes_the_answer():
         *("--max-completion-length=8000", "--generate_ahead=1", "--no-gradient-checkpointing", "--log-prob-passes=1"),
         *("--no-share-prompts", "--reward-seconds=9", "--tool-seconds=9", "--sync-bandwidth=1e9", "--mfu=0.2"),
         *("--gpu-memory-utilization=0.25", "--bandwidth=0.9", "--decode=0.9", "--host=0.01", "--sequence=1e-4"),
-        *("--all-reduce=1e-3", "--kv-heads=28", "--active-params=1e9", "--heads=100"),
+        *("--all-reduce=1e-3", "--kv-heads=28", "--active-params=2e9", "--heads=100"),
     ):
         assert plan([*SIZES, "--gpus", "8", option]) != before, option
     prefetched = [*SIZES, "--gpus", "8", "--generate_ahead", "1"]
