@@ -174,7 +174,7 @@ BUGS = {
     ),
     "remax replaces groups whose own rewards are equal": (
         "trainer/collect/advantages.py",
-        "if baselines.isnan().all():",
+        "if baselines is None:",
         "if len(groups):",
         REMAX,
     ),

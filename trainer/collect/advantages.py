@@ -184,12 +184,12 @@ def _are_equal(groups: Tensor) -> Tensor:
     return lowest.amin(1, keepdim=True) >= highest.amax(1, keepdim=True)
 
 
-def spread(groups: Tensor, baselines: Tensor) -> Tensor:
+def spread(groups: Tensor, baselines: Tensor | None) -> Tensor:
     """How far the rewards of each row of [P, G] are apart, [P]: 0 gives no advantage.
 
-    That is their standard deviation, or with ReMax their largest difference from `baselines` [P, 1], not NaN there.
+    That is their standard deviation, or with ReMax their largest difference from `baselines` [P, 1]; NaN has none.
     """
-    if baselines.isnan().all():
+    if baselines is None:
         return nanstd(groups)[:, 0]
     return (groups - baselines).abs().nan_to_num(0.0).amax(1)
 

@@ -329,7 +329,8 @@ class Collector:
         """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""
         columns = [[getattr(sample, name) for sample in scored.samples] for name in ("reward", "baseline")]
         rewards, baselines = torch.tensor(columns).view(2, -1, self.group_part)
-        is_unequal = (spread(rewards, baselines[:, :1]) >= EQUAL_REWARDS).repeat_interleave(self.group_part).tolist()
+        apart = spread(rewards, baselines[:, :1] if self.has_greedy else None)
+        is_unequal = (apart >= EQUAL_REWARDS).repeat_interleave(self.group_part).tolist()
         return replace(scored, samples=list(compress(scored.samples, is_unequal)))
 
     def _next_batch(self, engine: RolloutEngine) -> tuple[list[Row], Callable[[], list[Sample]]]:

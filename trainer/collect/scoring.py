@@ -313,7 +313,7 @@ def rollout_metrics(
         for name in ("rewards", "baselines", "per_function", "lengths", "ended", "dropped")
     )
     groups, baselines = (values.view(-1, num_generations) for values in (rewards, baselines))
-    apart = spread(groups, baselines[:, :1])
+    apart = spread(groups, None if baselines.isnan().all() else baselines[:, :1])
     within, overall = nanstd(groups)[:, 0], _std(rewards[~rewards.isnan()])
     # A single completion has no spread; of a larger group, one score says nothing about it.
     comparable = (~groups.isnan()).sum(1) > min(1, num_generations - 1)

@@ -232,6 +232,19 @@ def test_dynamic_sampling_keeps_groups_unlike_their_greedy_completion(make_train
     assert (metrics["remax/greedy_reward"], metrics["groups_with_equal_rewards"]) == (0.0, 0.0)
 
 
+def test_dynamic_sampling_keeps_no_group_where_none_has_a_baseline(make_trainer):
+    """Although their rewards differ: the first batch has no baseline at all, that of the next one is known."""
+
+    def reward(prompts, completions, **columns):
+        return by_length(prompts, completions, lambda p, i: float(i), lambda p, i: 0.5 if p[0] == "1" else None)
+
+    rows = [{"prompt": f"{first}+{second}="} for first in (0, 1) for second in range(3)]
+    trainer = make_trainer(reward, dataset=rows, **THREE, dynamic_sampling=1)
+    learned = batches_of(trainer)
+    assert trainer.train().metrics["dynamic_sampling/rounds"] == 2.0
+    assert [(sample.row["prompt"][0], sample.advantage) for sample in learned[0][:2]] == [("1", -0.5), ("1", 0.5)]
+
+
 def test_the_seconds_of_a_reward_function_are_those_of_both_calls(make_trainer, monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr("fused_grpo.trainer.rewards.reward_functions.time.perf_counter", lambda: float(next(clock)))
