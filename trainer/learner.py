@@ -56,7 +56,13 @@ from fused_grpo.trainer.distributed.sharding import (
     reshard,
     shard_frozen,
 )
-from fused_grpo.trainer.models.adapters import as_reference, base_model, is_adapted, with_virtual_places
+from fused_grpo.trainer.models.adapters import (
+    adapter_stream,
+    as_reference,
+    base_model,
+    is_adapted,
+    with_virtual_places,
+)
 from fused_grpo.trainer.models.attention import attention_cost
 from fused_grpo.trainer.models.loading import SELF, check_teacher_model, fingerprint
 from fused_grpo.trainer.models.optimizer import EntropyController, make_optimizer, make_schedule
@@ -293,9 +299,13 @@ class Learner:
         state = self.accelerator.get_state_dict(self.policy)
         return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
-    def served_weights(self, dtype: torch.dtype | None = None) -> WeightStream:
-        """The weights for an engine of that dtype: full tensors under the names of a checkpoint, adapters merged."""
-        return checkpoint_weights(self._unwrapped.model, dtype)
+    def served_weights(self, engine: Any = None) -> WeightStream:
+        """The weights for an engine, in its dtype: full tensors under the names of a checkpoint, adapters merged.
+
+        The adapter alone, under the names of PEFT's file, for an engine that takes that.
+        """
+        make = adapter_stream if getattr(engine, "takes_adapter", False) else checkpoint_weights
+        return make(self._unwrapped.model, getattr(engine, "weight_dtype", None))
 
     @contextmanager
     def _reference_policy(self) -> Iterator[PolicyLoss]:

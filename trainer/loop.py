@@ -488,9 +488,8 @@ class GRPOTrainer(TransformersFace):
             self.collector.queue.wait()
             if any_rank(self.accelerator, self._is_stale or self.engine.weight_version != self.step):
                 self.accelerator.wait_for_everyone()  # ranks may share a server: none of them samples from it now
-                dtype = getattr(self.engine, "weight_dtype", None)
                 is_sent = getattr(self.engine, "has_own_weights", True)
-                weights = self.learner.served_weights(dtype) if is_sent else ()
+                weights = self.learner.served_weights(self.engine) if is_sent else ()
                 with all_ranks_succeed(self.accelerator, "sending weights to the engine"):
                     checked_load_weights(self.engine, weights, version=self.step)
                 self._is_stale = False

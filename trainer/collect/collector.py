@@ -184,7 +184,7 @@ class Collector:
         if not is_free and self.queue.newest_version != step:
             kept = self.accelerator.is_main_process or not getattr(engine, "first_rank_sends", False)
             with phases("sync"):
-                weights = copied(self.learner.served_weights(getattr(engine, "weight_dtype", None)), kept=kept)
+                weights = copied(self.learner.served_weights(engine), kept=kept)
             load = partial(checked_load_weights, engine, weights, version=step)
         before = self._position()
         self.queue.request(*self._next_batch(engine), before=before, weight_version=step, load=load)

@@ -325,8 +325,14 @@ def _check_together(args: Any) -> None:
     if args.generation_batch_size is None:  # else it depends on the number of processes
         args.micro_batches_per_generation(1)
     in_process = args.vllm_mode == "colocate" and args.use_vllm is not False
+    of_servers = ["vllm_adapter_sync"] if args.vllm_mode == "server" else []
+    if args.vllm_adapter_sync and args.vllm_weight_transfer == "nccl":
+        raise InputError(
+            "got vllm_adapter_sync=True with vllm_weight_transfer='nccl', want one of the two: an adapter goes through "
+            "files; fix: leave vllm_weight_transfer out"
+        )
     for name in ("vllm_engine_kwargs", "vllm_enable_sleep_mode", "vllm_adapter_sync", "vllm_dtype"):
-        if getattr(args, name) not in (None, False, {}, "auto") and not in_process:
+        if getattr(args, name) not in (None, False, {}, "auto") and not (in_process or name in of_servers):
             raise InputError(
                 f"got {name}={getattr(args, name)!r} with vllm_mode={args.vllm_mode!r} and use_vllm={args.use_vllm}, "
                 "want it with vLLM in the trainer's process; fix: leave it out, or set it where the server is started"

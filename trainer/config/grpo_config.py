@@ -316,7 +316,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Precision of vLLM in process, whatever trains: weights are rounded on their way to it. "auto" is bfloat16 where
     `bf16` trains, and else float32. A server has its own --dtype."""
     vllm_adapter_sync: bool = False
-    """Send only the adapter to vLLM in process, beside the base model. False sends merged weights."""
+    """Send only the adapter to vLLM, which has the base model. False sends merged weights."""
     vllm_structured_outputs_regex: str | None = None
     """Regular expression that completions match."""
     vllm_engine_kwargs: JSONObject = None

@@ -42,6 +42,7 @@ class RolloutEngine(Protocol):
     name: str
     weight_version: int
     weight_dtype: torch.dtype | None = None  # matrices are sent in it if it is smaller than theirs; None: as they are
+    takes_adapter: bool = False  # True: it has the base model, and `load_weights` is given the trained adapter alone
     has_own_weights: bool = True  # False: it samples with the trainer's tensors, and `load_weights` is given none
     why_no_support: str | None = None  # of rollouts without the support of each token: what the engine needs for it
     samples_in_background: bool = False  # True: it may sample, and load weights, in another thread than the trainer's

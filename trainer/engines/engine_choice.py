@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -12,6 +13,7 @@ from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
+from fused_grpo.trainer.engines.server.adapter_engine import VLLMServerAdapterEngine
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine, VLLMEngine
@@ -89,10 +91,10 @@ def server_urls(args: GRPOConfig) -> list[str]:
 
 def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any) -> RolloutEngine:
     _log.info("rollout engine: %s", name)
-    if args.vllm_adapter_sync and not (name == "vllm" and is_adapted(model)):
+    if args.vllm_adapter_sync and (name == "transformers" or not is_adapted(model)):
         raise InputError(
-            f"got vllm_adapter_sync with the engine {name!r} and a {type(model).__name__}, want vLLM in process and a "
-            "model with an adapter; fix: leave it out: other engines are given merged weights"
+            f"got vllm_adapter_sync with the engine {name!r} and a {type(model).__name__}, want vLLM and a model with "
+            "an adapter; fix: leave it out"
         )
     if name == "transformers":
         own: dict[str, Any] = {"cache_implementation": args.cache_implementation}
@@ -100,15 +102,15 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
         return TransformersEngine(model, tokenizer, seed=args.seed, **own)
     support = sampling if (sampling := args.sampling(seed=0)).wants_ids else None
     if name == "server":
-        return VLLMServerEngine(
-            base_model(model),
-            tokenizer,
+        merging = partial(VLLMServerEngine, base_model(model), weight_transfer=args.vllm_weight_transfer)
+        make = partial(VLLMServerAdapterEngine, model) if args.vllm_adapter_sync else merging
+        return make(
+            tokenizer=tokenizer,
             base_urls=server_urls(args),
             timeout=args.vllm_server_timeout,
             max_model_len=args.vllm_max_model_length,
             seed=args.seed,
             allow_remote=args.vllm_server_allow_remote,
-            weight_transfer=args.vllm_weight_transfer,
             support=support,
             batch_invariant=args.batch_invariant,
         )

@@ -68,6 +68,10 @@ class FunctionEngine(RolloutEngine):
     def weight_dtype(self) -> torch.dtype | None:  # type: ignore[override]
         return None if self.inner is None else self.inner.weight_dtype
 
+    @property
+    def takes_adapter(self) -> bool:  # type: ignore[override]
+        return self.inner is not None and self.inner.takes_adapter
+
     def generate(
         self,
         prompt_ids: Sequence[Sequence[int]],

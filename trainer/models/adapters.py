@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WrongTypeError
-from fused_grpo.trainer.models.weight_stream import Part, WeightStream, checkpoint_stream
+from fused_grpo.trainer.models.weight_stream import Part, WeightStream, checkpoint_stream, narrowing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -209,6 +209,12 @@ def adapter_weights(model: Any) -> dict[str, Tensor]:
         return dict(model.prompt_encoder[_trained(model)].state_dict())
     options = {"adapter_name": _trained(model), "save_embedding_layers": _SAVE_EMBEDDINGS}
     return dict(_peft().get_peft_model_state_dict(model, **options))
+
+
+def adapter_stream(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
+    """`adapter_weights` for an engine of that dtype, which serves them beside the base; cast as by `narrowing`."""
+    narrow = narrowing(base_model(model), dtype)
+    return WeightStream.of((name, narrow(name, weight)) for name, weight in adapter_weights(model).items())
 
 
 def adapter_path(model: Any, directory: Path) -> Path:

@@ -33,15 +33,16 @@ SECOND_STOP_ID = 7
 class ServerProcess:
     """A real vLLM server of one folder. An engine waits until it is ready."""
 
-    def __init__(self, folder: Path, port: int, start_process: Callable[..., Any]) -> None:
-        self.folder, self.port, self.url = folder, port, f"http://127.0.0.1:{port}"
+    def __init__(self, folder: Path, port: int, start_process: Callable[..., Any], options: Any = ()) -> None:
+        self.folder, self.port, self.url, self.options = folder, port, f"http://127.0.0.1:{port}", options
         self.process, self._start_process = None, start_process
 
     def start(self) -> None:
         options = ("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager")
-        options += ("--no-enable-chunked-prefill",)
+        options += ("--no-enable-chunked-prefill", *self.options)
         command, variables = server_command(self.folder, port=self.port, options=options)
         small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        small |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if "--enable-lora" in self.options else {}
         self.process = self._start_process(command, small | variables)
 
     def kill(self) -> None:
@@ -59,12 +60,27 @@ def served_folder(build_model, tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def one_server(served_folder, farm) -> Iterator[ServerProcess]:
+def start_forked(farm) -> Callable[[list[str], dict[str, str]], Any]:
     def start_process(command: list[str], variables: dict[str, str]) -> Any:
         assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
         return farm.start(Path(__file__).with_name("serve_forked.py"), *command[3:], env=variables, stage="vllm")
 
-    process = ServerProcess(served_folder, farm.free_port(), start_process)
+    return start_process
+
+
+@pytest.fixture(scope="session")
+def one_server(served_folder, farm, start_forked) -> Iterator[ServerProcess]:
+    process = ServerProcess(served_folder, farm.free_port(), start_forked)
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def lora_server(served_folder, farm, start_forked) -> Iterator[ServerProcess]:
+    """Started for adapters of rank 8."""
+    options = ("--enable-lora", "--max-lora-rank", "8")
+    process = ServerProcess(served_folder, farm.free_port(), start_forked, options)
+    process.start()
     yield process
     process.kill()
 

@@ -33,6 +33,7 @@ RAW = {
     "unknown encoding": (200, {"Content-Encoding": "br"}, b"{}"),
     "error in gzip": (500, {"Content-Encoding": "gzip"}, gzip.compress(b"-" * (1 << 20))),
     "nothing": (200, {}, b""),
+    "Success": (200, {}, b"Success: LoRA adapter 'name' added successfully."),
     "cut off": (200, {"Content-Length": "100000"}, b'{"choices": [{"index": 0, "token_ids": [4'),
 }
 
@@ -49,6 +50,9 @@ class FakeServer(ThreadingHTTPServer):
         self.weight_version, self.faults, self.seen, self.served = "default", iter(()), [], 0
         self.weights: dict[str, Any] = {}
         self.folder = Path()
+        self.adapters: dict[str, dict[str, Any]] = {}
+        self.lora_config, self.environment = None, None  # None: without --enable-lora, without vllm_env
+        self.parallel_config, self.device = {}, "cpu"
         self.model = ""  # as vLLM prints it; "": the server is too old to do so
         self.mutate: Any = lambda path, answer: answer  # every answer with status 200
         self.refuses_to_join, self.refuses_weights = False, False
@@ -105,14 +109,19 @@ class FakeServer(ThreadingHTTPServer):
                 "dtype": self.dtype,
                 "max_logprobs": self.max_logprobs,
             },
-            "device_config": {"device": "cpu"},
+            "device_config": {"device": self.device},
+            "lora_config": self.lora_config,
+            "parallel_config": self.parallel_config,
             "weight_transfer_config": self.transfer and {"backend": self.transfer},
         }
+        models = [{"id": "model", "max_model_len": self.max_model_len}]
+        models += [{"id": name, "max_model_len": None} for name in self.adapters]
+        answer = {"vllm_config": config} | ({} if self.environment is None else {"vllm_env": self.environment})
         return {
             "/health": {},
             "/version": {"version": "0.0"},
-            "/v1/models": {"data": [{"id": "model", "max_model_len": self.max_model_len}]},
-            "/server_info?config_format=json": {"vllm_config": config} if self.dev_mode else 404,
+            "/v1/models": {"data": models},
+            "/server_info?config_format=json": answer if self.dev_mode else 404,
             "/weight_info": 404 if self.old else {"weight_version": self.weight_version},
             "/get_world_size": {"world_size": 2},
             "/sent": {"bytes": self.sent, "answers": self.served},
@@ -121,6 +130,17 @@ class FakeServer(ThreadingHTTPServer):
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any] | int | str | None:
         self.calls.append((path, body))
         match path:
+            case "/v1/completions" if body["model"] not in {"model", *self.adapters}:
+                return 404
+            case "/v1/load_lora_adapter" if self.refuses_weights:
+                return 500
+            case "/v1/load_lora_adapter":
+                self.folder = Path(body["lora_path"])
+                assert json.loads((self.folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
+                self.adapters[body["lora_name"]] = load_file(self.folder / "adapter_model.safetensors")
+                return "Success"
+            case "/v1/unload_lora_adapter":
+                return "Success" if self.adapters.pop(body["lora_name"], None) else 404
             case "/v1/completions":
                 return self.complete(body)
             case "/collective_rpc" if body["method"] == "get_model_inspection":

@@ -1,5 +1,6 @@
 """A server with another model is refused before it gets weights. What vLLM prints is compared with real models."""
 
+import copy
 import functools
 import re
 import time
@@ -9,6 +10,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 
 from fused_grpo.errors import InputError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
@@ -108,6 +110,18 @@ def test_hostile_text_is_read_in_time(text) -> None:
     start = time.monotonic()
     ModelFacts(model()).check(URL, text * 200_000)
     assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["k_proj"]])
+def test_layers_around_which_vllm_has_adapters_are_compared_too(targets) -> None:
+    wrapped = printed(heads=4).replace("(o_proj): ", "(o_proj): RowParallelLinearWithLoRA()(\n    (base_layer): ")
+    assert "WithLoRA" in wrapped
+    ours = copy.deepcopy(model(heads=4))
+    adapted = get_peft_model(ours, LoraConfig(target_modules=targets, task_type="CAUSAL_LM")).get_base_model()
+    ModelFacts(adapted).check(URL, wrapped)
+    other = wrapped.replace("RowParallelLinear(in_features=64", "RowParallelLinear(in_features=96")
+    with pytest.raises(InputError, match="has 96 inputs of o_proj, not 64"):
+        ModelFacts(adapted).check(URL, other)
 
 
 def test_layers_that_differ_from_each_other_are_counted_together() -> None:

@@ -101,8 +101,13 @@ class Replica:
             raise RequestError(f"an answer from {path} that vLLM does not give ({problem})") from None
         return value
 
-    async def request(self, client: httpx.AsyncClient, method: str, path: str, body: Json | None = None) -> object:
-        """The JSON of the response, {} where it is empty; RequestError: no response, an error status, or no JSON."""
+    async def request(
+        self, client: httpx.AsyncClient, method: str, path: str, body: Json | None = None, *, is_json: bool = True
+    ) -> object:
+        """The JSON of the response, {} where it is empty, or its text if not `is_json`.
+
+        RequestError: no response, an error status, or no JSON.
+        """
         self.in_flight += 1
         try:
             async with client.stream(method, self.url + path, json=body) as response:
@@ -117,6 +122,8 @@ class Replica:
             self.last_error = f"status {status} from {path}: {text[:500]!r}"
             kind = NoRouteError if status == httpx.codes.NOT_FOUND else RequestError
             raise kind(self.last_error, retry=status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS)
+        if not is_json:
+            return content.decode(errors="replace")
         try:
             return json.loads(content or b"{}")
         except (ValueError, RecursionError):
@@ -249,6 +256,8 @@ class Replicas:
                             return replica, read(body, choices)
                         except RequestError as error:
                             problem = replica.redacted(str(error))[:1000]
+                            if isinstance(error, NoRouteError):  # restarted: it does not know the adapter of the sync
+                                break
                             if not error.retry:
                                 raise self._no_completions(f"{problem} at {replica.url}") from None
                     leave_out(replica, problem)

@@ -9,6 +9,7 @@ first one alone sends the weights. See also docs/engines.md.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import uuid
 from collections.abc import Iterable, Sequence
@@ -36,12 +37,13 @@ from fused_grpo.trainer.engines.server.server_info import ModelFacts, check_mode
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
 from fused_grpo.trainer.engines.turns import ConcurrentSession
 from fused_grpo.trainer.engines.weight_files import Tie
-from fused_grpo.trainer.models.weight_stream import finish
+from fused_grpo.trainer.models.weight_stream import WeightStream, finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_log = logging.getLogger(__name__)
 _RESET_ATTEMPTS = 20
 _DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "torch.float32": torch.float32}
 
@@ -74,6 +76,8 @@ class VLLMServerEngine(RolloutEngine):
 
     name = "vllm-server"
     samples_in_background = first_rank_sends = True
+    bytes_sent = 0  # by the last sync
+    _prefix = ""  # of the weight versions on the servers
     why_no_support = "it needs top_k of 1 to 1024, and servers with --max-logprobs of 1.5 * top_k + 8 at least"
 
     def __init__(
@@ -99,15 +103,15 @@ class VLLMServerEngine(RolloutEngine):
         self._replicas = Replicas(
             urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency, timeout=timeout
         )
-        self._tie, self._facts = Tie.of(model), ModelFacts(model)
+        self._tie, self._facts = None if self.takes_adapter else Tie.of(model), ModelFacts(model)
         self._stop_ids = stop_token_ids(model.generation_config, tokenizer)
         self._closed, self._group = False, None
         self.weight_version, self._server_version = -1, ""
         wanted: dict[str, Any] = {"max_model_len": max_model_len, "batch_invariant": batch_invariant}
         ask = partial(server_info, **wanted, tie=self._tie, facts=self._facts)
         infos = self._replicas.each(ask, doing="getting ready")
-        self._model_name = infos[0][0].id
-        configs = [config for _, config in infos]
+        self._model_name = infos[0][0]
+        configs = [config for *_, config in infos]
         served = [config.model_config for config in configs]
         vocab_size = model.config.get_text_config().vocab_size
         max_listed = min((one.max_logprobs for one in served if one.max_logprobs >= 0), default=vocab_size)
@@ -116,7 +120,7 @@ class VLLMServerEngine(RolloutEngine):
             vllm_requests,
             seeds=random.Random(seed),
             engine=self.name,
-            max_model_len=min(listed.max_model_len for listed, _ in infos),
+            max_model_len=min(limit for _, limit, _ in infos),
             max_listed=max_listed,
             vocab_size=vocab_size,
         )
@@ -194,22 +198,37 @@ class VLLMServerEngine(RolloutEngine):
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Load the weights into all servers; the version that they have afterwards, unique to this sync."""
         self._check_open()  # on the first rank, whose error all ranks raise
-        server_version = f"{uuid.uuid4().hex}:{version}"
+        server_version = f"{self._prefix}{uuid.uuid4().hex}:{version}"
         self._replicas.each(self._compare, doing="comparing models")
-        self._transfer.send(weights)
+        stream = WeightStream.of(weights)
+        if stream.nbytes != self.bytes_sent:
+            _log.info("a sync sends %.3f MB to %s", stream.nbytes / 1e6, self._replicas)
+        self.bytes_sent = stream.nbytes
+        self._transfer_weights(stream, server_version)
         self._replicas.each(partial(_finish_sync, server_version=server_version), doing="setting the weight version")
         return server_version
 
     async def _compare(self, client: httpx.AsyncClient, replica: Replica) -> None:
         """Before the first sync, and of a server that was restarted since: perhaps with another model."""
         if not await replica.has_weight_version(client, self._server_version):
-            await check_model(client, replica, self._facts)
+            await self._check(client, replica)
+
+    async def _check(self, client: httpx.AsyncClient, replica: Replica) -> None:
+        await check_model(client, replica, self._facts)
+
+    def _transfer_weights(self, weights: WeightStream, server_version: str) -> None:
+        self._transfer.send(weights)
+
+    @property
+    def _served_name(self) -> str:
+        """What requests name as their model."""
+        return self._model_name
 
     def _body(self, prompt: list[int], options: Json, sampling: SamplingParams) -> Json:
         regex = sampling.structured_outputs_regex
         return {
             **options,
-            "model": self._model_name,
+            "model": self._served_name,
             "prompt": prompt,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,

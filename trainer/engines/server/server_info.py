@@ -30,7 +30,9 @@ _LAYERS = rf"^ *\((?:\d[\d, -]*[ -])?{_SIZE}\): "  # the last index of "(0-26, 2
 _ATTENTION = rf"\bAttention\(head_size=\d+, num_heads={_SIZE}, num_kv_heads={_SIZE}"
 _ROW_PARALLEL = rf"{_NAME}RowParallelLinear\((?:quant=\w+, )?in_features={_SIZE}, [\w=]+, [\w=]+, tp_size={_SIZE}"
 
-_SERVER_INFO = "/server_info?config_format=json"
+_LORA = r"\): \w{1,99}WithLoRA\(\)\(\s{1,99}\(base_layer\): "  # around layers, where it serves adapters
+
+SERVER_INFO = "/server_info?config_format=json"
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Model:
     id: str
-    max_model_len: int
+    max_model_len: int | None = None  # None: an adapter
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,27 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class LoRAConfig:
+    max_lora_rank: int
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    _api_process_count: int = 1
+
+    @property
+    def api_servers(self) -> int:
+        """Processes that answer requests."""
+        return self._api_process_count
+
+
+@dataclass(frozen=True)
 class VLLMConfig:
     model_config: ModelConfig
     device_config: dict[str, object]
     weight_transfer_config: dict[str, object] | None = None
+    lora_config: LoRAConfig | None = None  # None: it serves no adapters
+    parallel_config: ParallelConfig = ParallelConfig()
 
 
 class ModelFacts:
@@ -78,6 +97,7 @@ class ModelFacts:
 
     def check(self, url: str, printed: str) -> None:
         """Compare with what a server's workers have printed of its model; InputError where it is another one."""
+        printed = re.sub(_LORA, "): ", printed)
         served = _printed_sizes(printed)
         pairs = [(name, size, served.get(name)) for name, size in self._sizes.items()]
         wrong = [f"{min(values)} {name}, not {size}" for name, size, values in pairs if values and size not in values]
@@ -102,17 +122,20 @@ async def server_info(
     tie: Tie | None,
     facts: ModelFacts,
     batch_invariant: bool = False,
-) -> tuple[Model, VLLMConfig]:
-    """Wait until a server is up, and ask it. It must accept `max_model_len` tokens; None: its own limit.
+) -> tuple[str, int, VLLMConfig]:
+    """Wait until a server is up; its model's name, the tokens that it accepts, and its options.
+
+    It must accept `max_model_len` tokens; None: its own limit.
 
     InputError: a server with another model, or started with options that a trainer cannot use; names the option.
     RequestError: its responses are not vLLM's.
     """
     await replica.wait_until_ready(client)
     models = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
-    if not models:
+    limit = models[0].max_model_len if models else None
+    if limit is None:
         raise RequestError("no model in /v1/models")
-    config, limit = await _in_development_mode(client, replica), models[0].max_model_len
+    config = await _in_development_mode(client, replica)
     version = await replica.ask(client, "/version", field="version", kind=str)
     _log.info("%s: vLLM %s, %d tokens", replica.url, replica.redacted(version)[:100], limit)
     mode = replica.redacted(config.model_config.logprobs_mode)[:100]
@@ -131,7 +154,7 @@ async def server_info(
     await check_model(client, replica, facts)
     if tie is not None and config.device_config.get("device") == "cpu":
         await _check_untied(client, replica, tie)
-    return models[0], config
+    return models[0].id, limit, config
 
 
 async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelFacts) -> None:
@@ -148,7 +171,7 @@ async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelF
 
 async def _in_development_mode(client: httpx.AsyncClient, replica: Replica) -> VLLMConfig:
     try:
-        return await replica.ask(client, _SERVER_INFO, field="vllm_config", kind=VLLMConfig)
+        return await replica.ask(client, SERVER_INFO, field="vllm_config", kind=VLLMConfig)
     except NoRouteError as error:
         raise InputError(
             f"got a server at {replica.url} without /server_info and /collective_rpc, want them for weight sync; "
@@ -159,7 +182,7 @@ async def _in_development_mode(client: httpx.AsyncClient, replica: Replica) -> V
 async def _check_invariant(client: httpx.AsyncClient, replica: Replica) -> None:
     """InputError for a server that is not batch invariant; a warning where it does not say."""
     try:
-        environment = await replica.ask(client, _SERVER_INFO, field="vllm_env", kind=dict[str, object])
+        environment = await replica.ask(client, SERVER_INFO, field="vllm_env", kind=dict[str, object])
     except RequestError:  # of an older vLLM
         warn_once(f"{replica.url} does not say whether it was started with VLLM_BATCH_INVARIANT=1")
         return

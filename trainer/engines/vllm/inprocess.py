@@ -24,7 +24,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
@@ -40,6 +39,7 @@ from fused_grpo.trainer.engines.sampling import (
     turn_sampling,
     vllm_requests,
 )
+from fused_grpo.trainer.engines.served_adapter import ServedAdapter, check_precision
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_installed,
     cpu_options,
@@ -48,8 +48,8 @@ from fused_grpo.trainer.engines.vllm.start_vllm import (
     start_vllm,
 )
 from fused_grpo.trainer.engines.vllm.turns import VLLMTurns, sampling_errors
-from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder
-from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_weights, base_model, base_weights
+from fused_grpo.trainer.engines.weight_files import Tie
+from fused_grpo.trainer.models.adapters import adapter_stream, base_model, base_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import Rollouts, SamplingParams, Turn
@@ -335,15 +335,11 @@ class VLLMAdapterEngine(VLLMEngine):
     ) -> None:
         check_installed()
         self._adapted = model
-        self._config = model.peft_config[model.active_adapters[0]]
-        _check_servable(model, self._config)
-        if next(model.parameters()).device.type != "cpu" and str(dtype).endswith("float32"):
-            raise UnsupportedError(
-                "got a vllm engine in float32 on a GPU with vllm_adapter_sync, want 16 bits, all that vLLM's kernels "
-                "for adapters take there; fix: vllm_dtype='bfloat16', or vllm_adapter_sync=False, which serves merged "
-                "weights"
-            )
-        lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": _rank_of_engine(self._config)}
+        self._adapter = ServedAdapter(model)
+        device = next(model.parameters()).device.type
+        check_precision(dtype, device, engine="a vllm engine", fix="vllm_dtype='bfloat16'")
+        rank = _rank_of_engine(self._adapter.rank)
+        lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
         super().__init__(
             base_model(model), tokenizer, dtype=dtype, engine_options={**lora, **(engine_options or {})}, **options
         )
@@ -358,10 +354,7 @@ class VLLMAdapterEngine(VLLMEngine):
         self.weight_version = -1
         engine = self._engine()
         try:
-            weights = {name: weight.detach().contiguous() for name, weight in adapter_weights(self._adapted).items()}
-            with temporary_folder(sum(weight.nbytes for weight in weights.values())) as folder, preserved_state():
-                save_file(weights, folder / ADAPTER_FILE)
-                self._config.save_pretrained(str(folder))
+            with self._adapter.folder(adapter_stream(self._adapted)) as folder, preserved_state():
                 engine.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
         except Exception as error:
             self.close()
@@ -405,28 +398,11 @@ def _completion(output: Any, listed: bool, top: int = 0) -> Completion:
     return Completion(list(output.token_ids), logprobs, output.finish_reason, support)
 
 
-def _check_servable(model: Any, config: Any) -> None:
-    base = base_model(model)
-    ends = (base.get_input_embeddings(), base.get_output_embeddings())
-    reasons = {
-        "use_dora=True": config.use_dora,
-        "lora_bias or bias": config.lora_bias or config.bias != "none",
-        "modules_to_save": config.modules_to_save,
-        "target_parameters (experts)": config.target_parameters,
-        "an adapter on the head or the embedding": any(hasattr(end, "lora_A") for end in ends),
-    }
-    if wrong := [name for name, holds in reasons.items() if holds]:
-        raise UnsupportedError(
-            f"got {wrong[0]} with vllm_adapter_sync, want what vLLM serves: low-rank updates of the linear layers "
-            "inside; fix: vllm_adapter_sync=False, which serves merged weights"
-        )
-
-
-def _rank_of_engine(config: Any) -> int:
+def _rank_of_engine(rank: int) -> int:
     """The smallest of vLLM's ranks that holds the adapter's."""
     from vllm.config.lora import MaxLoRARanks
 
-    rank, known = max([config.r, *config.rank_pattern.values()]), get_args(MaxLoRARanks)
+    known = get_args(MaxLoRARanks)
     if rank > max(known):
         raise InputError(f"got an adapter of rank {rank}, want at most {max(known)} in vLLM")
     return int(min(one for one in known if one >= rank))

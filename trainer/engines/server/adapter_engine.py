@@ -1,0 +1,106 @@
+"""vLLM servers that have the base model, and are sent the adapter alone.
+
+A sync writes PEFT's files (megabytes) to shared memory, has every server load them, and removes them. On the servers
+the weight version of the sync is the adapter's name, and requests name it as their model: a server that was restarted
+since does not know it, and cannot sample from its base by mistake. No request is in flight during a sync, so older
+adapters are unloaded then, those of a run that was killed too. vLLM's prefix cache has the adapter's name in its keys;
+it is emptied all the same, as after every sync, so that a resumed run finds what the first one found.
+
+The base is never sent. Sizes are compared at the start, and that it is the trainer's is shown by the log-prob check of
+the first step.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import httpx
+
+from fused_grpo.errors import InputError
+from fused_grpo.trainer.engines.served_adapter import ServedAdapter, check_precision
+from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, RequestError
+from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
+from fused_grpo.trainer.engines.server.server_info import SERVER_INFO, Model, VLLMConfig
+from fused_grpo.trainer.models.adapters import base_model
+from fused_grpo.trainer.models.weight_stream import WeightStream
+
+_PREFIX, _UPDATING = "fused-grpo-adapter-", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+
+
+class VLLMServerAdapterEngine(VLLMServerEngine):
+    """A VLLMServerEngine whose servers have the base of the trainer's PeftModel.
+
+    `load_weights` takes the adapter, as `adapter_stream` gives it.
+
+    Args:
+        model: the trainer's PeftModel. All other arguments are those of VLLMServerEngine, except `weight_transfer`.
+
+    Raises:
+        InputError: a server that was started without LoRA or for a lower rank, or has merged weights of another run.
+        UnsupportedError: an adapter that vLLM has no layers for; fp32 on a GPU.
+    """
+
+    takes_adapter = True
+    _prefix = _PREFIX
+
+    def __init__(self, model: Any, tokenizer: Any, *, weights_directory: str | None = None, **options: Any) -> None:
+        self._adapter, self._directory = ServedAdapter(model), weights_directory
+        super().__init__(base_model(model), tokenizer, weight_transfer="files", **options)
+        self._replicas.each(partial(_check_lora, rank=self._adapter.rank), doing="getting ready for adapters")
+
+    async def _check(self, client: httpx.AsyncClient, replica: Replica) -> None:
+        await super()._check(client, replica)
+        await _check_lora(client, replica, rank=self._adapter.rank)
+
+    def _transfer_weights(self, weights: WeightStream, server_version: str) -> None:
+        with self._adapter.folder(weights, directory=self._directory) as folder:
+            load = partial(_load, name=server_version, path=str(folder))
+            self._replicas.each(load, doing="loading the adapter")
+
+    @property
+    def _served_name(self) -> str:
+        return self._server_version
+
+
+async def _load(client: httpx.AsyncClient, replica: Replica, *, name: str, path: str) -> None:
+    """Have a server load an adapter, and unload the others that were sent by this engine or an earlier one."""
+    await replica.request(
+        client, "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, is_json=False
+    )
+    listed = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
+    names = {model.id for model in listed if model.id.startswith(_PREFIX)}
+    if name not in names:
+        raise RequestError("no adapter of this sync in /v1/models, though it was loaded")
+    for old in names - {name}:
+        with suppress(NoRouteError):  # it is unloaded
+            await replica.request(client, "POST", "/v1/unload_lora_adapter", {"lora_name": old}, is_json=False)
+
+
+async def _check_lora(client: httpx.AsyncClient, replica: Replica, *, rank: int) -> None:
+    """InputError, or UnsupportedError, for a server that cannot serve an adapter of that rank on the trainer's base."""
+    config = await replica.ask(client, SERVER_INFO, field="vllm_config", kind=VLLMConfig)
+    device = config.device_config.get("device")
+    engine = f"a server at {replica.url}"
+    check_precision(config.model_config.dtype, device, engine=engine, fix="restart it with --dtype bfloat16")
+    environment: dict[str, object] = {_UPDATING: True}
+    version = "default"
+    with suppress(RequestError):  # a vLLM that does not say; then the first sync shows it
+        environment = await replica.ask(client, SERVER_INFO, field="vllm_env", kind=dict[str, object])
+    with suppress(NoRouteError):
+        version = await replica.ask(client, "/weight_info", field="weight_version", kind=str)
+    most = 0 if config.lora_config is None else config.lora_config.max_lora_rank
+    reasons = {
+        "without --enable-lora": config.lora_config is None,
+        f"with --max-lora-rank {most}": most < rank,
+        f"without {_UPDATING}=True": environment.get(_UPDATING) is not True,
+        "with several API servers, of which one would know the adapter": config.parallel_config.api_servers > 1,
+        "that another run has sent merged weights": version != "default" and not version.startswith(_PREFIX),
+    }
+    if wrong := [name for name, holds in reasons.items() if holds]:
+        raise InputError(
+            f"got {engine} {wrong[0]}, want one that loads adapters of rank {rank} on the trainer's base, for "
+            f"vllm_adapter_sync; fix: restart it with --enable-lora --max-lora-rank {rank} (or more), without "
+            f"--api-server-count, and with the environment variable {_UPDATING}=True; or vllm_adapter_sync=False"
+        )
