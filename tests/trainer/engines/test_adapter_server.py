@@ -108,7 +108,7 @@ def restart(server: Any) -> None:
     server.adapters, server.weight_version = {}, "default"
 
 
-def test_a_server_that_lost_the_adapter_samples_nothing_until_the_next_sync(connect, servers, model, caplog) -> None:
+def test_a_server_without_the_adapter_samples_nothing_until_a_sync(connect, servers, model, caplog) -> None:
     engine = connect()
     engine.load_weights(adapter_stream(model), version=0)
     restart(servers[1])
@@ -184,7 +184,7 @@ def test_fp32_on_a_gpu_is_refused_and_on_a_cpu_it_is_not(connect, servers) -> No
     connect()
 
 
-def test_an_adapter_without_layers_in_vllm_is_refused_before_servers_are_asked(make_model, tokenizer) -> None:
+def test_dora_is_refused_before_any_server_is_asked(make_model, tokenizer) -> None:
     with pytest.raises(UnsupportedError, match=r"use_dora=True with vllm_adapter_sync"):
         VLLMServerAdapterEngine(make_model(use_dora=True), tokenizer, base_urls=["http://127.0.0.1:9"])
 

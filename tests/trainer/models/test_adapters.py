@@ -372,6 +372,6 @@ def test_an_adapter_that_vllm_has_no_layers_for_is_refused(adapted, tokenizer):
             VLLMAdapterEngine(adapted(kind), tokenizer, max_model_len=32, dtype="float32")
     with pytest.raises(UnsupportedError, match=r"in float32 on a GPU with vllm_adapter_sync, .*fix: vllm_dtype='bf"):
         VLLMAdapterEngine(adapted().to("meta"), tokenizer, max_model_len=32, dtype=torch.float32)
-    with pytest.raises(InputError, match="vLLM in process"):
+    with pytest.raises(InputError, match=r"with the engine 'transformers' .* want vLLM"):
         choose_engine("transformers", GRPOConfig(vllm_adapter_sync=True), adapted(), tokenizer)
     assert dict(checkpoint_weights(adapted())).keys() == dict(merged_weights(adapted())).keys()

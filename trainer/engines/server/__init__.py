@@ -3,6 +3,7 @@
 The trainer never starts it: a server outlives runs, and may have a GPU, a container or a machine of its own.
 
 server_engine.py    the rollout engine
+adapter_engine.py   the same, with servers that have the base model and are sent the adapter alone
 replicas.py         requests to one or several servers: which URLs are allowed, failures, one deadline
 server_info.py      what a server reports, and whether a trainer can use it
 weight_transfer.py  weights to servers: through files, or by NCCL

@@ -59,16 +59,11 @@ class VLLMServerAdapterEngine(VLLMServerEngine):
             load = partial(_load, name=server_version, path=str(folder))
             self._replicas.each(load, doing="loading the adapter")
 
-    @property
-    def _served_name(self) -> str:
-        return self._server_version
-
 
 async def _load(client: httpx.AsyncClient, replica: Replica, *, name: str, path: str) -> None:
     """Have a server load an adapter, and unload the others that were sent by this engine or an earlier one."""
-    await replica.request(
-        client, "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, is_json=False
-    )
+    load = {"lora_name": name, "lora_path": path}
+    await replica.request(client, "POST", "/v1/load_lora_adapter", load, is_json=False)
     listed = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
     names = {model.id for model in listed if model.id.startswith(_PREFIX)}
     if name not in names:
@@ -81,11 +76,9 @@ async def _load(client: httpx.AsyncClient, replica: Replica, *, name: str, path:
 async def _check_lora(client: httpx.AsyncClient, replica: Replica, *, rank: int) -> None:
     """InputError, or UnsupportedError, for a server that cannot serve an adapter of that rank on the trainer's base."""
     config = await replica.ask(client, SERVER_INFO, field="vllm_config", kind=VLLMConfig)
-    device = config.device_config.get("device")
-    engine = f"a server at {replica.url}"
+    engine, device = f"a server at {replica.url}", config.device_config.get("device")
     check_precision(config.model_config.dtype, device, engine=engine, fix="restart it with --dtype bfloat16")
-    environment: dict[str, object] = {_UPDATING: True}
-    version = "default"
+    environment, version = dict[str, object]({_UPDATING: True}), "default"
     with suppress(RequestError):  # a vLLM that does not say; then the first sync shows it
         environment = await replica.ask(client, SERVER_INFO, field="vllm_env", kind=dict[str, object])
     with suppress(NoRouteError):
@@ -95,7 +88,10 @@ async def _check_lora(client: httpx.AsyncClient, replica: Replica, *, rank: int)
         "without --enable-lora": config.lora_config is None,
         f"with --max-lora-rank {most}": most < rank,
         f"without {_UPDATING}=True": environment.get(_UPDATING) is not True,
-        "with several API servers, of which one would know the adapter": config.parallel_config.api_servers > 1,
+        "with several API servers, of which one knows the adapter": (config.parallel_config or {}).get(
+            "_api_process_count", 1
+        )
+        != 1,
         "that another run has sent merged weights": version != "default" and not version.startswith(_PREFIX),
     }
     if wrong := [name for name, holds in reasons.items() if holds]:

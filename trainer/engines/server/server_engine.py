@@ -219,16 +219,11 @@ class VLLMServerEngine(RolloutEngine):
     def _transfer_weights(self, weights: WeightStream, server_version: str) -> None:
         self._transfer.send(weights)
 
-    @property
-    def _served_name(self) -> str:
-        """What requests name as their model."""
-        return self._model_name
-
     def _body(self, prompt: list[int], options: Json, sampling: SamplingParams) -> Json:
         regex = sampling.structured_outputs_regex
         return {
             **options,
-            "model": self._served_name,
+            "model": self._server_version if self.takes_adapter else self._model_name,
             "prompt": prompt,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Model:
     id: str
-    max_model_len: int | None = None  # None: an adapter
+    max_model_len: int | None  # None: an adapter
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,12 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    _api_process_count: int = 1
-
-    @property
-    def api_servers(self) -> int:
-        """Processes that answer requests."""
-        return self._api_process_count
-
-
-@dataclass(frozen=True)
 class VLLMConfig:
     model_config: ModelConfig
     device_config: dict[str, object]
     weight_transfer_config: dict[str, object] | None = None
     lora_config: LoRAConfig | None = None  # None: it serves no adapters
-    parallel_config: ParallelConfig = ParallelConfig()
+    parallel_config: dict[str, object] | None = None
 
 
 class ModelFacts:
