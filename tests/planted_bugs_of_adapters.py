@@ -1,0 +1,72 @@
+"""The bugs of `planted_bugs.py` in adapters that servers are sent: (file, old, new, caught by)."""
+
+ENGINE = "trainer/engines/server/adapter_engine.py"
+SERVER = "trainer/engines/server/server_engine.py"
+TESTS = "tests/trainer/engines/test_adapter_server.py"
+SYNC = [TESTS, "-k", "nothing_else"]
+KILLED = [TESTS, "-k", "was_killed"]
+LOST = [TESTS, "-k", "samples_nothing"]
+REFUSED = [TESTS, "-k", "cannot_serve"]
+FLIGHT = [TESTS, "-k", "batches_in_flight"]
+BYTES = [TESTS, "-k", "counted_and_logged"]
+
+BUGS = {
+    "an adapter is loaded under the name of the one before": (
+        ENGINE,
+        "partial(_load, name=server_version,",
+        "partial(_load, name=self._server_version,",
+        SYNC,
+    ),
+    "requests name the base": (
+        SERVER,
+        "self._server_version if self.takes_adapter else self._model_name",
+        "self._model_name",
+        SYNC,
+    ),
+    "the adapter before stays loaded": (ENGINE, "for old in names - {name}:", "for old in ():", SYNC),
+    "adapters of others are unloaded": (ENGINE, " if model.id.startswith(_PREFIX)}", "}", KILLED),
+    "a 404 ends the run": (
+        "trainer/engines/server/replicas.py",
+        "if isinstance(error, NoRouteError):",
+        "if False:",
+        LOST,
+    ),
+    "a loaded adapter need not be there": (ENGINE, "if name not in names:", "if False:", [TESTS, "-k", "did_not"]),
+    "a lower rank is accepted": (ENGINE, "most < rank,", "False,", REFUSED),
+    "the rank of a pattern does not count": (
+        "trainer/engines/served_adapter.py",
+        "*self._config.rank_pattern.values()",
+        "",
+        [TESTS, "-k", "largest_rank"],
+    ),
+    "merged weights of another run are a base": (
+        ENGINE,
+        'version != "default" and not version.startswith(_PREFIX)',
+        "False",
+        REFUSED,
+    ),
+    "a server that was restarted is not asked for LoRA": (
+        ENGINE,
+        "        await _check_lora(client, replica, rank=self._adapter.rank)\n",
+        "",
+        REFUSED,
+    ),
+    "adapters are merged for servers too": (
+        "trainer/learner.py",
+        'if getattr(engine, "takes_adapter", False) else',
+        "if False else",
+        FLIGHT,
+    ),
+    "an adapter is sent in fp32": (
+        "trainer/models/adapters.py",
+        "(name, narrow(name, weight)) for name, weight in adapter_weights",
+        "(name, weight) for name, weight in adapter_weights",
+        BYTES,
+    ),
+    "layers with adapters are not compared": (
+        "trainer/engines/server/server_info.py",
+        'printed = re.sub(_LORA, "): ", printed)',
+        "",
+        ["tests/trainer/engines/test_served_model.py", "-k", "has_adapters"],
+    ),
+}
