@@ -186,14 +186,14 @@ BUGS = {
     ),
     "greedy completions are prefetched, and not saved": (
         "trainer/collect/collector.py",
-        'and (tables.get("greedy") or not self.has_greedy)',
-        "and not self.has_greedy",
+        "self.has_greedy and not greedy",
+        "self.has_greedy",
         REMAX_RESUMED,
     ),
     "greedy completions belong to other prompts after a resume": (
         "trainer/collect/collector.py",
-        'from_tensors(tables["greedy"])',
-        'from_tensors(tables["greedy"])[::-1]',
+        "from_tensors(greedy)",
+        "from_tensors(greedy)[::-1]",
         REMAX_RESUMED,
     ),
     "greedy episodes reset the environments of all others": (

@@ -67,8 +67,8 @@ BUGS = {
     ),
     "a checkpoint has the first batch of the queue alone": (
         "trainer/collect/collector.py",
-        "            tables.append(table)",
-        "            tables = tables or [table]",
+        "tables.append(as_tensors(samples) | greedy)",
+        "tables = tables or [as_tensors(samples) | greedy]",
         RESUMED,
     ),
     "a resumed queue begins behind its rows": (
