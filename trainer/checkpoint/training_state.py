@@ -411,14 +411,16 @@ def check_rollouts(
     what training.json says of the rollouts in progress. None: there are none. Returns the prefetched ones.
     """
     parts = {group: part for group, part in groups.items() if group != "random" and part}
-    steps = learner.args.optimizer_steps_per_generation(learner.accelerator.num_processes)
+    args, processes = learner.args, learner.accelerator.num_processes
+    steps = args.optimizer_steps_per_generation(processes)
+    size = args.per_device_train_batch_size * args.micro_batches_per_generation(processes)
     prefetched = [parts[name] for name in map(prefetched_group, range(len(parts))) if name in parts]
     others = parts.keys() - set(map(prefetched_group, range(len(prefetched))))
     if others != {f"buffer.{index}" for index in range(0 if saved is None else steps)}:
         raise ValueError(f"it has {sorted(parts)}, want {0 if saved is None else steps} batches in progress")
     if saved is not None:
         check_alike(RolloutBuffer([], 1, 0).state()[0], saved, "buffer", exact=True)
-        total = steps * learner.args.num_iterations
+        total = steps * args.num_iterations
         if saved["batches"] * saved["iterations"] != total or saved["batches"] != steps or saved["done"] >= total:
             raise ValueError(f"{saved} is no part of {steps} batches and {total} steps")
         if saved["done"] and "old_logprobs.values" not in parts[f"buffer.{saved['done'] % steps}"]:
@@ -430,6 +432,8 @@ def check_rollouts(
         if greedy:
             _check_sequences(greedy, f"{where}.greedy", learner.vocab_size)
         oldest, versions = saved["weight_version"] if where in others else 0, part["weight_version"]
+        if where not in others and len(versions) != size:
+            raise ValueError(f"{where} has {len(versions)} samples, want {size}")
         if ((versions < oldest) | (versions > step)).any():
             raise ValueError(f"{where}.weight_version is not one from {oldest} to {step}, which sampled the batch")
     return prefetched

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from transformers import TrainerCallback
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
+from fused_grpo.trainer.checkpoint.training_state import check_rollouts
 from fused_grpo.trainer.collect import collector
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 
@@ -264,6 +267,17 @@ def test_a_resumed_run_samples_again_what_has_columns_for_the_rewards(make_train
     trained(resumed, resume_from_checkpoint=str(whole.output_dir / "checkpoint-3"))
     assert [sampling.seed - FIRST_SEED for _, sampling in resumed.engine.calls] == [3, 4, 5, 6, 7]
     assert lines(resumed)[-1]["step"] == 8
+
+
+@pytest.mark.parametrize("change", [lambda samples: samples[1:], lambda samples: samples * 2])
+def test_a_prefetched_batch_of_another_size_is_refused(make_trainer, change):
+    trainer = make_trainer(1)
+    trainer.collector.prefetch(trainer.engine, lambda name: nullcontext(), is_free=True)
+    _, (table,) = trainer.collector.state()
+    check_rollouts({"prefetched": table}, None, trainer.learner, step=0)
+    changed = as_tensors(change(from_tensors(table)))
+    with pytest.raises(ValueError, match=r"prefetched has \d samples, want 4"):
+        check_rollouts({"prefetched": changed}, None, trainer.learner, step=0)
 
 
 def test_a_run_that_has_ended_samples_nothing_more(make_trainer):
