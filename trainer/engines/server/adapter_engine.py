@@ -83,15 +83,13 @@ async def _check_lora(client: httpx.AsyncClient, replica: Replica, *, rank: int)
         environment = await replica.ask(client, SERVER_INFO, field="vllm_env", kind=dict[str, object])
     with suppress(NoRouteError):
         version = await replica.ask(client, "/weight_info", field="weight_version", kind=str)
+    api_servers = (config.parallel_config or {}).get("_api_process_count", 1)
     most = 0 if config.lora_config is None else config.lora_config.max_lora_rank
     reasons = {
         "without --enable-lora": config.lora_config is None,
         f"with --max-lora-rank {most}": most < rank,
         f"without {_UPDATING}=True": environment.get(_UPDATING) is not True,
-        "with several API servers, of which one knows the adapter": (config.parallel_config or {}).get(
-            "_api_process_count", 1
-        )
-        != 1,
+        "with several API servers, of which one knows the adapter": api_servers != 1,
         "that another run has sent merged weights": version != "default" and not version.startswith(_PREFIX),
     }
     if wrong := [name for name, holds in reasons.items() if holds]:
