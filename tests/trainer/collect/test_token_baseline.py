@@ -203,7 +203,7 @@ def of_ranks(request, farm, tmp_path_factory):
     ranks, options = {}, json.dumps({"advantage_estimator": request.param, "variance_report": True})
     for processes, sequences in ((1, 4), (2, 2)):
         out = tmp_path_factory.mktemp(f"of-{processes}")
-        farm.run(SCRIPT, out, sequences, options, processes=processes)
+        farm.run(SCRIPT, out, sequences, options, processes=processes, stage="libraries")
         ranks[processes] = [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(processes)]
     return ranks
 

@@ -34,5 +34,6 @@ def test_two_processes_make_the_update_of_one(found):
             torch.testing.assert_close(rank["weights"][name], weight, rtol=0, atol=1e-5)  # it moved by 2e-3
     names = [name for name in one["logged"] if name.startswith(("tools/", "sampling/", "reward", "completions/"))]
     assert {"tools/turns", "sampling/sampling_logp_difference/turn_4/max"} <= set(names)
+    names.remove("sampling/bit_equal_fraction")  # rounding depends on the batch
     for name in names:
         assert two[0]["logged"][name] == pytest.approx(one["logged"][name], abs=1e-6), name
