@@ -1,0 +1,83 @@
+"""What outputs beside log-probs and squared gradients cost: `python -m fused_grpo.bench.outputs [--rounds 16]`.
+
+GPT-2's head and 2,048 tokens in fp32: log-probs with and without all `outputs=`, and the loss with and without
+`squared_gradients=`, one after the other in each round. It writes bench/results/<machine>/outputs-cost-<date>.json and
+prints the ratio of the medians, and the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fused_grpo import fused_linear_grpo_loss, linear_logprobs
+from fused_grpo.bench.accuracy import ROOT, commit
+from fused_grpo.env import environment
+from fused_grpo.logprobs import OUTPUTS
+
+N, D, V = 2048, 768, 50304
+
+
+def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """By name: the call without, and with."""
+    hidden, weight = torch.randn(N, D, requires_grad=True), (0.02 * torch.randn(V, D)).requires_grad_()
+    targets, out = torch.randint(V, (N,)), torch.empty(N)
+    loss: dict[str, Any] = {"advantages": torch.randn(8), "cu_seqlens": torch.arange(0, N + 1, N // 8)}
+
+    def trained(logprobs: torch.Tensor) -> None:
+        torch.autograd.grad(logprobs.sum(), (hidden, weight))
+
+    def measured(**options: Any) -> None:
+        with torch.no_grad():
+            linear_logprobs(hidden, weight, targets, **options)
+
+    def learned(**options: Any) -> None:
+        torch.autograd.grad(fused_linear_grpo_loss(hidden, weight, targets, **loss, **options).loss, (hidden, weight))
+
+    return {
+        "trainable log-probs, all outputs": (
+            lambda: trained(linear_logprobs(hidden, weight, targets)),
+            lambda: trained(linear_logprobs(hidden, weight, targets, outputs=OUTPUTS).logprobs),
+        ),
+        "log-probs without a gradient, all outputs": (measured, lambda: measured(outputs=OUTPUTS)),
+        "loss, squared gradients": (learned, lambda: learned(squared_gradients=out)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=16)
+    rounds = parser.parse_args().rounds
+    torch.manual_seed(0)
+    pairs = calls()
+    seconds: dict[str, list[list[float]]] = {name: [[], []] for name in pairs}
+    for number in range(rounds + 1):  # the first one warms up
+        for name, pair in pairs.items():
+            for place in (0, 1) if number % 2 else (1, 0):
+                start = time.perf_counter()
+                pair[place]()
+                if number:
+                    seconds[name][place].append(time.perf_counter() - start)
+    today = datetime.date.today().isoformat()
+    found: dict[str, Any] = {"made_by": f"python -m fused_grpo.bench.outputs --rounds {rounds}", "date": today}
+    found |= {"commit": commit(), "environment": environment(), "shape": {"N": N, "D": D, "V": V}}
+    found["seconds"] = {name: dict(zip(("without", "with"), both, strict=True)) for name, both in seconds.items()}
+    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"outputs-cost-{today}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print(path)
+    for name, (without, both) in seconds.items():
+        of_rounds = statistics.median(b / a for a, b in zip(without, both, strict=True))
+        medians = statistics.median(both) / statistics.median(without)
+        print(f"{name}: {statistics.median(without):.3f} s; medians {medians:.4f}, of rounds {of_rounds:.4f}")
+
+
+if __name__ == "__main__":
+    main()
