@@ -1,8 +1,9 @@
-"""What outputs beside log-probs and squared gradients cost: `python -m fused_grpo.bench.outputs [--rounds 16]`.
+"""What outputs beside log-probs, squared gradients and score centering cost: `python -m fused_grpo.bench.outputs`.
 
 GPT-2's head and 2,048 tokens in fp32: log-probs with and without all `outputs=`, and the loss with and without
-`squared_gradients=`, one after the other in each round. It writes bench/results/<machine>/outputs-cost-<date>.json and
-prints the ratio of the medians, and the median of the rounds' ratios.
+`squared_gradients=` and score centering of 128 tokens, in interleaved rounds. It writes
+bench/results/<machine>/outputs-cost-<date>.json and prints the ratio of the medians, and the median of the rounds'
+ratios.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import datetime
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fused_grpo import fused_linear_grpo_loss, linear_logprobs
+from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, linear_logprobs
 from fused_grpo.bench.accuracy import ROOT, commit
+from fused_grpo.bench.interleaved import interleaved_seconds, quotient
 from fused_grpo.env import environment
 from fused_grpo.logprobs import OUTPUTS
 
-N, D, V = 2048, 768, 50304
+N, D, V, K = 2048, 768, 50304, 128
 
 
 def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
@@ -31,6 +32,13 @@ def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     hidden, weight = torch.randn(N, D, requires_grad=True), (0.02 * torch.randn(V, D)).requires_grad_()
     targets, out = torch.randint(V, (N,)), torch.empty(N)
     loss: dict[str, Any] = {"advantages": torch.randn(8), "cu_seqlens": torch.arange(0, N + 1, N // 8)}
+
+    sampler = (hidden.detach() @ weight.detach().t()).log_softmax(1)
+    loss["sampling_logprobs"] = sampler.gather(1, targets[:, None])[:, 0]
+    top = sampler.topk(K)
+    centred = {"config": GRPOLossConfig(score_centering="topk"), "sampling_topk_ids": top.indices.clone()}
+    centred["sampling_topk_logprobs"] = top.values.clone()
+    del sampler
 
     def trained(logprobs: torch.Tensor) -> None:
         torch.autograd.grad(logprobs.sum(), (hidden, weight))
@@ -49,6 +57,7 @@ def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
         ),
         "log-probs without a gradient, all outputs": (measured, lambda: measured(outputs=OUTPUTS)),
         "loss, squared gradients": (learned, lambda: learned(squared_gradients=out)),
+        "loss, score centering with K = 128": (learned, lambda: learned(**centred)),
     }
 
 
@@ -58,25 +67,22 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.manual_seed(0)
     pairs = calls()
-    seconds: dict[str, list[list[float]]] = {name: [[], []] for name in pairs}
-    for number in range(rounds + 1):  # the first one warms up
-        for name, pair in pairs.items():
-            for place in (0, 1) if number % 2 else (1, 0):
-                start = time.perf_counter()
-                pair[place]()
-                if number:
-                    seconds[name][place].append(time.perf_counter() - start)
+    for pair in pairs.values():  # warm up
+        for call in pair:
+            call()
+    seconds = {
+        name: interleaved_seconds(dict(zip(("without", "with"), pair, strict=True)), rounds=rounds)
+        for name, pair in pairs.items()
+    }
     today = datetime.date.today().isoformat()
     found: dict[str, Any] = {"made_by": f"python -m fused_grpo.bench.outputs --rounds {rounds}", "date": today}
-    found |= {"commit": commit(), "environment": environment(), "shape": {"N": N, "D": D, "V": V}}
-    found["seconds"] = {name: dict(zip(("without", "with"), both, strict=True)) for name, both in seconds.items()}
+    found |= {"commit": commit(), "environment": environment(), "shape": {"N": N, "D": D, "V": V}, "seconds": seconds}
     path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"outputs-cost-{today}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(path)
-    for name, (without, both) in seconds.items():
-        of_rounds = statistics.median(b / a for a, b in zip(without, both, strict=True))
-        medians = statistics.median(both) / statistics.median(without)
-        print(f"{name}: {statistics.median(without):.3f} s; medians {medians:.4f}, of rounds {of_rounds:.4f}")
+    for name, both in seconds.items():
+        of_rounds = statistics.median(b / a for a, b in zip(both["without"], both["with"], strict=True))
+        print(f"{name}: medians {quotient(both, 'with', 'without'):.4f}, of rounds {of_rounds:.4f}")
 
 
 if __name__ == "__main__":

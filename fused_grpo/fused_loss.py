@@ -136,8 +136,7 @@ def fused_linear_grpo_loss(
     restricted = None if support is None else support_of(support, head, process_group=process_group)
     if weight_main_grad is not None:
         check_main_grad(weight_main_grad, weight, chosen)
-    others: dict[str, Any] = {"process_group": process_group, "distillation": distillation}
-    check_squared_gradients(squared_gradients, targets, head.dtype, **others)
+    check_squared_gradients(squared_gradients, targets, head.dtype, process_group, distillation)
     if distillation is not None:
         check_together(distillation, config, score=score, support=support, process_group=process_group)
     sampler = SamplerHead(sampling_topk_ids, sampling_topk_logprobs)
@@ -180,7 +179,8 @@ def fused_linear_grpo_loss(
             attached = (result.statistics["loss"], result.gradients, weight_main_grad, passes)
             loss = AttachGradients.apply(*attached, head.hidden, weight, bias)  # type: ignore[no-untyped-call]
             statistics, logprobs, _, (upstream, _), _, squares = result
-    if squared_gradients is not None and squares is not None:
+    if squared_gradients is not None:
+        assert squares is not None
         own = upstream.square() * score_norms(logprobs.detach(), squares)
         squared_gradients.copy_(torch.where(inputs.tokens.mask, own, 0.0).view(targets.shape))
     metrics = formulas.finish_metrics(statistics, inputs, has_entropy=entropy)

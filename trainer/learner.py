@@ -370,8 +370,9 @@ class Learner:
         self, batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]
     ) -> dict[str, float]:
         """The loss op's metrics of the step, and TRL's of its ratios, over all ranks."""
-        squared = [output.metrics.pop("squared_gradients", None) for output in outputs]
-        of_step = {} if squared[0] is None else variance_report(batch, packed, squared)
+        reports = "squared_gradients" in outputs[0].metrics  # not of an evaluation
+        squared = [output.metrics.pop("squared_gradients") for output in outputs if reports]
+        of_step = variance_report(batch, packed, squared) if reports else {}
         of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
         pairs = zip(packed, outputs, strict=True)
         of_ratios = merge_metrics([ratio_sums(part, output.logprobs, self.loss_config) for part, output in pairs])

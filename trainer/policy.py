@@ -35,6 +35,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from fused_grpo._maths.moments import score_norms
+from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.divergence import Distillation
 from fused_grpo.errors import InputError, UnsupportedError
@@ -124,8 +125,7 @@ class PolicyLoss(nn.Module):
         if config.score_centering != "off":
             options["sampling_topk_ids"], options["sampling_topk_logprobs"] = batch.centering or (None, None)
         if squares:
-            dtype = torch.promote_types(hidden.dtype, torch.float32)
-            options["squared_gradients"] = hidden.new_empty(len(hidden), dtype=dtype)
+            options["squared_gradients"] = hidden.new_empty(len(hidden), dtype=compute_dtype(hidden))
         output = fused_linear_grpo_loss(
             hidden,
             weight,

@@ -245,17 +245,20 @@ def check_temperature_values(temperature: Tensor) -> None:
         raise InputError(f"got a temperature of {wrong}, want finite numbers > 0; {_GREEDY}")
 
 
-def check_squared_gradients(out: Tensor | None, targets: Tensor, dtype: torch.dtype, **others: Any) -> None:
-    """Check that the squared gradients can be written to `out`, if it is given, and that the others are None.
+def check_squared_gradients(
+    out: Tensor | None, targets: Tensor, dtype: torch.dtype, process_group: Any, distillation: Any
+) -> None:
+    """Check that the squared gradients can be written to `out`, if it is given, in the shape of the targets.
 
     Raises:
         InputError: another shape, dtype or device than wanted, or a tensor that requires a gradient.
-        UnsupportedError: an option with which there are none.
+        UnsupportedError: a process_group or a distillation, with which there are none.
     """
     if out is None:
         return
-    if given := [name for name, value in others.items() if value is not None]:
-        raise UnsupportedError(f"got squared_gradients with a {' and a '.join(given)}; fix: leave one of them out")
+    if process_group is not None or distillation is not None:
+        other = "process_group" if distillation is None else "distillation"
+        raise UnsupportedError(f"got squared_gradients with a {other}; fix: leave one of them out")
     check_tensors(squared_gradients=out)
     if out.shape != targets.shape or out.dtype != dtype or out.device != targets.device or out.requires_grad:
         raise InputError(

@@ -139,8 +139,9 @@ class SupportedHead:
         """`finish_moments` [3, N] of the rows over their kept tokens, 0 for rows that take no part."""
         e, z = self._entries, self._transformed(self._raw, self.row_of_entries)
         own = e.segments.offsets[:-1] + self._places
+        at_own = z[own][e.row]
         # `argmax` over the vocabulary takes the first of the largest.
-        before = (z > z[own][e.row]) | ((z == z[own][e.row]) & (e.tokens < e.tokens[own][e.row]))
+        before = (z > at_own) | ((z == at_own) & (e.tokens < e.tokens[own][e.row]))
         leads = self._sums(before.to(z.dtype)) == 0
         squares = self._sums(torch.exp(2 * self.entry_logprobs(statistics)))
         parts = [squares, self._sums(z) / e.segments.sizes, leads.to(z.dtype)]

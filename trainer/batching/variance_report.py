@@ -17,15 +17,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from math import sqrt
-from typing import Any
 
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from fused_grpo.trainer.batching.micro_batch_metrics import per_sequence
 from fused_grpo.trainer.types import MicroBatch, Sample
 
 
-def variance_report(batch: Sequence[Sample], packed: Sequence[MicroBatch], squared: Sequence[Any]) -> dict[str, float]:
+def variance_report(
+    batch: Sequence[Sample], packed: Sequence[MicroBatch], squared: Sequence[Tensor]
+) -> dict[str, float]:
     """The metrics above, from the squared norms [N] of each micro-batch. A collective.
 
     Samples of equal prompts are one group.

@@ -127,7 +127,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Number of optimizer steps after which the device's memory cache is emptied. None never does."""
     batch_invariant: bool = False
     """Compute each sequence alone, so that the others of a batch do not change the bits of its log-probs, and sample
-    with vLLM's VLLM_BATCH_INVARIANT=1 (docs/trainer.md). It is slower."""
+    with vLLM's VLLM_BATCH_INVARIANT=1 (docs/batch-invariance.md). It is slower."""
     chunk_bytes: int | None = None
     """Memory budget of a chunk of logits, in bytes. None is 96 MiB on a CPU, and on a GPU up to
     4096 rows within 1/48 of its memory."""
