@@ -91,7 +91,7 @@ def _fold(
     shift = tile.raw.new_full((len(tile.raw),), -torch.inf) if tile.on_cpu else tile.largest()
     for block in tile.blocks(out, apart=entropy or (moments is not None and out is not None)):
         # With the entropy, sums are relative to the largest logit of the block: other errors would not cancel.
-        top = block.z.amax(1) if entropy or moments is not None else None
+        top = _block_maxima(block.z) if entropy or moments is not None else None
         if tile.on_cpu:
             shift = _raised(shift, block.z, top, None if out is None else out[:, : block.columns.start])
         centre = top if top is not None and entropy else shift
@@ -121,7 +121,7 @@ def _order(block: Block, tile: RawTile, largest: Tensor) -> tuple[Tensor, Tensor
         return sums, largest, z.masked_fill(_columns(z) >= local[:, None], -torch.inf).amax(1)
     rows = (local == local.clamp(0, z.shape[1] - 1)).nonzero()[:, 0]  # a share of all
     z[rows, local[rows]] = at_target[rows]
-    sums = _product_sums(z)
+    sums = block_sums(z)
     z[rows, local[rows]] = -torch.inf
     # Which of the other logits is before the target is only asked where one ties with it.
     before, tied = largest.masked_fill(local < 0, -torch.inf), rows[largest[rows] == at_target[rows]]
@@ -367,23 +367,23 @@ def block_sums(values: Tensor) -> Tensor:
     return parts.sum(1).sum(0)
 
 
+def _block_maxima(values: Tensor) -> Tensor:
+    """[R] over the columns of a block [R, c], in parts: every core then reads the columns that it writes next."""
+    if values.shape[1] % _PARTS:
+        return values.amax(1)
+    return values.t().unflatten(0, (_PARTS, -1)).amax(1).amax(0)
+
+
 def _square_sums(values: Tensor, *, spare: Tensor) -> Tensor:
     """[R], the sums of squares over the columns of a block [R, c]; `spare` [R, c] is overwritten, and may be it."""
     if values.shape[1] % _PARTS:
         return block_sums(torch.mul(values, values, out=spare))
-    first, *others = values.t().unflatten(0, (_PARTS, -1))
-    sums = torch.mul(first, first, out=spare.t()[: len(first)])
+    # Of each four consecutive columns one, so that a core reads those that it has written.
+    first, *others = values.t().unflatten(0, (-1, _PARTS)).unbind(1)
+    sums = torch.mul(first, first, out=spare.t().unflatten(0, (-1, _PARTS))[:, 0])
     for part in others:
         sums.addcmul_(part, part)
     return block_sums(sums.t())
-
-
-def _product_sums(values: Tensor) -> Tensor:
-    """`block_sums` by products with ones, of 16 columns each: twice as fast, and rounded a few times more."""
-    columns = values.shape[1]
-    if columns % 16:
-        return block_sums(values)
-    return torch.bmm(values.new_ones(columns // 16, 1, 16), values.t().unflatten(0, (-1, 16))).sum(0)[0]
 
 
 def in_place(logits: Tensor, dtype: torch.dtype) -> Tensor:
