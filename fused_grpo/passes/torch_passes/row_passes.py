@@ -371,7 +371,8 @@ def _block_maxima(values: Tensor) -> Tensor:
     """[R] over the columns of a block [R, c], in parts: every core then reads the columns that it writes next."""
     if values.shape[1] % _PARTS:
         return values.amax(1)
-    return values.t().unflatten(0, (_PARTS, -1)).amax(1).amax(0)
+    parts: Tensor = values.t().unflatten(0, (_PARTS, -1))
+    return parts.amax(1).amax(0)
 
 
 def _square_sums(values: Tensor, *, spare: Tensor) -> Tensor:
