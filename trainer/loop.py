@@ -419,27 +419,32 @@ class GRPOTrainer(TransformersFace):
                 self.control.should_save = is_best
         agree(self.accelerator, self.control)
         if self.control.should_save:
+            self._leave_epoch()
             self.save_checkpoint()
             self.events("on_save")
+
+    def _leave_epoch(self) -> None:
+        """Leave the rest of an epoch out, if a callback has said so: before a checkpoint, which goes on behind it."""
+        if self.control.should_epoch_stop:  # until the next epoch begins; a second call changes nothing
+            self.state.epoch = float(self.epochs.skip(self.step))
+            self.collector.next_pass()
+            self.buffer = None
 
     def _end_epoch(self) -> None:
         """After the last step of an epoch or of the run, or where a callback leaves the rest of the epoch out."""
         agree(self.accelerator, self.control)
-        control = self.control
-        if not (self.epochs.ends_with(self.step) or control.should_epoch_stop or control.should_training_stop):
-            return
-        if control.should_epoch_stop:
-            self.epochs.skip(self.step)
-            self.collector.next_pass()
-            self.buffer = None
-        self._in_epoch = False
-        self.events("on_epoch_end")
-        self._log_evaluate_save()
+        if self.epochs.ends_with(self.step) or self.control.should_epoch_stop or self.control.should_training_stop:
+            self._leave_epoch()
+            self._in_epoch = False
+            self.events("on_epoch_end")
+            self._log_evaluate_save()
 
     def _stop(self) -> None:
         """Save a resumable checkpoint, even with `save_only_model`, and exit: some rank has received a signal."""
         if self.control.should_log:
             self.events.log_steps()
+        agree(self.accelerator, self.control)
+        self._leave_epoch()
         where = self._save_checkpoint(resumable=True)
         self.events("on_save")
         self.output.console.note(

@@ -142,16 +142,17 @@ def test_a_callback_that_would_fail_at_its_event_is_refused_before(make_trainer,
         make_trainer(callbacks=[kind])
 
 
-def test_the_rest_of_an_epoch_is_left_out(make_trainer):
+@pytest.mark.parametrize("saved", [6, 3])
+def test_the_rest_of_an_epoch_is_left_out(make_trainer, saved):
     """An epoch is 16 rows / 4 rows of a batch * 2 iterations = 8 steps; three steps of the first one are made."""
     recorder = Recorder()
     options = {"per_device_train_batch_size": 16, "max_steps": -1, "num_iterations": 2, "num_train_epochs": 2}
-    trainer = make_trainer(callbacks=[deciding(should_epoch_stop=3), recorder], save_steps=6, **options)
+    trainer = make_trainer(callbacks=[deciding(should_epoch_stop=3), recorder], save_steps=saved, **options)
     trainer.train()
     assert [step for name, step in recorder.events if name == "on_epoch_end"] == [3, 11]
     assert (trainer.step, trainer.state.epoch, trainer.sampler.used) == (11, 2.0, 32)
-    resumed = make_trainer(save_steps=6, overwrite_output_dir=False, **options)
-    resumed.train(resume_from_checkpoint=trainer.output_dir / "checkpoint-6")
+    resumed = make_trainer(save_steps=saved, overwrite_output_dir=False, **options)
+    resumed.train(resume_from_checkpoint=trainer.output_dir / f"checkpoint-{saved}")
     assert (resumed.step, resumed.state.epoch, resumed.sampler.used) == (11, 2.0, 32)
 
 

@@ -305,9 +305,10 @@ class Epochs:
         """Whether the last row of an epoch is used in that step."""
         return math.floor(self.at(step)) > math.floor(self.at(step - 1))
 
-    def skip(self, step: int) -> None:
-        """Leave the rest of the epoch out: the next step is the first of the next one."""
+    def skip(self, step: int) -> Fraction:
+        """Leave the rest of the epoch out: the next step is the first of the next one. Returns the epochs before it."""
         self.skipped += math.ceil(self.at(step)) - self.at(step)
+        return self.at(step)
 
     def resume(self, step: int, epoch: float) -> None:
         """Continue after `step`, which ended at `epoch`: what was skipped before follows from the two."""
