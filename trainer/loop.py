@@ -397,6 +397,7 @@ class GRPOTrainer(TransformersFace):
             "epoch": float(self.epochs.at(self.step)),
             "generate_calls": self.collector.generate_calls,
             "rollout_engine": self.engine.name,
+            **getattr(self.engine, "sync_metrics", {}),
             "step_time": sum(phases.seconds.values()),
             **{f"time/{name}": seconds for name, seconds in phases.seconds.items()},
         }

@@ -19,7 +19,7 @@ RANGES: Ranges = (
         "max_completion_length ref_model_sync_steps steps_per_generation generation_batch_size chunk_bytes "
         "max_tokens_per_micro_batch torch_empty_cache_steps ddp_bucket_cap_mb num_generations_eval "
         "num_completions_to_print vllm_max_model_length max_tool_calling_iterations max_concurrent_tools "
-        "score_centering_topk",
+        "score_centering_topk vllm_full_sync_interval",
     ),
     (
         "a number of steps, or a share of all steps between 0 and 1",
@@ -330,6 +330,14 @@ def _check_together(args: Any) -> None:
         raise InputError(
             "got vllm_adapter_sync=True with vllm_weight_transfer='nccl', want one of the two: an adapter goes through "
             "files; fix: leave vllm_weight_transfer out"
+        )
+    if args.vllm_full_sync_interval > 1 and (
+        args.vllm_mode != "server" or args.vllm_weight_transfer == "nccl" or args.vllm_adapter_sync
+    ):
+        raise InputError(
+            f"got vllm_full_sync_interval={args.vllm_full_sync_interval} with vllm_mode={args.vllm_mode!r}, "
+            f"vllm_weight_transfer={args.vllm_weight_transfer!r} and vllm_adapter_sync={args.vllm_adapter_sync}, want "
+            "servers that get all weights through files; fix: leave vllm_full_sync_interval out, or the others"
         )
     for name in ("vllm_engine_kwargs", "vllm_enable_sleep_mode", "vllm_adapter_sync", "vllm_dtype"):
         if getattr(args, name) not in (None, False, {}, "auto") and not (in_process or name in of_servers):

@@ -9,11 +9,13 @@ checked_engine.py         the trainer calls engines through this module, which c
 turns.py                  turns of episodes, sampled as they come; an engine with a `turn_session` has its own way
 sampling.py               prompts, stop tokens, seeds, sampling options and supports, the same for all engines
 weight_files.py           files of weights for other processes, and tied heads
+changed_weights.py        what changed since the last sync, and the worker extension of vLLM that makes weights of it
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -47,6 +49,7 @@ class RolloutEngine(Protocol):
     why_no_support: str | None = None  # of rollouts without the support of each token: what the engine needs for it
     samples_in_background: bool = False  # True: it may sample, and load weights, in another thread than the trainer's
     first_rank_sends: bool = False  # True: `load_weights` reads those of the first rank alone
+    sync_metrics: Mapping[str, float] = MappingProxyType({})  # of the last `load_weights`, logged with each step
     own_prompts: bool = False  # True: `generate` takes `rows` of the dataset with their numbers, and may encode them
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:

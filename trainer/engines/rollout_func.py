@@ -72,6 +72,10 @@ class FunctionEngine(RolloutEngine):
     def takes_adapter(self) -> bool:  # type: ignore[override]
         return self.inner is not None and self.inner.takes_adapter
 
+    @property
+    def sync_metrics(self) -> Mapping[str, float]:  # type: ignore[override]
+        return getattr(self.inner, "sync_metrics", {})
+
     def generate(
         self,
         prompt_ids: Sequence[Sequence[int]],

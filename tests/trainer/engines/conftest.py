@@ -22,6 +22,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from fused_grpo.trainer.engines.changed_weights import RECEIVER
 from fused_grpo.trainer.engines.server import server_command, server_folder
 from fused_grpo.trainer.types import Rollouts
 
@@ -70,7 +71,7 @@ def start_forked(farm) -> Callable[[list[str], dict[str, str]], Any]:
 
 @pytest.fixture(scope="session")
 def one_server(served_folder, farm, start_forked) -> Iterator[ServerProcess]:
-    process = ServerProcess(served_folder, farm.free_port(), start_forked)
+    process = ServerProcess(served_folder, farm.free_port(), start_forked, ("--worker-extension-cls", RECEIVER))
     yield process
     process.kill()
 

@@ -53,6 +53,7 @@ class FakeServer(ThreadingHTTPServer):
         self.adapters: dict[str, dict[str, Any]] = {}
         self.lora_config, self.environment = None, None  # None: without --enable-lora, without vllm_env
         self.parallel_config, self.device = {}, "cpu"
+        self.workers: list[Any] = []  # with our worker extension
         self.model = ""  # as vLLM prints it; "": the server is too old to do so
         self.mutate: Any = lambda path, answer: answer  # every answer with status 200
         self.refuses_to_join, self.refuses_weights = False, False
@@ -145,6 +146,8 @@ class FakeServer(ThreadingHTTPServer):
                 return self.complete(body)
             case "/collective_rpc" if body["method"] == "get_model_inspection":
                 return {"results": [self.model]} if self.model else 404
+            case "/collective_rpc" if body["method"] == "load_changed_weights":
+                return {"results": [worker.load_changed_weights(**body["kwargs"]) for worker in self.workers]}
             case "/collective_rpc":
                 self.folder = Path(body["kwargs"]["weights_path"])
                 for file in self.folder.glob("*.safetensors"):

@@ -243,10 +243,10 @@ def test_what_a_sync_sends_is_counted_and_logged_once(connect, servers, model, t
         merging.load_weights(checkpoint_weights(model, merging.weight_dtype), version=0)
     (adapter,) = servers[1].adapters.values()
     assert {weight.dtype for weight in adapter.values()} == {torch.bfloat16}
-    assert engine.bytes_sent == sum(2 * math.prod(weight.shape) for weight in adapter.values())
-    assert merging.bytes_sent == sum(weight.nbytes for weight in servers[0].weights.values())
+    assert engine.sync_metrics["weight_sync/bytes"] == sum(2 * math.prod(weight.shape) for weight in adapter.values())
+    assert merging.sync_metrics["weight_sync/bytes"] == sum(weight.nbytes for weight in servers[0].weights.values())
     lines = [record.message for record in caplog.records if "a sync sends" in record.message]
-    assert [f"{engine.bytes_sent / 1e6:.3f} MB" in lines[0], len(lines)] == [True, 2]
+    assert [f"{engine.sync_metrics['weight_sync/bytes'] / 1e6:.3f} MB" in lines[0], len(lines)] == [True, 2]
 
 
 def letters(completions: list[str], **columns: Any) -> list[float]:

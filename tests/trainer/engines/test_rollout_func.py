@@ -133,6 +133,9 @@ def test_an_inner_engine_is_kept_in_step_and_closed(trainer) -> None:
     rollouts = engine.generate(PROMPT_IDS, SAMPLING)
     engine.close()
     assert inner.weight_version == rollouts.weight_version == 4
+    assert not engine.sync_metrics
+    inner.sync_metrics = {"weight_sync/bytes": 7.0}
+    assert engine.sync_metrics == {"weight_sync/bytes": 7.0}
     assert closed
 
 

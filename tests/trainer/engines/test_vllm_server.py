@@ -25,9 +25,11 @@ from fused_grpo.trainer.checkpoint.checkpoint import newest_checkpoint, verify_c
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
+from fused_grpo.trainer.engines.server.weight_transfer import ChangeTransfer
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.episodes.conversation import Template
 from fused_grpo.trainer.episodes.play import EpisodeEngine, Rules
+from fused_grpo.trainer.logging.run_log import read_metrics
 from fused_grpo.trainer.recipes import calculator
 from fused_grpo.trainer.recipes.arithmetic import PAD, tokenizer_of
 from fused_grpo.trainer.types import Rollouts, SamplingParams
@@ -87,6 +89,36 @@ def test_the_server_follows_every_sync(connect, model, prompts, plain_logprobs, 
         train_a_little(model, seed=version)
         assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() > 0.05
     assert not list(Path("/dev/shm").glob("fused-grpo-weights-*"))
+
+
+def test_a_server_that_is_sent_changes_has_all_the_weights(
+    server, model, tokenizer, prompts, plain_logprobs, sampled_logprobs
+) -> None:
+    url: dict[str, Any] = {"base_urls": [server.url], "timeout": 500.0}
+    full = VLLMServerEngine(model, tokenizer, **url)
+    engine = VLLMServerEngine(model, tokenizer, full_sync_interval=3, **url)
+    model, total, sent = copy.deepcopy(model), 0, []
+    for version in range(4):
+        engine.load_weights(checkpoint_weights(model), version)
+        rollouts = engine.generate(prompts, SAMPLING)
+        assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() < 1e-3
+        sent.append(engine.sync_metrics["weight_sync/bytes"])
+        if version == 2:
+            full.load_weights(checkpoint_weights(model), version)
+            total = full.sync_metrics["weight_sync/bytes"]
+            assert full.generate(prompts, SAMPLING) == rollouts
+        change_a_few(model, seed=version)
+        assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() > 0.05
+    assert [size == total for size in sent] == [True, False, False, True]
+    assert max(sent[1:3]) < 0.2 * total
+
+
+@torch.no_grad()
+def change_a_few(model, *, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        chosen = torch.rand(parameter.shape, generator=generator) < 0.02
+        parameter[chosen] += 0.2
 
 
 @pytest.mark.parametrize(
@@ -277,6 +309,38 @@ def whole(make_trainer) -> GRPOTrainer:
     assert metrics["rollout_engine"] == "vllm-server"
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-3
     return trainer
+
+
+def test_a_run_that_sends_changes_and_resumes_makes_the_same_steps(make_trainer, whole) -> None:
+    killed = make_trainer("changes", vllm_full_sync_interval=2)
+    record = killed._record
+
+    def recording(*arguments: Any) -> None:
+        record(*arguments)
+        if killed.step == 3:
+            raise KeyboardInterrupt
+
+    killed._record = recording
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    resumed = make_trainer("changes", vllm_full_sync_interval=2, resume_from_checkpoint=True)
+    assert resumed.train().steps == 5
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    lines, others = (read_metrics(trainer.output_dir / "metrics.jsonl") for trainer in (resumed, whole))
+    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+    assert {line["weight_sync/bytes"] for line in others} == {lines[0]["weight_sync/bytes"]}
+    assert [line["weight_sync/changed_fraction"] > 0.5 for line in lines] == [True] * 5  # nearly all bits of fp32
+
+
+def test_a_receiver_that_loads_nothing_ends_the_run_at_the_next_step(make_trainer, monkeypatch) -> None:
+    """It is believed what it says; what it samples with is not."""
+    loaded = ChangeTransfer._loaded
+    monkeypatch.setattr(ChangeTransfer, "_loaded", lambda *sent: None if sent[2] else loaded(*sent))
+    trainer = make_trainer("deaf", vllm_full_sync_interval=9, learning_rate=1e-2, save_strategy="no")
+    with pytest.raises(WeightSyncError, match="vllm-server engine and the trainer's at weight version 1"):
+        trainer.train()
+    assert trainer.step == 1
 
 
 def test_a_server_that_dies_ends_the_run_in_time(make_trainer, whole, server, runs) -> None:

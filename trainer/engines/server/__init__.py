@@ -6,7 +6,7 @@ server_engine.py    the rollout engine
 adapter_engine.py   the same, with servers that have the base model and are sent the adapter alone
 replicas.py         requests to one or several servers: which URLs are allowed, failures, one deadline
 server_info.py      what a server reports, and whether a trainer can use it
-weight_transfer.py  weights to servers: through files, or by NCCL
+weight_transfer.py  weights to servers: through files, all or what changed, or by NCCL
 """
 
 from __future__ import annotations

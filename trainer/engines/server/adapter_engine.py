@@ -35,7 +35,7 @@ class VLLMServerAdapterEngine(VLLMServerEngine):
     `load_weights` takes the adapter, as `adapter_stream` gives it.
 
     Args:
-        model: the trainer's PeftModel. All other arguments are those of VLLMServerEngine, except `weight_transfer`.
+        model: the trainer's PeftModel. All other arguments are those of VLLMServerEngine, except those of transfers.
 
     Raises:
         InputError: a server that was started without LoRA or for a lower rank, or has merged weights of another run.
@@ -47,7 +47,7 @@ class VLLMServerAdapterEngine(VLLMServerEngine):
 
     def __init__(self, model: Any, tokenizer: Any, *, weights_directory: str | None = None, **options: Any) -> None:
         self._adapter, self._directory = ServedAdapter(model), weights_directory
-        super().__init__(base_model(model), tokenizer, weight_transfer="files", **options)
+        super().__init__(base_model(model), tokenizer, weight_transfer="files", full_sync_interval=1, **options)
         self._replicas.each(partial(_check_lora, rank=self._adapter.rank), doing="getting ready for adapters")
 
     async def _check(self, client: httpx.AsyncClient, replica: Replica) -> None:

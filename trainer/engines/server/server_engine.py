@@ -63,6 +63,7 @@ class VLLMServerEngine(RolloutEngine):
         allow_remote: allow URLs that are not on this machine.
         api_key: the servers' --api-key. vLLM protects completions with it, but not weight sync.
         weight_transfer: the way of the weights: "files", "nccl" (experimental), or "auto"; see choose_transfer.
+        full_sync_interval: syncs from one that sends all weights to the next; those between send what changed.
         weights_directory: the parent of the weight files, which the servers can read too. None: shared memory.
         max_concurrency: the number of prompts that are sampled at a time.
         support: the sampling of which supports or the most likely tokens are wanted. None: neither.
@@ -76,7 +77,6 @@ class VLLMServerEngine(RolloutEngine):
 
     name = "vllm-server"
     samples_in_background = first_rank_sends = True
-    bytes_sent = 0  # by the last sync
     _prefix = ""  # of the weight versions on the servers
     why_no_support = "it needs top_k of 1 to 1024, and servers with --max-logprobs of 1.5 * top_k + 8 at least"
 
@@ -92,6 +92,7 @@ class VLLMServerEngine(RolloutEngine):
         allow_remote: bool = False,
         api_key: str | None = None,
         weight_transfer: TransferName = "auto",
+        full_sync_interval: int = 1,
         weights_directory: str | None = None,
         max_concurrency: int = 256,
         support: SamplingParams | None = None,
@@ -107,6 +108,7 @@ class VLLMServerEngine(RolloutEngine):
         self._stop_ids = stop_token_ids(model.generation_config, tokenizer)
         self._closed, self._group = False, None
         self.weight_version, self._server_version = -1, ""
+        self.sync_metrics = dict[str, float]()
         wanted: dict[str, Any] = {"max_model_len": max_model_len, "batch_invariant": batch_invariant}
         ask = partial(server_info, **wanted, tie=self._tie, facts=self._facts)
         infos = self._replicas.each(ask, doing="getting ready")
@@ -125,7 +127,8 @@ class VLLMServerEngine(RolloutEngine):
             vocab_size=vocab_size,
         )
         self.weight_dtype = _DTYPES.get(str(served[0].dtype)) if len({one.dtype for one in served}) == 1 else None
-        self._transfer = choose_transfer(weight_transfer, self._replicas, configs, directory=weights_directory)
+        of_files: dict[str, Any] = {"directory": weights_directory, "full_sync_interval": full_sync_interval}
+        self._transfer = choose_transfer(weight_transfer, self._replicas, configs, **of_files)
 
     def generate(
         self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams, *, out: dict[Replica, str] | None = None
@@ -201,10 +204,10 @@ class VLLMServerEngine(RolloutEngine):
         server_version = f"{self._prefix}{uuid.uuid4().hex}:{version}"
         self._replicas.each(self._compare, doing="comparing models")
         stream = WeightStream.of(weights)
-        if stream.nbytes != self.bytes_sent:
+        if not self.sync_metrics:
             _log.info("a sync sends %.3f MB to %s", stream.nbytes / 1e6, self._replicas)
-        self.bytes_sent = stream.nbytes
         self._transfer_weights(stream, server_version)
+        self.sync_metrics = {"weight_sync/bytes": float(stream.nbytes), **self._transfer.metrics}
         self._replicas.each(partial(_finish_sync, server_version=server_version), doing="setting the weight version")
         return server_version
 

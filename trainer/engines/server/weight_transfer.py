@@ -1,9 +1,10 @@
-"""Moves weights from the trainer to the servers: through files, or by NCCL.
+"""Moves weights from the trainer to the servers: through files, all of them or what changed, or by NCCL.
 
-    files   safetensors in shared memory, which every server reads: one machine, or a folder that both can read
-    nccl    experimental: a broadcast from GPU to GPU through vLLM's own weight transfer
+    files     safetensors in shared memory, which every server reads: one machine, or a folder that both can read
+    changes   files of what changed since the last sync, to servers with our worker extension (changed_weights.py)
+    nccl      experimental: a broadcast from GPU to GPU through vLLM's own weight transfer
 
-server_engine.py does the rest of a sync, the same for both: it resets prefix caches and sets the weight version.
+server_engine.py does the rest of a sync, the same for all: it resets prefix caches and sets the weight version.
 
 **NCCL.** Of vLLM (0.28 or newer, on both ends) there are its communicator, a group of this process and every worker of
 every server, and its servers' routes. Its trainer side (`TrainerWeightTransferEngine`) is not used: it supports one
@@ -24,15 +25,16 @@ import itertools
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import httpx
 import torch
 from torch import Tensor
 
-from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
+from fused_grpo.errors import InputError, UnavailableError, WeightSyncError, shown
 from fused_grpo.trainer.common.threads import in_thread
+from fused_grpo.trainer.engines.changed_weights import RECEIVER, changes, digest
 from fused_grpo.trainer.engines.server.replicas import Replica, Replicas
 from fused_grpo.trainer.engines.server.server_info import VLLMConfig
 from fused_grpo.trainer.engines.weight_files import temporary_weight_files
@@ -45,14 +47,25 @@ _CLOSE_SECONDS = 10.0
 
 
 def choose_transfer(
-    wanted: TransferName, servers: Replicas, configs: Sequence[VLLMConfig], *, directory: str | None = None
-) -> FileTransfer | NCCLTransfer:
+    wanted: TransferName,
+    servers: Replicas,
+    configs: Sequence[VLLMConfig],
+    *,
+    directory: str | None = None,
+    full_sync_interval: int = 1,
+) -> FileTransfer | ChangeTransfer | NCCLTransfer:
     """The transfer called `wanted`. "auto" is files: NCCL is experimental, and is chosen by its name alone.
 
-    InputError: an unknown name. UnavailableError: nccl was asked for and cannot run; names the reason.
+    With a `full_sync_interval` above 1 files have what changed, and one sync of so many sends all.
+
+    InputError: an unknown name; changes by NCCL, or to a server without the worker extension.
+    UnavailableError: nccl was asked for and cannot run; names the reason.
     """
     if wanted not in get_args(TransferName):
         raise InputError(f"got weight transfer {wanted!r}, want one of {get_args(TransferName)}; fix: choose one")
+    if full_sync_interval > 1:
+        _check_receivers(wanted, servers, configs)
+        return ChangeTransfer(servers, interval=full_sync_interval, directory=directory)
     if wanted != "nccl":
         return FileTransfer(servers, directory=directory)
     if reason := why_not_nccl(servers, configs):
@@ -62,6 +75,19 @@ def choose_transfer(
         )
     _log.warning("weights go to the servers by NCCL, which is experimental: it has not run on a GPU yet")
     return NCCLTransfer(servers, device=torch.device("cuda", torch.cuda.current_device()))
+
+
+def _check_receivers(wanted: TransferName, servers: Replicas, configs: Sequence[VLLMConfig]) -> None:
+    """InputError where changes cannot reach a server."""
+    for replica, config in zip(servers.all, configs, strict=True):
+        extension = str((config.parallel_config or {}).get("worker_extension_cls"))
+        got = "weights by NCCL" if wanted == "nccl" else f"a server at {replica.url} without our worker extension"
+        if wanted == "nccl" or extension != RECEIVER:
+            raise InputError(
+                f"got vllm_full_sync_interval above 1 and {got}, want files, and workers that make weights of changes; "
+                f"fix: install fused-grpo beside the server and start it with --worker-extension-cls {RECEIVER}, leave "
+                "vllm_weight_transfer out, or vllm_full_sync_interval=1"
+            )
 
 
 def why_not_nccl(servers: Replicas, configs: Sequence[VLLMConfig]) -> str | None:
@@ -88,6 +114,7 @@ class FileTransfer:
 
     def __init__(self, servers: Replicas, *, directory: str | None = None) -> None:
         self._servers, self._directory = servers, directory
+        self.metrics: dict[str, float] = {}  # of the last send, where it does not send all weights
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Have all servers load these weights (checkpoint names, full tensors); UnavailableError where one does not."""
@@ -99,6 +126,71 @@ class FileTransfer:
         """Do nothing: no file is left between two syncs."""
 
 
+class ChangeTransfer(FileTransfer):
+    """Sends the elements whose bits changed since the last `send`, and all of them in one of `interval` sends.
+
+    All are sent too where not every worker has the weights of the last one, or where one does not have the right bits
+    afterwards. The weights of the last send stay in the CPU's memory, in the dtype that they are sent in.
+    """
+
+    def __init__(self, servers: Replicas, *, interval: int, directory: str | None = None) -> None:
+        super().__init__(servers, directory=directory)
+        self._interval = interval
+        self._weights: dict[str, Tensor] = {}
+        self._base = ""  # the digest of what all workers have; "": they have to get all
+        self._changes_sent = 0  # since all were
+
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Have all servers load these weights (checkpoint names, full tensors).
+
+        UnavailableError: a server does not respond; WeightSyncError: it does not get the bits that were sent.
+        """
+        base, self._base = self._base, ""
+        files, changed = dict[str, Tensor](), 0
+        for name, weight in weights:
+            new = weight.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            count, key, part = changes(name, self._weights.get(name), new)
+            files |= {key: part} if count else {}
+            self._weights[name], changed = new, changed + count
+            del weight  # before the next is made
+        total = sum(weight.numel() for weight in self._weights.values())
+        self.metrics = {"weight_sync/bytes": 0.0, "weight_sync/changed_fraction": changed / max(1, total)}
+        wanted, self._changes_sent = digest(self._weights), self._changes_sent + 1
+        if base and self._changes_sent < self._interval:
+            problem = self._loaded(files, base, wanted)
+            if problem is None:
+                self._base = wanted
+                return
+            _log.warning("got %s; all weights are sent in the place of what changed", problem)
+        files.clear()
+        if problem := self._loaded(self._weights, "", wanted):
+            raise WeightSyncError(
+                f"got {problem}, though all weights were sent, want the trainer's bits; fix: the folder and the "
+                "memory that they go through, and the same fused-grpo on both sides"
+            )
+        self._base, self._changes_sent = wanted, 0
+
+    def close(self) -> None:
+        """Free the weights of the last send."""
+        self._weights, self._base = {}, ""
+
+    def _loaded(self, files: Mapping[str, Tensor], base: str, wanted: str) -> str | None:
+        """Have all workers load what makes `wanted` of `base`; what is wrong with what one of them has then."""
+        self.metrics["weight_sync/bytes"] += sum(part.nbytes for part in files.values())
+
+        async def load(client: httpx.AsyncClient, replica: Replica) -> str | None:
+            path, kind = "/collective_rpc", list[dict[str, str]]
+            workers = await replica.ask(client, path, call, field="results", kind=kind) or [{"reason": "no worker"}]
+            wrong = next((worker for worker in workers if worker.get("digest") != wanted), None)
+            return None if wrong is None else shown(replica.redacted(f"{wrong.get('reason')} at {replica.url}"))
+
+        with temporary_weight_files(files.items(), directory=self._directory) as folder:
+            kwargs = {"folder": str(folder), "base": base, "wanted": wanted}
+            call = {"method": "load_changed_weights", "kwargs": kwargs}
+            problems = self._servers.each(load, doing="loading weights")
+        return next(filter(None, problems), None)
+
+
 class NCCLTransfer:
     """Sends weights by broadcast, to servers that were started for it. The first `send` opens the group.
 
@@ -107,6 +199,7 @@ class NCCLTransfer:
 
     def __init__(self, servers: Replicas, *, device: torch.device) -> None:
         self._servers, self._device = servers, device
+        self.metrics: dict[str, float] = {}
         self._group: Any = None  # vLLM's communicator, after a send that succeeded
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
