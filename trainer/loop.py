@@ -403,8 +403,7 @@ class GRPOTrainer(TransformersFace):
         }
         self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
         self.state.num_input_tokens_seen = self.collector.num_tokens
-        self.results.metrics = metrics
-        generation = {} if self.buffer is None else self.buffer.metrics
+        self.results.metrics, generation = metrics, {} if self.buffer is None else self.buffer.metrics
         self.events.steps.add(metrics, generation)
         with all_ranks_succeed(self.accelerator, "writing the metrics"):
             self.output.step(metrics, generation)
