@@ -351,7 +351,9 @@ def splits(run: Run) -> list[Step]:
     possible = []
     for rollout_gpus in range(1, run.gpus):
         if (run.gpus - rollout_gpus) * USABLE * memory >= needed:
-            widths = [2**power for power in range(rollout_gpus.bit_length())]
+            # Of a width that leaves GPUs over, those would train.
+            powers = (2**power for power in range(rollout_gpus.bit_length()))
+            widths = [width for width in powers if rollout_gpus % width == 0]
             steps = [step(run, rollout_gpus, run.gpus - rollout_gpus, width) for width in widths]
             possible.append(min(steps, key=lambda one: one.seconds))
     utilization = run.gpu_memory_utilization or COLOCATED
