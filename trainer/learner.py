@@ -66,6 +66,7 @@ from fused_grpo.trainer.models.adapters import (
 from fused_grpo.trainer.models.attention import attention_cost
 from fused_grpo.trainer.models.loading import SELF, check_teacher_model, fingerprint
 from fused_grpo.trainer.models.optimizer import EntropyController, make_optimizer, make_schedule
+from fused_grpo.trainer.models.router_replay import ROUTED, RouterReplay
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss, Teacher, router_loss_coefficient
 from fused_grpo.trainer.self_check import self_check, shared_layout
@@ -116,12 +117,15 @@ class Learner:
         self.router_coefficient = router_loss_coefficient(base_model(model), args)
         self.vocab_size = base_model(model).config.get_text_config().vocab_size  # token ids are below it
         self.can_skip = can_skip(args, router_coefficient=self.router_coefficient)
+        routing = RouterReplay(base_model(model), replaces=args.router_replay)
+        self.routing = routing if routing.layers or args.router_replay else None
         policy = PolicyLoss(
             model,
             self.loss_config,
             temperature=args.temperature,
             chunk_bytes=args.chunk_bytes,
             router_aux_loss_coef=self.router_coefficient,
+            routing=self.routing,
         )
         alone = None
         if isinstance(teacher, torch.nn.Module):
@@ -163,6 +167,11 @@ class Learner:
         identity = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
         module = shard_frozen(self.accelerator, alone.eval())
         return Teacher(lambda: nullcontext(module), self.args, vocab_size=vocab_size, fingerprint=identity)
+
+    @property
+    def routers(self) -> tuple[int, dict[int, int]] | None:
+        """The number of layers, and of experts in those that have some; None: in none."""
+        return None if self.routing is None else (self.routing.num_layers, self.routing.layers)
 
     @property
     def costs(self) -> dict[str, Any]:
@@ -285,8 +294,10 @@ class Learner:
         # A rank may have no samples: all ranks compute them, or none does.
         if not any_rank(self.accelerator, any(sample.ref_logprobs is None for sample in batch)):
             return batch
+        own_experts = with_fields(batch, {"routed_experts": [None] * len(batch)})
         with self._reference_policy() as reference:
-            return self._with_logprobs(batch, "ref_logprobs", reference)
+            found = self._with_logprobs(own_experts, "ref_logprobs", reference)
+        return with_fields(batch, {"ref_logprobs": [sample.ref_logprobs for sample in found]})
 
     def _with_logprobs(self, batch: list[Sample], name: str, policy: PolicyLoss) -> list[Sample]:
         """The batch with the log-probs of a policy in the field `name`. The reference packs without virtual tokens."""
@@ -373,12 +384,14 @@ class Learner:
         reports = "squared_gradients" in outputs[0].metrics  # not of an evaluation
         squared = [output.metrics.pop("squared_gradients") for output in outputs if reports]
         of_step = variance_report(batch, packed, squared) if reports else {}
+        routed = [{name: output.metrics.pop(name) for name in ROUTED if name in output.metrics} for output in outputs]
         of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
-        pairs = zip(packed, outputs, strict=True)
-        of_ratios = merge_metrics([ratio_sums(part, output.logprobs, self.loss_config) for part, output in pairs])
-        of_turns = turn_sums(batch, packed, [output.logprobs for output in outputs])
-        parts = [(of_loss, of_ratios | of_turns), skipped_metrics(batch, self.loss_config)]
-        losses, ratios = zip(*gather_object(parts), strict=True)
+        logprobs = [output.logprobs for output in outputs]
+        parts = zip(packed, logprobs, routed, strict=True)
+        of_ratios = merge_metrics([ratio_sums(part, own, self.loss_config) | sums for part, own, sums in parts])
+        of_turns = turn_sums(batch, packed, logprobs)
+        own = [(of_loss, of_ratios | of_turns), skipped_metrics(batch, self.loss_config)]
+        losses, ratios = zip(*gather_object(own), strict=True)
         return merge_floats(losses) | ratio_metrics(merge_floats(ratios), self.loss_config.loss_type) | of_step
 
     def _entropy_options(self, packed: Sequence[MicroBatch]) -> tuple[dict[str, Any], float | None]:

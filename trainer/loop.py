@@ -391,6 +391,8 @@ class GRPOTrainer(TransformersFace):
         if not self.learner.is_random and "sampling_difference_mean" in metrics:
             differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
             self.weight_check(*differences, turns=turn_differences(metrics), engine=self.engine, rounding=rounding)
+            if self.learner.routers and not self.args.router_replay:
+                self.weight_check.warn_of_routing(metrics, self.engine)
 
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
         metrics |= {

@@ -17,6 +17,9 @@ P_e its mean probability; with E experts the loss is E sum_e f_e P_e. transforme
 It is not linear in the tokens. The loss of a step is the mean over its micro-batches, as in TRL, so the cut into
 micro-batches changes this term. It is not exactly TRL's with `max_tokens_per_micro_batch`, under accumulation, and on
 several ranks: TRL shuffles the sequences, and has the prompts of masked completions among them.
+
+**Router replay** (models/router_replay.py). Micro-batches with the sampler's experts are computed with these, and
+backward passes, too; the reference and a teacher have routers of their own.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.sharding import reshard
 from fused_grpo.trainer.models.adapters import base_model, model_inputs
+from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.types import MicroBatch
 
 
@@ -58,6 +62,7 @@ class PolicyLoss(nn.Module):
             PeftModel around one.
         temperature: what completions were sampled with.
         router_aux_loss_coef: weight of the auxiliary loss of a mixture-of-experts model; 0: there is none.
+        routing: what becomes of the experts of micro-batches that have some; None: nothing.
 
     Raises:
         UnsupportedError: no head, or one that is not one matrix.
@@ -71,12 +76,13 @@ class PolicyLoss(nn.Module):
         temperature: float,
         chunk_bytes: int | None = None,
         router_aux_loss_coef: float = 0.0,
+        routing: RouterReplay | None = None,
     ) -> None:
         super().__init__()
         head_of(base_model(model))  # raises before anything runs
         self.model, self.loss_config = model, loss_config
         self.temperature, self.chunk_bytes = temperature, chunk_bytes
-        self.router_aux_loss_coef = router_aux_loss_coef
+        self.router_aux_loss_coef, self.routing = router_aux_loss_coef, routing
         # Where Accelerate looks for the layers that FSDP is to gather one at a time.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
@@ -110,7 +116,7 @@ class PolicyLoss(nn.Module):
 
         The routers' auxiliary loss is the mean over the micro-batches that have sequences, of all tokens but padding.
         `config` takes the place of the module's own; the threshold is that of `top_entropy_quantile` over the step.
-        With `squares`, metrics have [N] "squared_gradients", too.
+        With `squares`, metrics have [N] "squared_gradients", too; with experts of the sampler, sums of its routing.
         """
         distillation = None if teacher is None else teacher(batch)  # first, before the policy keeps activations
         # A micro-batch without sequences has no tokens for its routers either.
@@ -146,6 +152,8 @@ class PolicyLoss(nn.Module):
         )
         if squares:
             output.metrics["squared_gradients"] = options["squared_gradients"]
+        if self.routing is not None:
+            output.metrics.update(self.routing.counts())
         if aux_loss is None:
             return output
         aux_loss = aux_loss / num_micro_batches
@@ -179,6 +187,8 @@ class PolicyLoss(nn.Module):
     def run(self, batch: MicroBatch, **options: Any) -> tuple[Tensor, Any]:
         """The states [R, L, D] that the model gives its head, and its output."""
         model = base_model(self.model)
+        if self.routing is not None:
+            self.routing.start(batch.routed_experts)
         named = _parameters(type(model).forward)
         if batch.row_cu_seqlens is not None and None in named & _parameters(type(model.base_model).forward):
             # Without these, every layer finds them in the position ids, and waits for the device.
@@ -297,6 +307,7 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, batch: MicroBatch) -> Distillation:
+        batch = dataclasses.replace(batch, routed_experts=None)
         with self.policy() as policy:
             was_training = policy.training
             policy.eval()

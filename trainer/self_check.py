@@ -9,9 +9,11 @@
   and a recurrent layer has no mask.
 - If two completions behind one prompt have others than each behind its own, or layers see a window only, completions do
   not share a prompt: the model makes something else of a mask.
+- If a router's experts cannot be replayed, where that is asked for: refused (models/router_replay.py).
 - If states in training mode depend on the seed there is dropout, and log-probs cannot be compared with the sampler's.
 
-That takes at most ten forward passes of 17 tokens or fewer, and leaves generators, gradients and modes as they are.
+That takes at most ten forward passes of 17 tokens or fewer, and one for each layer that is replayed, and leaves
+generators, gradients and modes as they are.
 """
 
 from __future__ import annotations
@@ -69,6 +71,9 @@ def self_check(policy: PolicyLoss) -> Measured:
             with plain:
                 share_rows = _compare(policy.eval(), model)
                 share_prompts = not any_lengths and _takes_trees(policy, model)
+            if (routing := policy.routing) is not None and routing.replaces:
+                row = _row(model, [_FIRST])
+                routing.check(lambda own: policy.measure(replace(row, routed_experts=own), "logprobs"))
             is_random = has_dropout(given)
     except (FusedGRPOError, torch.OutOfMemoryError):
         raise

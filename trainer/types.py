@@ -25,6 +25,9 @@ two tensors for each sequence of T tokens: the sizes [T] of its supports, 0 for 
 K = sum of the sizes, end to end, ascending within a token. Both are int32 on the CPU. With `score_centering` the
 sampler's log-probs of these ids, [K] fp32, travel beside them. With score_centering="topk" the ids are the most likely
 ones that the sampler had, whatever it drew (`is_top_k`), and log-probs are over the whole vocabulary.
+
+The experts of P prompt and T completion tokens are a tensor [P+T-1, layers, k], uint8 or int16 on the CPU: those that
+the sampler computed each token with. It never read the last one. Layers without experts have any numbers.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ class SamplingParams:
     sampling_support: SupportChoice = "off"  # whether to return the support of each token, where it is truncated
     score_centering: Centering = "off"  # whether to return log-probs of the support ("kept") or of the most likely ids
     score_centering_topk: int = 128  # how many those are, of "topk"
+    routed_experts: bool = False  # whether to return the experts of each token, of a mixture of experts
 
     @property
     def num_sampled(self) -> int:
@@ -161,6 +165,7 @@ class Rollouts:
     support_sizes: list[Tensor] | None = None  # B, [T] int32
     support_logprobs: list[Tensor] | None = None  # B, [K] fp32, of these ids as sampled from; None: not asked for
     is_top_k: bool = False  # True: those ids are the sampler's most likely ones instead of supports
+    routed_experts: list[Tensor] | None = None  # B, [P+T-1, layers, k]; None: the engine does not say
     episodes: list[Episode] | None = None  # B; None: each completion is one turn
 
     def samples(self) -> list[Sample]:
@@ -177,6 +182,7 @@ class Rollouts:
                 "support_sizes": self.support_sizes,
                 "support_logprobs": self.support_logprobs,
                 "is_top_k": [self.is_top_k] * len(self.completion_ids),
+                "routed_experts": self.routed_experts,
                 "finish_reason": self.finish_reasons,
                 "weight_version": [self.weight_version] * len(self.completion_ids),
                 "extra": extra or None,
@@ -201,6 +207,7 @@ class Sample:
     support_sizes: Tensor | None = None  # [T] int32
     support_logprobs: Tensor | None = None  # [K] fp32, as sampled from; None: no score centering
     is_top_k: bool = False  # True: the ids are the sampler's most likely ones instead of the tokens that it kept
+    routed_experts: Tensor | None = None  # [P+T-1, layers, k], of P prompt tokens, too; None: the engine does not say
     finish_reason: FinishReason
     weight_version: int  # the optimizer step whose weights the engine was serving
     extra: dict[str, Any] = field(default_factory=dict)  # by column, for the reward functions
@@ -290,6 +297,8 @@ class MicroBatch:
     # or None and those of the support's ids, [K] fp32.
     centering: tuple[Tensor | None, Tensor] | None = None
     covariance_selected: Tensor | None = None  # [N] bool, of the whole step; None: no Clip-Cov or KL-Cov
+    # [R*L, layers, k] int16, -1 where the sampler's are not known; None: of no token.
+    routed_experts: Tensor | None = None
     # Of one row: where each of its sequences starts, [b+1] int32, and the length of the longest; None of several rows.
     row_cu_seqlens: Tensor | None = None
     longest: int = 0

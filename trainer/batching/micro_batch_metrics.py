@@ -12,6 +12,8 @@ measures of ratios that the loss op does not: by sequence, times the ratio, or o
     sampling/bit_equal_fraction            share of these tokens for which the two are the same number, bit for bit
     sampling/importance_sampling_ratio/*   rho of the sampling correction, after its bounds
     sampling/effective_sample_size         (sum rho)^2 / (n sum rho^2) of n of them: 1 where all count alike
+    sampling/routing_disagreement          share of tokens times layers for which the routers choose other experts than
+                                           the sampler's did
 
 The selection of Clip-Cov or KL-Cov depends on all tokens of the step, over all ranks, so it takes a forward pass of its
 own. It is the same for any cut into micro-batches and for any number of ranks.
@@ -39,7 +41,7 @@ Sums = dict[str, Tensor]
 # Each is a count, or divided by a count of the whole step.
 SUMMED = frozenset({"loss_tokens", "loss", "policy_term", "aux_loss"})
 DIFFERENCE = "sampling/sampling_logp_difference"
-BIT_EQUAL = "sampling/bit_equal_fraction"
+BIT_EQUAL, ROUTING = "sampling/bit_equal_fraction", "sampling/routing_disagreement"
 MOST_TURNS = 8  # with metrics of their own
 
 
@@ -108,6 +110,8 @@ def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]
         metrics[f"{prefix}/mean"] = mean("rho", "rhos")
         squares = sums["rho_squares_sum"] * sums["rhos_sum"]
         metrics["sampling/effective_sample_size"] = sums["rho_sum"] ** 2 / squares if squares else 0.0
+    if "routed_sum" in sums:
+        metrics[ROUTING] = mean("rerouted", "routed")
     return metrics
 
 

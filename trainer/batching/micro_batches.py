@@ -109,13 +109,16 @@ def prompt_trees(
     most: int | None = None,
 ) -> list[list[int]]:
     """The chosen indices, those with the same prompt together, in the trees that cost least (`tree_sizes`)."""
-    same: dict[tuple[int, ...], list[int]] = {}
+    same: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
     for index in chosen:
-        same.setdefault(tuple(batch[index].prompt_ids), []).append(index)
+        prompt, experts = batch[index].prompt_ids, batch[index].routed_experts
+        # What is computed once goes to the same experts.
+        routing = b"" if experts is None else experts[: len(prompt)].numpy().tobytes()
+        same.setdefault((tuple(prompt), routing), []).append(index)
     trees = []
-    for prompt, members in same.items():
+    for (shared, _), members in same.items():
         lengths = [len(batch[index].completion_ids) for index in members]
-        sizes = tree_sizes(len(prompt), lengths, attention=attention, max_tokens=max_tokens, most=most)
+        sizes = tree_sizes(len(shared), lengths, attention=attention, max_tokens=max_tokens, most=most)
         trees += [members[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     return trees
 
@@ -253,6 +256,7 @@ def pack(
         old_logprobs=per_token("old_logprobs"),
         ref_logprobs=per_token("ref_logprobs"),
         **_support(batch, samples, device),
+        routed_experts=_experts(batch, zip(starts, trees, strict=True), len(input_ids), device),
         row_cu_seqlens=torch.tensor(row_ends, dtype=torch.int32, device=device) if one_row else None,
         longest=max(lengths, default=1),
     )
@@ -294,6 +298,25 @@ def _support(batch: Sequence[Sample], samples: Sequence[Sample], device: torch.d
     support = all_ids.to(device), all_sizes.cumsum(0).to(device)
     is_known = batch[0].support_logprobs is not None
     return {"support": support, "centering": (None, all_logprobs.to(device)) if is_known else None}
+
+
+def _experts(
+    batch: Sequence[Sample], placed: Iterable[tuple[int, Sequence[int]]], places: int, device: torch.device
+) -> Tensor | None:
+    """`routed_experts` of trees that start at these places."""
+    if not batch or any(sample.routed_experts is None for sample in batch):
+        return None
+    table: Tensor | None = None
+    for place, tree in placed:
+        for sample in map(batch.__getitem__, tree):
+            assert sample.routed_experts is not None
+            # Those of the prompt come with its first completion.
+            experts = sample.routed_experts[0 if sample is batch[tree[0]] else len(sample.prompt_ids) :]
+            if table is None:
+                table = torch.full((places, *experts.shape[1:]), -1, dtype=torch.int16)
+            table[place : place + len(experts)] = experts
+            place += len(experts) + 1
+    return None if table is None else table.to(device)
 
 
 def _in_rows(ids: Tensor, sizes: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:

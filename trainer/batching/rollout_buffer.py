@@ -35,8 +35,10 @@ ROWS = {
     "support_ids": torch.int32,
     "support_sizes": torch.int32,
     "support_logprobs": torch.float32,
+    "routed_experts": None,  # as it is
 }
-_TENSORS = ("old_logprobs", "ref_logprobs", "token_advantages", "support_ids", "support_sizes", "support_logprobs")
+_TENSORS = {"old_logprobs", "ref_logprobs", "token_advantages", "support_ids", "support_sizes", "support_logprobs"}
+_TENSORS |= {"routed_experts"}
 # Fields with one value. Of a finish reason that is its place in FinishReason, of a failure that there is one; without
 # lists of likely tokens there is no `is_top_k`.
 VALUES = {
@@ -125,9 +127,10 @@ def without_prefix(table: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     return {name: tensor for name, tensor in table.items() if not name.startswith(_GREEDY)}, greedy
 
 
-def joined_rows(name: str, rows: Sequence[Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """`rows` as the two tensors of the field `name`."""
+def joined_rows(name: str, rows: Sequence[Any], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """`rows` as the two tensors of the field `name`; without a dtype in that of the rows."""
     values = [torch.as_tensor(row, dtype=dtype).cpu() for row in rows]
+    dtype = dtype or next((row.dtype for row in values), torch.uint8)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     return {f"{name}.values": torch.cat([torch.zeros(0, dtype=dtype), *values]), f"{name}.lengths": lengths}
 

@@ -373,7 +373,7 @@ class Collector:
             batch = f"{self.args.seed}/{batch}"
             playing = EpisodeEngine(engine, self.rules, most=self.longest_prompt, batch=batch)
         options: Any = {"vocab_size": self.learner.vocab_size, "failure": self.args.rollout_failure}
-        options |= {"rows": list(zip(numbers, rows, strict=True))}
+        options |= {"rows": list(zip(numbers, rows, strict=True)), "routers": self.learner.routers}
         return partial(checked_generate, playing, prompt_ids, sampling, **options)
 
     def _advantages(self, facts: Sequence[RolloutFacts], num_generations: int) -> Tensor:

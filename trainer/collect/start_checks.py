@@ -36,7 +36,14 @@ from fused_grpo.trainer.data.datasets import is_conversational, is_stream, read_
 from fused_grpo.trainer.data.prompt_sampler import Epochs, PromptSampler, planned_steps, prompt_sampler
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.engine_choice import EngineName, choose_engine, engine_name, sampling_dtype, server_urls
+from fused_grpo.trainer.engines.engine_choice import (
+    EngineName,
+    check_routing,
+    choose_engine,
+    engine_name,
+    sampling_dtype,
+    server_urls,
+)
 from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.engines.server.replicas import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_installed, enable_batch_invariance
@@ -259,6 +266,7 @@ def check_model(start: Start) -> None:
     """The model's configuration and its tokenizer."""
     args = start.args
     start.config = load_config("model", start.model, args, args.model_init_kwargs)
+    check_routing(args, start.engine_name, start.config.get_text_config(), own=start.engine)
     start.shape = planned_shape(start.config, start.model, start.peft_config)
     with loading(f"model {start.model_path!r}, whose tokenizer"):
         start.tokenizer = tokenizer_for(start.model, start.processing_class, args)

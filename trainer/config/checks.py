@@ -345,6 +345,11 @@ def _check_together(args: Any) -> None:
                 f"got {name}={getattr(args, name)!r} with vllm_mode={args.vllm_mode!r} and use_vllm={args.use_vllm}, "
                 "want it with vLLM in the trainer's process; fix: leave it out, or set it where the server is started"
             )
+    if args.router_replay and args.use_vllm is False:
+        raise InputError(
+            "got router_replay=True with use_vllm=False, want vLLM, which computes a model in another way than the "
+            "trainer does; fix: leave either out"
+        )
     _check_best_model(args)
     _check_estimator(args)
     _check_distillation(args)

@@ -107,6 +107,9 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Arguments of `from_pretrained`, for the model and for reward models that are paths or hub ids."""
     router_aux_loss_coef: float | None = None
     """Weight of the auxiliary loss of mixture-of-experts routers. None is the model's own; 0 is none."""
+    router_replay: bool = False
+    """Train a mixture of experts with the experts that vLLM sampled each token with (R3), where rounding would choose
+    others."""
     trust_remote_code: bool = False
     """Run model code that comes with the weights, in transformers and in the engine."""
     disable_dropout: bool = False
@@ -439,6 +442,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
             sampling_support=self.sampling_support,
             score_centering=cast("Centering", self.score_centering),  # one of them, as the loss checks
             score_centering_topk=self.score_centering_topk,
+            routed_experts=self.router_replay,
             seed=seed,
             structured_outputs_regex=self.vllm_structured_outputs_regex,
             extra={

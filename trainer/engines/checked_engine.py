@@ -42,16 +42,24 @@ import torch
 from torch import Tensor, nn
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.batching.micro_batch_metrics import MOST_TURNS
+from fused_grpo.trainer.batching.micro_batch_metrics import MOST_TURNS, ROUTING
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
-from fused_grpo.trainer.engines.sampling import SEED_BITS, Support, check_support, wrong_support
+from fused_grpo.trainer.engines.sampling import (
+    SEED_BITS,
+    Support,
+    check_experts,
+    check_support,
+    wrong_experts,
+    wrong_support,
+)
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
 
 _log = logging.getLogger(__name__)
+Routers = tuple[int, Mapping[int, int]]  # layers, and experts by layer
 RETRIES = 2  # further calls with rollout_failure="retry"
 
 # A log-softmax in fp32 may round to a little above 0; below the lowest fp32 number the loss would see -inf.
@@ -73,6 +81,7 @@ def checked_generate(
     vocab_size: int,
     rows: Sequence[tuple[int, Mapping[str, Any]]] | None = None,
     failure: Literal["fail", "retry", "drop"] = "fail",
+    routers: Routers | None = None,
 ) -> list[Sample]:
     """`engine.generate`, checked: `sampling.n` samples for each prompt, in their order.
 
@@ -82,17 +91,19 @@ def checked_generate(
         failure: what to do with a completion that cannot be used. "fail": raise. "retry": sample all completions of its
             prompt again, with another seed, at most RETRIES times; then raise. "drop": empty it, and give all samples
             of its prompt a `failure`.
+        routers: the number of the model's layers, and of the experts by layer; None: experts are not checked.
 
     Raises:
         UnavailableError: another number of anything, other prompts, a completion that is empty, too long or without a
             token of the model's own, a token id outside [0, V), a log-prob that is not finite or above 0, a support
-            without the token, an unknown finish reason. The message names the engine, the prompt and what was got.
-        UnsupportedError: no supports, with `sampling_support="require"`.
+            without the token, experts that the model does not have, an unknown finish reason. The message names the
+            engine, the prompt and what was got.
+        UnsupportedError: no supports, with `sampling_support="require"`; no experts, with `router_replay`.
         WeightSyncError: completions of other weights than those that the engine was given last.
     """
     samples, size, attempt = generated(engine, prompt_ids, sampling, vocab_size, rows), sampling.n, 0
     while True:
-        wrong = _wrong_completions(engine, samples, prompt_ids, sampling, vocab_size)
+        wrong = _wrong_completions(engine, samples, prompt_ids, sampling, vocab_size, routers)
         if not wrong:
             return samples
         if failure == "drop":
@@ -137,6 +148,7 @@ class WeightCheck:
         self._dtype = torch.bfloat16 if wants_bf16(args) else next(model.parameters()).dtype
         self._device, self._bound = device.type, args.max_logprob_difference
         self._reaction, self._own_weights, self._has_warned = args.logprob_mismatch, own_weights, False
+        self._knows_routing = not own_weights
 
     def __call__(
         self,
@@ -170,6 +182,23 @@ class WeightCheck:
         if not self._has_warned:
             _log.warning("%s (the run goes on; this is said once; logprob_mismatch='fail' would end it)", error)
         self._has_warned = True
+
+    def warn_of_routing(self, metrics: Mapping[str, float], engine: RolloutEngine) -> None:
+        """Log one warning where a step of a mixture of experts shows that sampler and trainer chose other experts."""
+        largest = metrics["sampling_difference_max"]
+        if self._knows_routing or not largest > _MAX_BOUND:
+            return
+        self._knows_routing = True
+        share = f" {metrics[ROUTING]:.2%} of its choices of experts, and" if ROUTING in metrics else ""
+        _log.warning(
+            "the %s engine and the trainer differ in%s the log-probs of this mixture of experts by %.3g on average and "
+            "%.3g at most, because rounding decides between experts whose scores are close (said once); fix: "
+            "router_replay=True, which trains with the engine's experts where it returns them (docs/models.md)",
+            engine.name,
+            share,
+            metrics["sampling_difference_mean"],
+            largest,
+        )
 
     def _error(
         self, mean: float, largest: float, turn: int | None, engine: RolloutEngine, rounding: Callable[..., float]
@@ -236,6 +265,7 @@ def generated(
             "they were sampled from"
         )
     check_support(rollouts, sampling, engine)
+    check_experts(rollouts, sampling, engine)
     return rollouts.samples()
 
 
@@ -245,6 +275,7 @@ def _wrong_completions(
     prompt_ids: Sequence[Sequence[int]],
     sampling: SamplingParams,
     vocab_size: int,
+    routers: Routers | None,
 ) -> dict[int, str]:
     """What is wrong, by the index of the completion."""
     problems = dict[int, str]()
@@ -252,7 +283,8 @@ def _wrong_completions(
     for index, sample in enumerate(samples):
         is_long = len(sample.completion_ids) > sampling.max_tokens
         wrong = f"{len(sample.completion_ids)} tokens" if is_long else None
-        if wrong := wrong or wrong_completion(sample, vocab_size=vocab_size, nan_allowed=by_user):
+        wrong = wrong or wrong_completion(sample, vocab_size=vocab_size, nan_allowed=by_user)
+        if wrong := wrong or (wrong_experts(sample, routers) if routers else None):
             asked = index // sampling.n
             problems[index] = (
                 f"got {wrong} in completion {index % sampling.n} of prompt {asked} (token ids "
@@ -273,6 +305,7 @@ def _dropped(samples: Sequence[Sample], wrong: Mapping[int, str], size: int) -> 
     no_support = torch.zeros(0, dtype=torch.int32)
     empty: dict[str, Any] = {"completion_ids": [], "completion_mask": [], "sampling_logprobs": []}
     empty |= {"support_ids": no_support, "support_sizes": no_support, "support_logprobs": torch.zeros(0)}
+    empty |= {"routed_experts": torch.zeros(0, dtype=torch.uint8)}
     dropped = []
     for index, sample in enumerate(samples):
         if index in wrong:
@@ -287,6 +320,7 @@ def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: in
     optional: dict[str, Any] = {"lists of log-probs": rollouts.sampling_logprobs, "episodes": rollouts.episodes}
     optional |= {"completion masks": rollouts.completion_masks}
     optional |= {"lists of log-probs of kept tokens": rollouts.support_logprobs}
+    optional |= {"arrays of experts": rollouts.routed_experts}
     lists |= {what: column for what, column in optional.items() if column is not None}
     if rollouts.support_ids is not None or rollouts.support_sizes is not None:
         lists |= {"lists of kept tokens": rollouts.support_ids or (), "sizes of supports": rollouts.support_sizes or ()}

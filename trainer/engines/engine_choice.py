@@ -17,7 +17,7 @@ from fused_grpo.trainer.engines.server.adapter_engine import VLLMServerAdapterEn
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine, VLLMEngine
-from fused_grpo.trainer.engines.vllm.start_vllm import check_installed
+from fused_grpo.trainer.engines.vllm.start_vllm import check_installed, check_routed_experts
 from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.models.adapters import base_model, is_adapted
 from fused_grpo.trainer.models.loading import wants_bf16
@@ -62,6 +62,28 @@ def sampling_dtype(args: GRPOConfig) -> torch.dtype:
     if args.vllm_dtype != "auto":
         return cast("torch.dtype", getattr(torch, args.vllm_dtype))
     return torch.bfloat16 if wants_bf16(args) else torch.float32
+
+
+def check_routing(args: GRPOConfig, name: EngineName, config: Any, *, own: Any = None) -> None:
+    """Raise where `router_replay` has no engine that says where tokens went, or the model of `config` no experts.
+
+    `own` is the user's engine or function. What the routers are is checked with the model.
+    """
+    if not args.router_replay:
+        return
+    if callable(own) or (own is None and name == "transformers"):
+        raise InputError(
+            f"got router_replay=True with {'a rollout_func' if callable(own) else 'the transformers engine'}, which "
+            "returns no experts of its tokens, want vLLM; fix: use_vllm=True or vllm_mode='server', or "
+            "router_replay=False"
+        )
+    if not any(value and "expert" in option for option, value in config.to_dict().items()):
+        raise InputError(
+            f"got router_replay=True and a model of type {config.model_type}, which has no experts, want a mixture of "
+            "experts; fix: router_replay=False"
+        )
+    if own is None and name == "vllm":
+        check_routed_experts()
 
 
 def choose_engine(
@@ -115,8 +137,10 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
             allow_remote=args.vllm_server_allow_remote,
             support=support,
             batch_invariant=args.batch_invariant,
+            routed_experts=args.router_replay,
         )
     check_installed()
+    experts = {"enable_return_routed_experts": True} if args.router_replay else {}
     model_impl = {} if args.vllm_model_impl == "vllm" else {"model_impl": args.vllm_model_impl}
     options: dict[str, Any] = {
         "max_model_len": args.vllm_max_model_length,
@@ -126,7 +150,7 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
         "trust_remote_code": args.runs_remote_code,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
         "support": support,
-        "engine_options": model_impl | (args.vllm_engine_kwargs or {}),
+        "engine_options": model_impl | experts | (args.vllm_engine_kwargs or {}),
         "max_sequences": args.prompts_per_process(args.world_size) * args.group_part(args.world_size),
     }
     if args.vllm_adapter_sync:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
+from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -178,6 +178,29 @@ class Completion(NamedTuple):
     logprobs: list[float] | None  # None: the engine cannot say
     finish_reason: FinishReason
     support: Support | None = None
+    routed_experts: Tensor | None = None  # [P+T-1, layers, k] of prompt and completion; None: the engine cannot say
+
+
+def as_experts(given: Any) -> Tensor | None:
+    """vLLM's array of expert ids, uint8 or for more than 256 experts uint16, as a tensor."""
+    return None if given is None else torch.from_numpy(given.astype("uint8" if given.dtype.itemsize == 1 else "int16"))
+
+
+def wrong_experts(sample: Sample, routers: tuple[int, Mapping[int, int]]) -> str | None:
+    """What is wrong with the experts of a completion, of a model with so many layers, and experts in some of them."""
+    experts, (num_layers, num_experts) = sample.routed_experts, routers
+    if experts is None:
+        return None
+    tokens = len(sample.prompt_ids) + len(sample.completion_ids) - 1
+    if experts.ndim != 3 or experts.shape[:2] != (tokens, num_layers) or not experts.shape[2]:
+        return f"experts of shape {tuple(experts.shape)} for {tokens} tokens in {num_layers} layers"
+    for layer, count in num_experts.items():
+        chosen = experts[:, layer].sort(1).values
+        if len(chosen) and (int(chosen.min()) < 0 or int(chosen.max()) >= count):
+            return f"experts {int(chosen.min())} to {int(chosen.max())} of {count} in layer {layer}"
+        if (chosen[:, 1:] == chosen[:, :-1]).any():
+            return f"one expert twice for a token in layer {layer}"
+    return None
 
 
 def rollouts_of(
@@ -194,8 +217,15 @@ def rollouts_of(
         finish_reasons=[completion.finish_reason for completion in completions],
         num_generations=sampling.n,
         weight_version=weight_version,
+        routed_experts=known_experts([one.routed_experts for one in completions]),
         **support_fields([one.support for one in completions] if sampling.wants_ids else [None], sampling),
     )
+
+
+def known_experts(experts: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """The experts of all completions; None where those of one are not known."""
+    known = [one for one in experts if one is not None]
+    return known if len(known) == len(experts) else None
 
 
 def support_fields(supports: Sequence[Support | None], sampling: SamplingParams | None = None) -> dict[str, Any]:
@@ -319,6 +349,16 @@ def _wrong_probabilities(support: Support, place: Tensor, *, least: float) -> st
     if float(sums.min()) < least - _MASS_ERROR or float(sums.max()) > 1.0 + _MASS_ERROR:
         return f"probabilities of kept tokens that sum to {float(sums.min()):.4g} to {float(sums.max()):.4g}"
     return None
+
+
+def check_experts(rollouts: Rollouts, sampling: SamplingParams, engine: Any) -> None:
+    """UnsupportedError where the experts of tokens are to be replayed and `rollouts` have none."""
+    if sampling.routed_experts and rollouts.routed_experts is None and rollouts.completion_ids:
+        raise UnsupportedError(
+            f"got router_replay=True and no experts of its tokens from the {engine.name} engine, want those of every "
+            "token that it read; fix: vLLM 0.32 or newer with its model runner V2, servers with "
+            "--enable-return-routed-experts, Rollouts.routed_experts of an engine of your own, or router_replay=False"
+        )
 
 
 def check_support(rollouts: Rollouts, sampling: SamplingParams, engine: Any) -> None:

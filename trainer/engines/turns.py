@@ -101,6 +101,7 @@ def _cut(sample: Sample, turn: Turn) -> Completion:
     if sample.completion_mask is not None:
         raise UnsupportedError("got a completion_mask of an engine and tools, want one of them; fix: leave one out")
     ids, logprobs, support = sample.completion_ids, sample.sampling_logprobs, None
+    experts = sample.routed_experts
     if sample.support_ids is not None and sample.support_sizes is not None:
         support = Support(sample.support_ids, sample.support_sizes, sample.support_logprobs).first(turn.max_tokens)
     return Completion(
@@ -108,4 +109,5 @@ def _cut(sample: Sample, turn: Turn) -> Completion:
         None if logprobs is None else logprobs[: turn.max_tokens],
         "length" if len(ids) > turn.max_tokens else sample.finish_reason,
         support,
+        None if experts is None else experts[: len(sample.prompt_ids) + turn.max_tokens - 1],
     )

@@ -16,12 +16,15 @@ from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fused_grpo.errors import DataError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, clean_prompt, is_conversational
 from fused_grpo.trainer.data.prompts import CHARACTERS_OF_A_TOKEN
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, support_fields
+from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, known_experts, support_fields
 from fused_grpo.trainer.engines.turns import TurnSession, turn_session
 from fused_grpo.trainer.episodes.conversation import Message, Template
 from fused_grpo.trainer.episodes.environments import NO_PROMPT, Environments, is_done, methods_of
@@ -116,6 +119,7 @@ class EpisodeEngine:
             num_generations=sampling.n,
             weight_version=self.weight_version,
             episodes=[one.episode() for one in played],
+            routed_experts=known_experts([one.experts for one in played]),
             **support_fields([one.support() for one in played] if sampling.wants_ids else [None], sampling),
         )
 
@@ -175,6 +179,7 @@ class _Played:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
     supports: list[Support] | None = field(default_factory=list)  # of turns and answers; None: a turn has none
+    experts: Tensor | None = None  # of all that was read, each token's of the turn that read it first
     messages: list[Message] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     turns: int = 0
@@ -194,6 +199,10 @@ class _Played:
         self.mask += [True] * len(turn.token_ids)
         self.logprobs = None if turn.logprobs is None or self.logprobs is None else self.logprobs + turn.logprobs
         self.supports = None if turn.support is None or self.supports is None else [*self.supports, turn.support]
+        if self.experts is None or turn.routed_experts is None:
+            self.experts = turn.routed_experts
+        else:
+            self.experts = torch.cat([self.experts, turn.routed_experts[len(self.experts) :]])
         self.messages.append(message)
         self.turns += 1
         calls: list[Mapping[str, Any]] = message.get("tool_calls", []) if self.tools else []

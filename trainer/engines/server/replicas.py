@@ -75,6 +75,7 @@ class Choice:
     token_ids: list[int]
     logprobs: Logprobs
     finish_reason: str
+    routed_experts: str | None = None  # an .npy file in base64
 
 
 class Replica:
@@ -83,6 +84,7 @@ class Replica:
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url, self._key = url, api_key
         self.in_flight = 0  # requests without a response so far
+        self.expert_bytes = 0  # in a response, of a token's experts
         self.last_error = "no answer"
 
     def redacted(self, text: str) -> str:
@@ -111,7 +113,7 @@ class Replica:
         self.in_flight += 1
         try:
             async with client.stream(method, self.url + path, json=body) as response:
-                content = await _read(response, path, limit=_largest_response(body))
+                content = await _read(response, path, limit=_largest_response(body, self.expert_bytes))
         except httpx.HTTPError as error:
             self.last_error = self.redacted(f"{type(error).__name__} ({str(error)[:500] or 'connection lost'})")
             raise RequestError(self.last_error, retry=True) from error
@@ -327,11 +329,13 @@ def is_loopback(host: str) -> bool:
     return True
 
 
-def _largest_response(body: Json | None) -> int:
+def _largest_response(body: Json | None, expert_bytes: int = 0) -> int:
     """Bytes of a response that are read at most, so that a server cannot fill the trainer's memory."""
     given = body or {}
-    tokens = given.get("n", 0) * given.get("max_tokens", 0)
-    return _RESPONSE_BYTES + (_TOKEN_BYTES + _LISTED_BYTES * int(given.get("logprobs", 0))) * int(tokens)
+    sequences = given.get("n", 0)
+    tokens, read = sequences * given.get("max_tokens", 0), sequences * len(given.get("prompt", ()))
+    of_token = _TOKEN_BYTES + _LISTED_BYTES * int(given.get("logprobs", 0))
+    return _RESPONSE_BYTES + of_token * int(tokens) + expert_bytes * int(tokens + read)
 
 
 async def _read(response: httpx.Response, path: str, *, limit: int) -> bytes:

@@ -9,6 +9,8 @@ first one alone sends the weights. See also docs/engines.md.
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import logging
 import random
 import uuid
@@ -19,13 +21,15 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import httpx
+import numpy as np
 import torch
 from torch import Tensor
 
-from fused_grpo.errors import UnavailableError, WeightSyncError
+from fused_grpo.errors import UnavailableError, WeightSyncError, shown
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
     Completion,
+    as_experts,
     check_listed,
     listed_support,
     rollouts_of,
@@ -68,6 +72,7 @@ class VLLMServerEngine(RolloutEngine):
         max_concurrency: the number of prompts that are sampled at a time.
         support: the sampling of which supports or the most likely tokens are wanted. None: neither.
         batch_invariant: want servers that were started with VLLM_BATCH_INVARIANT=1.
+        routed_experts: want servers that were started with --enable-return-routed-experts.
 
     Raises:
         InputError: URLs that cannot be used, or a server that was started with options that do not fit.
@@ -97,6 +102,7 @@ class VLLMServerEngine(RolloutEngine):
         max_concurrency: int = 256,
         support: SamplingParams | None = None,
         batch_invariant: bool = False,
+        routed_experts: bool = False,
     ) -> None:
         # Each rank begins with another server: a rank with fewer prompts than servers would leave the last ones idle.
         first = torch.distributed.get_rank() % max(1, len(base_urls)) if torch.distributed.is_initialized() else 0
@@ -110,6 +116,9 @@ class VLLMServerEngine(RolloutEngine):
         self.weight_version, self._server_version = -1, ""
         self.sync_metrics = dict[str, float]()
         wanted: dict[str, Any] = {"max_model_len": max_model_len, "batch_invariant": batch_invariant}
+        wanted["routed_experts"], text = routed_experts, model.config.get_text_config()
+        for replica in self._replicas.all:  # two bytes of each of the experts, in base64
+            replica.expert_bytes = 3 * text.num_hidden_layers * (getattr(text, "num_experts_per_tok", None) or 8)
         ask = partial(server_info, **wanted, tie=self._tie, facts=self._facts)
         infos = self._replicas.each(ask, doing="getting ready")
         self._model_name = infos[0][0]
@@ -268,7 +277,19 @@ def _completion(choice: Choice, *, listed: bool, top: int) -> Completion:
     # Values and lengths are checked with those of all engines, in checked_engine.py.
     support = listed_support(map(_by_id, choice.logprobs.top_logprobs or []), top) if listed else None
     reason = cast(FinishReason, choice.finish_reason)
-    return Completion(choice.token_ids, choice.logprobs.token_logprobs, reason, support)
+    experts = None if choice.routed_experts is None else as_experts(_array(choice.routed_experts))
+    return Completion(choice.token_ids, choice.logprobs.token_logprobs, reason, support, experts)
+
+
+def _array(encoded: str) -> Any:
+    """The array of whole numbers of an .npy file in base64."""
+    try:
+        array = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+        if array.dtype.kind not in "ui":
+            raise ValueError(f"numbers of type {array.dtype}")
+    except Exception as error:  # of several types, all about this text
+        raise RequestError(f"routed_experts that are no array of expert ids ({shown(error, 200)})") from None
+    return array
 
 
 def _by_id(step: dict[str, float]) -> dict[int, float]:

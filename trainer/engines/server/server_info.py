@@ -62,6 +62,7 @@ class VLLMConfig:
     weight_transfer_config: dict[str, object] | None = None
     lora_config: LoRAConfig | None = None  # None: it serves no adapters
     parallel_config: dict[str, object] | None = None
+    aux_output_config: dict[str, object] | None = None  # None: of a vLLM that has none
 
 
 class ModelFacts:
@@ -112,6 +113,7 @@ async def server_info(
     tie: Tie | None,
     facts: ModelFacts,
     batch_invariant: bool = False,
+    routed_experts: bool = False,
 ) -> tuple[str, int, VLLMConfig]:
     """Wait until a server is up; its model's name, the tokens that it accepts, and its options.
 
@@ -141,6 +143,11 @@ async def server_info(
         )
     if batch_invariant:
         await _check_invariant(client, replica)
+    if routed_experts and not (config.aux_output_config or {}).get("enable_return_routed_experts"):
+        raise InputError(
+            f"got a server at {replica.url} that returns no experts of its tokens, want them with router_replay=True; "
+            "fix: restart it with --enable-return-routed-experts (vLLM 0.32 or newer), or router_replay=False"
+        )
     await check_model(client, replica, facts)
     if tie is not None and config.device_config.get("device") == "cpu":
         await _check_untied(client, replica, tie)

@@ -32,6 +32,7 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
     Completion,
     Support,
+    as_experts,
     check_listed,
     listed_support,
     num_listed,
@@ -395,7 +396,8 @@ def _completion(output: Any, listed: bool, top: int = 0) -> Completion:
     elif listed:
         steps = ({token: entry.logprob for token, entry in step.items()} for step in output.logprobs)
         support = listed_support(steps, top)
-    return Completion(list(output.token_ids), logprobs, output.finish_reason, support)
+    experts = as_experts(getattr(output, "routed_experts", None))
+    return Completion(list(output.token_ids), logprobs, output.finish_reason, support, experts)
 
 
 def _rank_of_engine(rank: int) -> int:

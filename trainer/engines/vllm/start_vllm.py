@@ -85,6 +85,19 @@ def check_dtype(dtype: torch.dtype) -> None:
         )
 
 
+def check_routed_experts() -> None:
+    """UnsupportedError where vLLM returns no experts on this device. It imports vLLM."""
+    with preserved_state():
+        _set_defaults()
+        from vllm.triton_utils import HAS_TRITON
+    if not HAS_TRITON:
+        raise UnsupportedError(
+            "got router_replay=True with vLLM in this process and no Triton for its device, want its model runner V2, "
+            "which alone returns the experts of tokens, and needs Triton (on a CPU a build with a CPU backend); fix: a "
+            "GPU, vllm_mode='server' with servers on GPUs, or router_replay=False"
+        )
+
+
 def enable_batch_invariance() -> None:
     """Set what makes vLLM batch invariant in this process, until it ends. It imports vLLM.
 

@@ -1,0 +1,152 @@
+"""Router replay: a mixture of experts computes its tokens with the experts that the sampler chose (arXiv:2510.11370).
+
+A router takes the k experts with the largest scores. Rounding decides between experts whose scores are close, so an
+engine and the trainer send some tokens to different ones, though their weights are the same. No correction of ratios
+mends that: it is another computation. With replay the choice is the sampler's, and all else the trainer's own:
+
+    scores  = router(hidden)                                  # [T, E], softmax or sigmoid, as the model has it
+    experts = scores.topk(k).indices                          # what is replaced by the sampler's
+    weights = scores.gather(1, experts), normalised ...       # differentiable, as the model does it
+
+**The seam.** All routers of transformers choose by one `topk` of scores [T, E], inside of the module that holds the
+`experts`. There its result is replaced: indices by the sampler's, values by the scores at them. What a model does
+before it (groups of experts, biases of the choice) and behind it (softmax over the k, scaling) is its own code. `check`
+shows by a few tokens that it is so for a model, and raises where it is not.
+
+The choice stays until the next forward pass, because gradient checkpointing computes the layers again in the backward
+pass. Loss and load of the routers' auxiliary loss are of their own choices, in `router_aux_loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from fused_grpo.errors import UnsupportedError
+
+_TOPK = (torch.topk, Tensor.topk)
+ROUTED = ("routed_sum", "rerouted_sum")  # of `counts`
+
+
+class RouterReplay:
+    """The routers of a model, and the experts that they are to choose.
+
+    Args:
+        model: a causal LM of transformers, whose modules get hooks. They do nothing until there are experts.
+        replaces: False only counts where the routers choose others.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, replaces: bool) -> None:
+        self.replaces, self._name = replaces, type(model).__name__
+        self.num_layers = int(model.config.get_text_config().num_hidden_layers)
+        self.layers: dict[int, int] = {}  # the number of experts of each layer that has some; empty: of no layer
+        self._experts: Tensor | None = None
+        self._seen: dict[int, list[Tensor]] | None = None  # what the routers chose, while `check` runs
+        self._counts: list[Tensor] = []
+        self._modes: list[ExitStack] = []
+        for name, block in model.named_modules():
+            self._watch(name, block)
+
+    def _watch(self, name: str, block: nn.Module) -> None:
+        count = getattr(getattr(block, "experts", None), "num_experts", None)
+        numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+        if count is None or len(numbers) != 1:  # vLLM counts layers in the same way
+            return
+        self.layers[numbers[0]] = int(count)
+        block.register_forward_pre_hook(partial(self._enter, numbers[0]))
+        block.register_forward_hook(self._leave, always_call=True)
+
+    def start(self, experts: Tensor | None) -> None:
+        """Before a forward pass of T tokens: their experts [T, layers, k], -1 where the routers choose for themselves.
+
+        With None they do so everywhere.
+        """
+        self._experts, self._counts = experts, []
+
+    def counts(self) -> dict[str, Tensor]:
+        """Since `start`: tokens times layers with experts, and those where the router's own are another set."""
+        if not self._counts:
+            return {}
+        return dict(zip(ROUTED, torch.stack(self._counts).sum(0), strict=True))
+
+    def _enter(self, layer: int, block: nn.Module, inputs: Any) -> None:
+        if self._experts is not None or self._seen is not None:
+            self._modes.append(ExitStack())
+            self._modes[-1].enter_context(_ReplacedTopK(partial(self._choose, layer), self.layers[layer]))
+
+    def _leave(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        if self._modes:
+            self._modes.pop().close()
+
+    def _choose(self, layer: int, scores: Tensor, own: Any) -> Any:
+        """The result of `topk` of the scores [T, E] of a layer, of which `own` is the router's."""
+        if self._seen is not None:
+            self._seen.setdefault(layer, []).append(own.indices)
+        if self._experts is None:
+            return own
+        given = self._experts[:, layer].to(own.indices)
+        known = given[:, 0] >= 0
+        other = (given.sort().values != own.indices.sort().values).any(1) & known
+        self._counts.append(torch.stack([known.sum(), other.sum()]))
+        if not self.replaces:
+            return own
+        indices = given.where(known[:, None], own.indices)
+        return torch.return_types.topk((scores.gather(1, indices), indices))
+
+    @torch.no_grad()
+    def check(self, run: Callable[[Tensor | None], Tensor]) -> None:
+        """Raise UnsupportedError where the routers cannot be replayed.
+
+        `run` has the log-probs of some tokens, computed with their experts as of `start`. Their own have to give the
+        same bits again, and others in any layer other ones.
+        """
+        self._seen = {}
+        try:
+            own, seen = run(None), self._seen
+        finally:
+            self._seen = None
+        chosen = {layer: choices[0] for layer, choices in seen.items() if len(choices) == 1}
+        if not self.layers or chosen.keys() != self.layers.keys() or len({each.shape for each in chosen.values()}) > 1:
+            raise self._refused(
+                f"{len(self.layers)} layers with experts, of which {len(chosen)} choose these by one topk of the "
+                "scores of all, want some, and one topk in each"
+            )
+        some = next(iter(chosen.values()))
+        table = some.new_full((len(some), self.num_layers, some.shape[1]), -1)
+        for layer, choice in chosen.items():
+            table[:, layer] = choice
+        if not torch.equal(run(table), own):
+            raise self._refused("other log-probs where its routers' own experts are replayed, want the same bits")
+        for layer in chosen:
+            others = table.clone()
+            others[:, layer] = (table[:, layer] + 1) % self.layers[layer]
+            found = run(others)
+            if torch.equal(found, own) or not found.isfinite().all():
+                raise self._refused(f"no effect of other experts in layer {layer}, want other, finite log-probs")
+
+    def _refused(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"got router_replay=True and a {self._name} with {what}; fix: router_replay=False, or a mixture of experts "
+            "whose routers take topk of their scores"
+        )
+
+
+class _ReplacedTopK(TorchFunctionMode):
+    """Passes the result of each `topk` of scores [T, E] through `choose`."""
+
+    def __init__(self, choose: Callable[[Tensor, Any], Any], num_experts: int) -> None:
+        super().__init__()
+        self._choose, self._num_experts = choose, num_experts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _TOPK and args[0].ndim == 2 and args[0].shape[1] == self._num_experts:
+            return self._choose(args[0], result)
+        return result
