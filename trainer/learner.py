@@ -415,7 +415,8 @@ class Learner:
     def _backward(self, part: MicroBatch, options: dict[str, Any], *, last: bool) -> GRPOLossOutput:
         # DDP and FSDP average over ranks what has to be a sum. DDP needs to reduce only once; FSDP would have to keep
         # full gradients until then, which costs the memory that it is used to save.
-        with nullcontext() if last or self.accelerator.is_fsdp2 else self.accelerator.no_sync(self.policy):
+        reduced = nullcontext() if last or self.accelerator.is_fsdp2 else self.accelerator.no_sync(self.policy)
+        with reduced, nullcontext() if self.routing is None else self.routing:
             output: GRPOLossOutput = self.policy(part, **options, squares=self.args.variance_report)
             self.accelerator.backward(output.loss * self.accelerator.num_processes)
         return output

@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -165,7 +165,8 @@ class PolicyLoss(nn.Module):
     def measure(self, batch: MicroBatch, what: Literal["loss", "logprobs", "scores", "entropies"], **step: Any) -> Any:
         """The loss, log-probs [N] of the completion tokens, these and score norms, or entropies [N] in nats of what
         they were drawn from, without gradients."""
-        return self(batch, what, **step)
+        with nullcontext() if self.routing is None else self.routing:
+            return self(batch, what, **step)
 
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         hidden, weight, options = self._head_inputs(batch)

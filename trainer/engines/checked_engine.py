@@ -184,20 +184,17 @@ class WeightCheck:
         self._has_warned = True
 
     def warn_of_routing(self, metrics: Mapping[str, float], engine: RolloutEngine) -> None:
-        """Log one warning where a step of a mixture of experts shows that sampler and trainer chose other experts."""
-        largest = metrics["sampling_difference_max"]
-        if self._knows_routing or not largest > _MAX_BOUND:
+        """Log one warning where a step of a mixture of experts differs by more than it does within the same experts."""
+        mean, largest = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
+        share = metrics.get(ROUTING)  # None: the engine does not say
+        if self._knows_routing or not largest > _MAX_BOUND or share == 0.0:
             return
         self._knows_routing = True
-        share = f" {metrics[ROUTING]:.2%} of its choices of experts, and" if ROUTING in metrics else ""
+        choices = "" if share is None else f", and {share:.2%} of the choices of experts,"
         _log.warning(
-            "the %s engine and the trainer differ in%s the log-probs of this mixture of experts by %.3g on average and "
-            "%.3g at most, because rounding decides between experts whose scores are close (said once); fix: "
-            "router_replay=True, which trains with the engine's experts where it returns them (docs/models.md)",
-            engine.name,
-            share,
-            metrics["sampling_difference_mean"],
-            largest,
+            f"got log-probs of a mixture of experts that differ by {mean:.3g} on average and {largest:.3g} at most"
+            f"{choices} between the {engine.name} engine and the trainer, want the same experts in both: where scores "
+            "are close, rounding chooses (said once); fix: router_replay=True, where the engine returns its experts"
         )
 
     def _error(

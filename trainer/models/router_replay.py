@@ -13,8 +13,8 @@ mends that: it is another computation. With replay the choice is the sampler's, 
 before it (groups of experts, biases of the choice) and behind it (softmax over the k, scaling) is its own code. `check`
 shows by a few tokens that it is so for a model, and raises where it is not.
 
-The choice stays until the next forward pass, because gradient checkpointing computes the layers again in the backward
-pass. Loss and load of the routers' auxiliary loss are of their own choices, in `router_aux_loss`.
+The choice stays until the backward pass is over, because gradient checkpointing computes the layers in it
+again. The routers' auxiliary loss is about what they would choose themselves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUTED = ("routed_sum", "rerouted_sum")  # of `counts`
 
 
 class RouterReplay:
-    """The routers of a model, and the experts that they are to choose.
+    """The routers of a model, and the experts that they are to choose; as a context, until its end.
 
     Args:
         model: a causal LM of transformers, whose modules get hooks. They do nothing until there are experts.
@@ -62,6 +62,12 @@ class RouterReplay:
         self.layers[numbers[0]] = int(count)
         block.register_forward_pre_hook(partial(self._enter, numbers[0]))
         block.register_forward_hook(self._leave, always_call=True)
+
+    def __enter__(self) -> RouterReplay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._experts = None
 
     def start(self, experts: Tensor | None) -> None:
         """Before a forward pass of T tokens: their experts [T, layers, k], -1 where the routers choose for themselves.

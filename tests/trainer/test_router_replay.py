@@ -1,0 +1,230 @@
+"""Runs that replay an engine's experts: what the option changes, what a checkpoint keeps, and what is refused."""
+
+import copy
+import hashlib
+import json
+import logging
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from batches import batch_of
+from mixtures import EXPERTS, experts_of, mixture
+from numerics import logprobs_of
+from safetensors.torch import save_file
+
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.engines.checked_engine import WeightCheck
+from fused_grpo.trainer.learner import Learner
+from fused_grpo.trainer.types import SamplingParams
+
+REPLAY = {"router_replay": True, "vllm_mode": "server", "max_steps": 4, "logprob_mismatch": "warn"}
+METRIC = "sampling/routing_disagreement"
+
+
+@pytest.fixture
+def make_model():
+    return lambda: mixture("Qwen3Moe")
+
+
+@pytest.fixture
+def routed_engine(served_engine):
+    class RoutedEngine(served_engine):
+        """Computes in bf16, and says which experts it computed with; with `spoil` after a change of these."""
+
+        name, spoil = "routed", staticmethod(lambda experts: experts)
+
+        def __init__(self, model, tokenizer):
+            super().__init__(model, tokenizer)
+            self.model = self.model.bfloat16()
+
+        def load_weights(self, named_weights, version):
+            with TemporaryDirectory() as folder:  # under the names of a checkpoint, where experts are apart
+                self.model.config.save_pretrained(folder)
+                save_file(dict(named_weights), f"{folder}/model.safetensors", {"format": "pt"})
+                self.model = type(self.model).from_pretrained(folder, dtype=torch.bfloat16)
+            self.weight_version = version
+
+        def generate(self, prompt_ids, sampling):
+            made = super().generate(prompt_ids, sampling)
+            pairs = [(prompt_ids[place // sampling.n], ids) for place, ids in enumerate(made.completion_ids)]
+            return replace(made, routed_experts=[self.spoil(experts_of(self.model, *pair)) for pair in pairs])
+
+    return RoutedEngine
+
+
+def learned(model, *, parts=1, **options):
+    """(model, samples, metrics) of a step on what a bf16 copy of the model sampled."""
+    sampler, generator = copy.deepcopy(model).bfloat16(), torch.Generator().manual_seed(3)
+    ids = torch.randint(2, 22, (8, 24), generator=generator).tolist()
+    pairs = [(row[:8], row[8:]) for row in ids]
+    batch = batch_of(
+        prompt_ids=[prompt for prompt, _ in pairs],
+        completion_ids=[completion for _, completion in pairs],
+        sampling_logprobs=[logprobs_of(sampler, *pair, 1.0) for pair in pairs],
+        routed_experts=[experts_of(sampler, *pair) for pair in pairs],
+        advantage=torch.linspace(-1, 1, 8),
+    )
+    shared = {"per_device_train_batch_size": 8 // parts, "gradient_accumulation_steps": parts, "bf16": False}
+    shared |= {"use_cpu": True, "gradient_checkpointing": False, "learning_rate": 1e-3}
+    args = GRPOConfig(num_generations=8, **shared | options)
+    return model, *Learner(model, args, Accelerator(cpu=True), max_steps=1).learn(batch)
+
+
+def same_weights(one, other, **bounds):
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), **bounds)
+
+
+def test_replay_takes_the_routing_out_of_the_difference_to_the_sampler(make_model):
+    _, _, off = learned(make_model())
+    _, _, on = learned(make_model(), router_replay=True)
+    assert off[METRIC] > 0.01
+    assert 0.01 < on[METRIC] <= off[METRIC] * 1.5
+    for kind in ("mean", "max"):
+        assert on[f"sampling_difference_{kind}"] < 0.6 * off[f"sampling_difference_{kind}"]
+
+
+@pytest.mark.parametrize("options", [{"parts": 4}, {"max_tokens_per_micro_batch": 60}, {"share_prompts": False}])
+def test_micro_batches_learn_the_same(make_model, options):
+    one, _, metrics = learned(make_model(), router_replay=True, optim="sgd")
+    other, _, found = learned(make_model(), router_replay=True, optim="sgd", **options)
+    same_weights(one, other, rtol=0, atol=1e-7)
+    assert found[METRIC] == pytest.approx(metrics[METRIC], abs=1e-6)
+
+
+def test_recomputed_layers_learn_the_same_bits(make_model):
+    one, _, metrics = learned(make_model(), router_replay=True)
+    other, _, found = learned(make_model(), router_replay=True, gradient_checkpointing=True)
+    same_weights(one, other, rtol=0, atol=0)
+    assert found == metrics
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_the_reference_has_its_own_routers(make_model, teacher):
+    options = {"beta": 0.1} | ({"distillation_coef": 0.5, "distillation_kind": "forward_kl"} if teacher else {})
+    _, on, _ = learned(make_model(), router_replay=True, **options)
+    model = make_model()
+    for sample in on:
+        own = logprobs_of(model, sample.prompt_ids, sample.completion_ids, 1.0)
+        torch.testing.assert_close(sample.ref_logprobs, torch.tensor(own), rtol=0, atol=1e-5)
+        assert sample.routed_experts is not None
+
+
+def test_nothing_is_left_behind_a_step(make_model):
+    model, _, _ = learned(make_model(), router_replay=True)
+    ids = torch.arange(2, 12)[None]
+    fresh = make_model()
+    fresh.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, fresh(ids).logits)
+
+
+def result(trainer):
+    lines = (trainer.output_dir / "metrics.jsonl").read_text().splitlines()
+    records = [{key: value for key, value in json.loads(line).items() if "time" not in key} for line in lines]
+    weights = b"".join(value.numpy().tobytes() for value in trainer.model.state_dict().values())
+    return records, hashlib.sha256(weights).hexdigest()
+
+
+@pytest.mark.parametrize("options", [{"generate_ahead": 2}, {"steps_per_generation": 2, "num_iterations": 2}])
+def test_a_resumed_run_replays_what_was_sampled_before(make_trainer, routed_engine, options):
+    routed_engine.spoil = staticmethod(lambda own: (own + 1) % EXPERTS)
+    options = {**REPLAY, "engine": routed_engine, "save_steps": 1, "overwrite_output_dir": False, **options}
+    whole = make_trainer(**options)
+    whole.train()
+    expected = result(whole)
+    assert len(expected[0]) == 4
+    assert min(record[METRIC] for record in expected[0]) > 0.5
+    resumed = make_trainer(**options)
+    resumed.train(resume_from_checkpoint=str(whole.output_dir / "checkpoint-1"))
+    assert result(resumed) == expected
+
+
+WRONG = {
+    "one row too many": (lambda own: torch.cat([own, own[:1]]), r"experts of shape"),
+    "a layer less": (lambda own: own[:, 1:], r"experts of shape .* in 3 layers"),
+    "no such expert": (lambda own: own + EXPERTS, r"of 8 in layer 0"),
+    "one twice": (lambda own: own[:, :, :1].repeat(1, 1, 2), "one expert twice for a token in layer 0"),
+    "negative": (lambda own: own.to(torch.int16) - 1, "experts -1 to [0-9] of 8"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_experts_that_the_model_does_not_have_are_refused(make_trainer, routed_engine, how):
+    change, message = WRONG[how]
+    trainer = make_trainer(engine=routed_engine, **REPLAY)
+    trainer.engine.spoil = change
+    with pytest.raises(UnavailableError, match=rf"got .*{message}.* from the routed engine"):
+        trainer.train()
+
+
+def test_completions_with_wrong_experts_can_be_dropped(make_trainer, routed_engine):
+    trainer = make_trainer(engine=routed_engine, rollout_failure="drop", dynamic_sampling=2, **REPLAY)
+    calls = iter(range(100))
+    trainer.engine.spoil = lambda own: own[1:] if next(calls) == 1 else own
+    trainer.train()
+    assert result(trainer)[0][0]["rollouts/dropped"] == 4.0
+
+
+def test_an_engine_without_experts_is_refused(make_trainer, served_engine):
+    trainer = make_trainer(engine=served_engine, **REPLAY)
+    with pytest.raises(UnsupportedError, match=r"router_replay=True and no experts .* scripted engine.*fix: vLLM"):
+        trainer.train()
+
+
+def test_without_replay_one_warning_has_what_was_measured(make_trainer, routed_engine, caplog):
+    routed_engine.spoil = staticmethod(lambda own: own.where(torch.arange(len(own))[:, None, None] > 0, own.flip(0)))
+    trainer = make_trainer(engine=routed_engine, vllm_mode="server", logprob_mismatch="warn")
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    said = [record.getMessage() for record in caplog.records if "router_replay=True" in record.getMessage()]
+    assert len(said) == 1
+    measured = result(trainer)[0][0]
+    assert f"{measured[METRIC]:.2%} of the choices of experts" in said[0]
+    assert f"{measured['sampling/sampling_logp_difference/max']:.3g} at most" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("largest", "share", "own_weights", "said"),
+    [(0.5, {}, True, 1), (0.5, {METRIC: 0.0}, True, 0), (1e-4, {}, True, 0), (0.5, {}, False, 0)],
+)
+def test_it_is_said_where_experts_may_be_the_reason(make_model, caplog, largest, share, own_weights, said):
+    check = WeightCheck(GRPOConfig(use_cpu=True), make_model(), torch.device("cpu"), own_weights=own_weights)
+    metrics = {"sampling_difference_mean": 0.1, "sampling_difference_max": largest, **share}
+    for _ in range(2):
+        check.warn_of_routing(metrics, SimpleNamespace(name="vllm"))
+    assert len(caplog.records) == said
+
+
+def test_what_cannot_replay_is_refused_at_the_start(tmp_path, tokenizer, make_model, make_trainer):
+    from fused_grpo.trainer import GRPOTrainer
+
+    def start(model, **named):
+        args = GRPOConfig(str(tmp_path), use_cpu=True, router_replay=True, **named.pop("options", {}))
+        GRPOTrainer(
+            model, lambda completions, **_: [0.0], args, [{"prompt": "1"}] * 8, processing_class=tokenizer, **named
+        )
+
+    with pytest.raises(InputError, match=r"router_replay=True with use_vllm=False.* fix:"):
+        GRPOConfig(router_replay=True, use_vllm=False)
+    with pytest.raises(InputError, match=r"router_replay=True with a rollout_func.* fix:"):
+        start(make_model(), rollout_func=lambda prompts, trainer: {})
+    with pytest.raises(UnsupportedError, match=r"no Triton for its device, want its model runner V2.* fix: a GPU"):
+        start(make_model(), options={"use_vllm": True})
+    dense = copy.deepcopy(make_model())
+    dense.config = type(
+        "Dense", (), {"get_text_config": lambda self: self, "to_dict": lambda self: {}, "model_type": "d"}
+    )()
+    from fused_grpo.trainer.engines.engine_choice import check_routing
+
+    args = GRPOConfig(router_replay=True, use_cpu=True)
+    with pytest.raises(InputError, match=r"a model of type d, which has no experts"):
+        check_routing(args, "server", dense.config)
+    with pytest.raises(InputError, match=r"router_replay=True with the transformers engine"):
+        check_routing(args, "transformers", make_model().config)
+    assert args.sampling(seed=0) == replace(GRPOConfig(use_cpu=True).sampling(seed=0), routed_experts=True)
+    assert SamplingParams(n=1, max_tokens=1).routed_experts is False
