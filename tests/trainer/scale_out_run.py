@@ -3,8 +3,8 @@
     python scale_out_run.py <plan.json>
 
 A plan is a list of {"out": folder, "model": {...}, "options": {...}}, where the "teacher" of a model is "self" or what
-differs in the teacher's configuration. Of each run every process leaves what it saw in <out>/rank-<rank>.pt. With
-Accelerate's variables for FSDP2 in the environment, the policy is sharded.
+differs in the teacher's configuration, and "experts" make it a mixture of them. Of each run every process leaves what
+it saw in <out>/rank-<rank>.pt. With Accelerate's variables for FSDP2 in the environment, the policy is sharded.
 """
 
 import copy
@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
-from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
 from fused_grpo.trainer.distributed import sharding
@@ -33,6 +33,12 @@ from fused_grpo.trainer.types import Rollouts
 def kept_with(completion: list[int]) -> list[list[int]]:
     """The tokens that are kept at each place of a completion: 1 to 6 of 14, or all of them (no ids)."""
     return [sorted({(token + 3 * i) % 14 for i in range(token % 7)}) for token in completion]
+
+
+def experts_by(prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """[P+T-1, 2, 2], which depend on the token and the layer."""
+    first = torch.tensor([*prompt, *completion][:-1])[:, None] + torch.arange(2)
+    return torch.stack([first % 4, (first + 1) % 4], dim=2).to(torch.uint8)
 
 
 class EngineByPrompt(RolloutEngine):
@@ -71,6 +77,7 @@ class EngineByPrompt(RolloutEngine):
             finish_reasons=["stop" if ids[-1] % 2 else "length" for ids in completions],
             num_generations=sampling.n,
             weight_version=self.weight_version,
+            routed_experts=[experts_by(*pair) for pair in pairs] if sampling.routed_experts else None,
             **support_fields([self.listed(*each, sampling) for each in zip(rows, kept, strict=True)], sampling),
         )
 
@@ -90,7 +97,8 @@ class EngineByPrompt(RolloutEngine):
         return logits.log_softmax(-1)
 
     def load_weights(self, named_weights, version) -> None:
-        self.model.load_state_dict(dict(named_weights))
+        # A checkpoint has the experts under names of their own: these stay as they were.
+        self.model.load_state_dict(dict(named_weights), strict=not hasattr(self.model.config, "num_experts"))
         self.weight_version = version
 
     def close(self) -> None:
@@ -151,8 +159,10 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {**shape, "vocab_size": 14, "num_key_value_heads": 2, "tie_word_embeddings": False, **model_options}
-    teacher = config.pop("teacher", None)
-    model = Qwen2ForCausalLM(Qwen2Config(**config))
+    teacher, experts = config.pop("teacher", None), config.pop("experts", {})
+    model = (
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**config, **experts)) if experts else Qwen2ForCausalLM(Qwen2Config(**config))
+    )
     if isinstance(teacher, dict):
         teacher = Qwen2ForCausalLM(Qwen2Config(**config | teacher))
     callbacks = [Stop] if options.pop("rank_that_stops", None) == int(os.environ.get("RANK", "0")) else []

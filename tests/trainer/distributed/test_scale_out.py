@@ -20,6 +20,7 @@ FOLLOWS = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_
 COVARIANCE = {"kl_cov_ratio": 0.2, "num_iterations": 2, "advantage_estimator": "reinforce_plus_plus"}
 COVARIANCE |= {"scale_rewards": "group"}
 LIKELY = {"score_centering": "topk", "score_centering_topk": 5}
+EXPERTS = {"experts": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}}
 WIDER = {"teacher": {"hidden_size": 48}}
 DISTILLED = {"distillation_coef": 0.5, "distillation_kind": "jsd"}
 HALF = {"half_equal": True, "num_iterations": 2, "mask_truncated_completions": True, "data_seed": 5}
@@ -57,6 +58,12 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
         (8, 2),
     ),
     "tokens of large covariance": ({}, COVARIANCE, (32, 1), (8, 2)),
+    "to the sampler's experts": (
+        EXPERTS,
+        {"router_replay": True, "logprob_mismatch": "warn", **FOLLOWS},
+        (32, 1),
+        (8, 2),
+    ),
 }
 # Two optimizer steps of each generated batch, twice; a step has parts of groups, and a group is on both processes.
 RESUMED = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "lr_scheduler_type": "constant", **FOLLOWS}
@@ -134,6 +141,7 @@ def test_two_processes_equal_one(alone, shared, name):
             torch.testing.assert_close(two[kind][key], tensor, rtol=0, atol=1e-6)
     rewards = ("reward", "reward_std", "reward_std_within_groups", "frac_reward_zero_std")
     rewards += ("remax/greedy_reward",) if "greedy" in name else ()
+    rewards += ("sampling/routing_disagreement",) if "experts" in name else ()
     for key in ("loss", "grad_norm", "entropy", "num_tokens", "clip_ratio/high_max", *rewards):
         assert two["metrics"][key] == pytest.approx(one["metrics"][key], abs=1e-5), key
 

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,32 @@ def say(read: str, member: int) -> str:
 
 def records(trainer) -> list:
     return [json.loads(line) for line in Path(trainer.args.output_dir, "rollouts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("engine", [Talker, ConcurrentTalker])
+def test_a_token_has_the_experts_of_the_turn_that_read_it_first(make_trainer, tokenizer, engine):
+    def routed(prompt_ids, sampling):
+        """Each turn says how many turns of the model it has read."""
+        made = own(prompt_ids, sampling)
+        lengths = [len(prompt_ids[place // sampling.n]) + len(ids) for place, ids in enumerate(made.completion_ids)]
+        turns = [tokenizer.decode(prompt_ids[place // sampling.n]).count("<answer>") for place in range(len(lengths))]
+        experts = [torch.full((length - 1, 2, 1), turn) for length, turn in zip(lengths, turns, strict=True)]
+        return replace(made, routed_experts=experts)
+
+    twice = lambda read, _: call("multiply", a=2, b=7) if read.count("<answer>") < 2 else "done"  # noqa: E731
+    trainer = make_trainer(twice, engine=engine, tools=[multiply], max_steps=1)
+    own, trainer.engine.generate = trainer.engine.generate, routed
+    trainer.train()
+    for sample in trainer.scored.samples:
+        ends = [
+            place for place, mine in enumerate(sample.completion_mask[:-1]) if mine > sample.completion_mask[place + 1]
+        ]
+        first, second = (
+            len(sample.prompt_ids) + end for end in ends
+        )  # the last token of a turn is read by the next one
+        counts = first, second - first, len(sample.prompt_ids) + len(sample.completion_ids) - 1 - second
+        expected = torch.arange(3).repeat_interleave(torch.tensor(counts))
+        assert torch.equal(sample.routed_experts[:, 1, 0].long(), expected)
 
 
 @pytest.mark.parametrize("engine", [Talker, ConcurrentTalker])
