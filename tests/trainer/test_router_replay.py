@@ -57,11 +57,11 @@ def routed_engine(served_engine):
     return RoutedEngine
 
 
-def learned(model, *, parts=1, **options):
-    """(model, samples, metrics) of a step on what a bf16 copy of the model sampled."""
+def learned(model, *, parts=1, teacher=None, **options):
+    """(model, samples, metrics) of a step on what a bf16 copy of the model sampled, of two prompts."""
     sampler, generator = copy.deepcopy(model).bfloat16(), torch.Generator().manual_seed(3)
     ids = torch.randint(2, 22, (8, 24), generator=generator).tolist()
-    pairs = [(row[:8], row[8:]) for row in ids]
+    pairs = [(ids[place // 4][:8], row[8:]) for place, row in enumerate(ids)]
     batch = batch_of(
         prompt_ids=[prompt for prompt, _ in pairs],
         completion_ids=[completion for _, completion in pairs],
@@ -72,7 +72,7 @@ def learned(model, *, parts=1, **options):
     shared = {"per_device_train_batch_size": 8 // parts, "gradient_accumulation_steps": parts, "bf16": False}
     shared |= {"use_cpu": True, "gradient_checkpointing": False, "learning_rate": 1e-3}
     args = GRPOConfig(num_generations=8, **shared | options)
-    return model, *Learner(model, args, Accelerator(cpu=True), max_steps=1).learn(batch)
+    return model, *Learner(model, args, Accelerator(cpu=True), max_steps=1, teacher=teacher).learn(batch)
 
 
 def same_weights(one, other, **bounds):
@@ -90,10 +90,11 @@ def test_replay_takes_the_routing_out_of_the_difference_to_the_sampler(make_mode
 
 @pytest.mark.parametrize("options", [{"parts": 4}, {"max_tokens_per_micro_batch": 60}, {"share_prompts": False}])
 def test_micro_batches_learn_the_same(make_model, options):
-    one, _, metrics = learned(make_model(), router_replay=True, optim="sgd")
-    other, _, found = learned(make_model(), router_replay=True, optim="sgd", **options)
-    same_weights(one, other, rtol=0, atol=1e-7)
-    assert found[METRIC] == pytest.approx(metrics[METRIC], abs=1e-6)
+    sgd = {"router_replay": True, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
+    one, _, metrics = learned(make_model(), **sgd)
+    other, _, found = learned(make_model(), **sgd, **options)
+    same_weights(one, other, rtol=0, atol=1e-6)
+    assert found[METRIC] == pytest.approx(metrics[METRIC], rel=0.1)  # a prompt that is shared counts once
 
 
 def test_recomputed_layers_learn_the_same_bits(make_model):
@@ -103,10 +104,10 @@ def test_recomputed_layers_learn_the_same_bits(make_model):
     assert found == metrics
 
 
-@pytest.mark.parametrize("teacher", [False, True])
-def test_the_reference_has_its_own_routers(make_model, teacher):
-    options = {"beta": 0.1} | ({"distillation_coef": 0.5, "distillation_kind": "forward_kl"} if teacher else {})
-    _, on, _ = learned(make_model(), router_replay=True, **options)
+def test_reference_and_teacher_have_their_own_routers(make_model):
+    options = {"beta": 0.1, "distillation_coef": 0.5, "teacher": "self", "share_prompts": False}
+    _, on, metrics = learned(make_model(), router_replay=True, **options)
+    assert metrics["distillation"] > 1e-5  # of the same weights, from other experts
     model = make_model()
     for sample in on:
         own = logprobs_of(model, sample.prompt_ids, sample.completion_ids, 1.0)

@@ -21,6 +21,7 @@ COVARIANCE = {"kl_cov_ratio": 0.2, "num_iterations": 2, "advantage_estimator": "
 COVARIANCE |= {"scale_rewards": "group"}
 LIKELY = {"score_centering": "topk", "score_centering_topk": 5}
 EXPERTS = {"experts": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}}
+REPLAYED = {"router_replay": True, "logprob_mismatch": "warn", "router_aux_loss_coef": 0.0}  # that depends on the cut
 WIDER = {"teacher": {"hidden_size": 48}}
 DISTILLED = {"distillation_coef": 0.5, "distillation_kind": "jsd"}
 HALF = {"half_equal": True, "num_iterations": 2, "mask_truncated_completions": True, "data_seed": 5}
@@ -58,12 +59,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
         (8, 2),
     ),
     "tokens of large covariance": ({}, COVARIANCE, (32, 1), (8, 2)),
-    "to the sampler's experts": (
-        EXPERTS,
-        {"router_replay": True, "logprob_mismatch": "warn", **FOLLOWS},
-        (32, 1),
-        (8, 2),
-    ),
+    "to the sampler's experts": (EXPERTS, {**REPLAYED, **FOLLOWS}, (32, 1), (8, 2)),
 }
 # Two optimizer steps of each generated batch, twice; a step has parts of groups, and a group is on both processes.
 RESUMED = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "lr_scheduler_type": "constant", **FOLLOWS}

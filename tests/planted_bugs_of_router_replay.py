@@ -1,0 +1,58 @@
+"""The bugs of `planted_bugs.py` in the replay of a sampler's experts: (file, old, new, caught by)."""
+
+FORCED = ["tests/trainer/models/test_router_replay.py", "-k", "forced_routers and Qwen3Moe and (alone or shared)"]
+TREES = ["tests/trainer/models/test_router_replay.py", "-k", "are_not_shared"]
+AGAIN = ["tests/trainer/models/test_router_replay.py", "-k", "computed_again"]
+RUNS = "tests/trainer/test_router_replay.py"
+EPISODES = ["tests/trainer/episodes/test_play.py", "-k", "experts_of_the_turn"]
+
+BUGS = {
+    "routers weigh their own experts": (
+        "trainer/models/router_replay.py",
+        "topk((scores.gather(1, indices), indices))",
+        "topk((own.values, indices))",
+        FORCED,
+    ),
+    "a completion behind another one gets the prompt's experts": (
+        "trainer/batching/micro_batches.py",
+        "sample.routed_experts[0 if sample is batch[tree[0]] else len(sample.prompt_ids) :]",
+        "sample.routed_experts[0 if sample is batch[tree[0]] else 0 :]",
+        FORCED,
+    ),
+    "prompts are shared wherever they went": (
+        "trainer/batching/micro_batches.py",
+        "same.setdefault((tuple(prompt), routing), [])",
+        'same.setdefault((tuple(prompt), b""), [])',
+        TREES,
+    ),
+    "layers that are computed again choose for themselves": (
+        "trainer/policy.py",
+        "output.metrics.update(self.routing.counts())",
+        "output.metrics.update(self.routing.counts())\n            self.routing.start(None)",
+        AGAIN,
+    ),
+    "experts stay behind a step": (
+        "trainer/models/router_replay.py",
+        "def __exit__(self, *error: object) -> None:\n        self._experts = None",
+        "def __exit__(self, *error: object) -> None:\n        pass",
+        [RUNS, "-k", "left_behind"],
+    ),
+    "the reference replays": (
+        "trainer/learner.py",
+        'own_experts = with_fields(batch, {"routed_experts": [None] * len(batch)})',
+        "own_experts = batch",
+        [RUNS, "-k", "own_routers"],
+    ),
+    "a checkpoint has no experts": (
+        "trainer/batching/rollout_buffer.py",
+        '    "routed_experts": None,  # as it is\n',
+        "",
+        [RUNS, "-k", "resumed_run"],
+    ),
+    "the last turn's experts are those of all turns": (
+        "trainer/episodes/play.py",
+        "torch.cat([self.experts, turn.routed_experts[len(self.experts) :]])",
+        "turn.routed_experts",
+        EPISODES,
+    ),
+}
