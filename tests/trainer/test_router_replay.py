@@ -15,12 +15,14 @@ from batches import batch_of
 from mixtures import EXPERTS, experts_of, mixture
 from numerics import logprobs_of
 from safetensors.torch import save_file
+from transformers import Qwen2Config
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
-from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.engines import engine_choice
 from fused_grpo.trainer.engines.checked_engine import WeightCheck
+from fused_grpo.trainer.engines.engine_choice import check_routing
 from fused_grpo.trainer.learner import Learner
-from fused_grpo.trainer.types import SamplingParams
 
 REPLAY = {"router_replay": True, "vllm_mode": "server", "max_steps": 4, "logprob_mismatch": "warn"}
 METRIC = "sampling/routing_disagreement"
@@ -149,7 +151,6 @@ WRONG = {
     "one row too many": (lambda own: torch.cat([own, own[:1]]), r"experts of shape"),
     "a layer less": (lambda own: own[:, 1:], r"experts of shape .* in 3 layers"),
     "no such expert": (lambda own: own + EXPERTS, r"of 8 in layer 0"),
-    "one twice": (lambda own: own[:, :, :1].repeat(1, 1, 2), "one expert twice for a token in layer 0"),
     "negative": (lambda own: own.to(torch.int16) - 1, "experts -1 to [0-9] of 8"),
 }
 
@@ -164,7 +165,9 @@ def test_experts_that_the_model_does_not_have_are_refused(make_trainer, routed_e
 
 
 def test_completions_with_wrong_experts_can_be_dropped(make_trainer, routed_engine):
-    trainer = make_trainer(engine=routed_engine, rollout_failure="drop", dynamic_sampling=2, **REPLAY)
+    trainer = make_trainer(
+        engine=routed_engine, rollout_failure="drop", dynamic_sampling=2, **REPLAY | {"max_steps": 1}
+    )
     calls = iter(range(100))
     trainer.engine.spoil = lambda own: own[1:] if next(calls) == 1 else own
     trainer.train()
@@ -201,31 +204,44 @@ def test_it_is_said_where_experts_may_be_the_reason(make_model, caplog, largest,
     assert len(caplog.records) == said
 
 
-def test_what_cannot_replay_is_refused_at_the_start(tmp_path, tokenizer, make_model, make_trainer):
-    from fused_grpo.trainer import GRPOTrainer
-
-    def start(model, **named):
+@pytest.fixture
+def start(tmp_path, tokenizer, make_model):
+    def start(**named):
         args = GRPOConfig(str(tmp_path), use_cpu=True, router_replay=True, **named.pop("options", {}))
-        GRPOTrainer(
-            model, lambda completions, **_: [0.0], args, [{"prompt": "1"}] * 8, processing_class=tokenizer, **named
-        )
+        rows = [{"prompt": "1"}] * 8
+        GRPOTrainer(make_model(), lambda completions, **_: [0.0], args, rows, processing_class=tokenizer, **named)
 
+    return start
+
+
+def test_what_cannot_replay_is_refused_at_the_start(start, make_model):
     with pytest.raises(InputError, match=r"router_replay=True with use_vllm=False.* fix:"):
         GRPOConfig(router_replay=True, use_vllm=False)
     with pytest.raises(InputError, match=r"router_replay=True with a rollout_func.* fix:"):
-        start(make_model(), rollout_func=lambda prompts, trainer: {})
-    with pytest.raises(UnsupportedError, match=r"no Triton for its device, want its model runner V2.* fix: a GPU"):
-        start(make_model(), options={"use_vllm": True})
-    dense = copy.deepcopy(make_model())
-    dense.config = type(
-        "Dense", (), {"get_text_config": lambda self: self, "to_dict": lambda self: {}, "model_type": "d"}
-    )()
-    from fused_grpo.trainer.engines.engine_choice import check_routing
-
-    args = GRPOConfig(router_replay=True, use_cpu=True)
-    with pytest.raises(InputError, match=r"a model of type d, which has no experts"):
-        check_routing(args, "server", dense.config)
+        start(rollout_func=lambda prompts, trainer: {})
+    args, config = GRPOConfig(router_replay=True, use_cpu=True), make_model().config
     with pytest.raises(InputError, match=r"router_replay=True with the transformers engine"):
-        check_routing(args, "transformers", make_model().config)
-    assert args.sampling(seed=0) == replace(GRPOConfig(use_cpu=True).sampling(seed=0), routed_experts=True)
-    assert SamplingParams(n=1, max_tokens=1).routed_experts is False
+        check_routing(args, "transformers", config)
+    check_routing(args, "server", config)
+    with pytest.raises(InputError, match=r"a model of type qwen2, which has no experts"):
+        check_routing(args, "server", Qwen2Config())
+    check_routing(replace(args, router_replay=False), "transformers", Qwen2Config())
+
+
+@pytest.mark.engine
+def test_a_vllm_without_its_second_model_runner_is_refused_at_the_start(start):
+    with pytest.raises(UnsupportedError, match=r"no Triton for its device, want its model runner V2.* fix: a GPU"):
+        start(options={"use_vllm": True})
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_engines_are_asked_for_experts(monkeypatch, make_model, tokenizer, replay):
+    asked = []
+    for name in ("VLLMEngine", "VLLMServerEngine"):
+        monkeypatch.setattr(engine_choice, name, lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(engine_choice, "check_installed", lambda: None)
+    args = GRPOConfig(router_replay=replay, use_cpu=True)
+    for name in ("vllm", "server"):
+        engine_choice.choose_engine(name, args, make_model(), tokenizer)
+    assert asked[0]["engine_options"] == ({"enable_return_routed_experts": True} if replay else {})
+    assert asked[1]["routed_experts"] is args.sampling(seed=0).routed_experts is replay

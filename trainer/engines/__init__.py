@@ -56,7 +56,8 @@ class RolloutEngine(Protocol):
         """Sample `sampling.n` completions for each prompt, with the weights of `weight_version`.
 
         An engine that can returns the support of each token where `sampling.wants_support`; and where
-        `sampling.wants_logprobs`, its log-probs of them, or of the `sampling.top_k_listed` most likely tokens.
+        `sampling.wants_logprobs`, its log-probs of them, or of the `sampling.top_k_listed` most likely tokens. With
+        `sampling.routed_experts` it returns the experts of each token (types.py).
         """
         ...
 

@@ -45,7 +45,7 @@ class RouterReplay:
 
     def __init__(self, model: PreTrainedModel, *, replaces: bool) -> None:
         self.replaces, self._name = replaces, type(model).__name__
-        self.num_layers = int(model.config.get_text_config().num_hidden_layers)
+        self.num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
         self.layers: dict[int, int] = {}  # the number of experts of each layer that has some; empty: of no layer
         self._experts: Tensor | None = None
         self._seen: dict[int, list[Tensor]] | None = None  # what the routers chose, while `check` runs

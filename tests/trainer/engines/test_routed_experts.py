@@ -3,7 +3,6 @@
 import base64
 import io
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.server import replicas
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
-from fused_grpo.trainer.engines.vllm.inprocess import _completion
 from fused_grpo.trainer.types import SamplingParams
 
 PROMPTS = [[prompt, 3] for prompt in range(4, 8)]
@@ -99,23 +97,6 @@ def test_an_answer_may_be_as_long_as_its_experts(connect, monkeypatch) -> None:
     assert connect(lambda *_: long).generate(PROMPTS[:1], SAMPLING).routed_experts[0].shape == long.shape
     with pytest.raises(UnavailableError, match="more than"):
         connect(lambda *_: np.zeros((100, 2, 8), np.uint16)).generate(PROMPTS[:1], SAMPLING)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(("given", "kept"), [(np.uint8, torch.uint8), (np.uint16, torch.int16)])
-def test_vllms_own_output_has_them(given, kept) -> None:
-    from vllm.outputs import CompletionOutput
-
-    array = np.arange(20, dtype=given).reshape(5, 2, 2)
-    output = CompletionOutput(
-        0, "", [4, 1], None, [{4: SimpleNamespace(logprob=-1.0)}, {1: SimpleNamespace(logprob=-2.0)}]
-    )
-    output.finish_reason = "stop"
-    assert _completion(output, False).routed_experts is None
-    output.routed_experts = array
-    experts = _completion(output, False).routed_experts
-    assert experts.dtype == kept
-    assert torch.equal(experts, torch.from_numpy(array.astype(np.int16)).to(kept))
 
 
 @pytest.mark.engine

@@ -1,8 +1,10 @@
 """Models that vLLM in process runs in a way of their own: mixtures of experts, and those that it has no code for."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,6 +13,7 @@ from fused_grpo.errors import UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
+from fused_grpo.trainer.engines.vllm.inprocess import _completion
 from fused_grpo.trainer.types import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -103,3 +106,19 @@ def test_weights_without_a_place_in_vllm_are_refused_with_the_other_engine(build
     sizes = {name: SIZES[name] for name in ("hidden_size", "tie_word_embeddings", "eos_token_id")}
     with pytest.raises(WeightSyncError, match=r"weight version 0.*lm_head.*use_vllm=False where vLLM cannot load"):
         start(build("Bloom", **sizes, n_layer=2, n_head=2))
+
+
+@pytest.mark.parametrize(("given", "kept"), [(np.uint8, torch.uint8), (np.uint16, torch.int16)])
+def test_vllms_output_has_the_experts_of_tokens(given, kept) -> None:
+    from vllm.outputs import CompletionOutput
+
+    array = np.arange(20, dtype=given).reshape(5, 2, 2)
+    output = CompletionOutput(
+        0, "", [4, 1], None, [{4: SimpleNamespace(logprob=-1.0)}, {1: SimpleNamespace(logprob=-2.0)}]
+    )
+    output.finish_reason = "stop"
+    assert _completion(output, False).routed_experts is None
+    output.routed_experts = array
+    experts = _completion(output, False).routed_experts
+    assert experts.dtype == kept
+    assert torch.equal(experts, torch.from_numpy(array.astype(np.int16)).to(kept))
