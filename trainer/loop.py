@@ -55,7 +55,6 @@ from fused_grpo.trainer.config.derived_options import fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
 from fused_grpo.trainer.distributed.failures import (
-    EXIT_STATUS,
     StopOnSignal,
     agree,
     all_ranks_succeed,
@@ -391,8 +390,7 @@ class GRPOTrainer(TransformersFace):
         if not self.learner.is_random and "sampling_difference_mean" in metrics:
             differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
             self.weight_check(*differences, turns=turn_differences(metrics), engine=self.engine, rounding=rounding)
-            if self.learner.routers and not self.args.router_replay:
-                self.weight_check.warn_of_routing(metrics, self.engine)
+            self.weight_check.warn_of_routing(metrics, self.engine, is_mixture=self.learner.routers is not None)
 
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
         metrics |= {
@@ -454,7 +452,7 @@ class GRPOTrainer(TransformersFace):
             f"from {where}; fused-grpo report {self.args.output_dir} shows what there is so far"
         )
         barrier(self.accelerator)
-        raise SystemExit(EXIT_STATUS)
+        raise SystemExit(self.stop.exit_status)
 
     def _finish(self) -> TrainResult:
         if self.args.eval_at_ends and self.events.last_evaluation.get("step") != self.step:

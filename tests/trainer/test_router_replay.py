@@ -193,14 +193,23 @@ def test_without_replay_one_warning_has_what_was_measured(make_trainer, routed_e
 
 
 @pytest.mark.parametrize(
-    ("largest", "share", "own_weights", "said"),
-    [(0.5, {}, True, 1), (0.5, {METRIC: 0.0}, True, 0), (1e-4, {}, True, 0), (0.5, {}, False, 0)],
+    ("largest", "share", "case", "said"),
+    [
+        (0.5, {}, "a mixture", 1),
+        (0.5, {METRIC: 0.0}, "a mixture", 0),
+        (1e-4, {}, "a mixture", 0),
+        (0.5, {}, "no weights of its own", 0),
+        (0.5, {}, "replay", 0),
+        (0.5, {}, "dense", 0),
+    ],
 )
-def test_it_is_said_where_experts_may_be_the_reason(make_model, caplog, largest, share, own_weights, said):
-    check = WeightCheck(GRPOConfig(use_cpu=True), make_model(), torch.device("cpu"), own_weights=own_weights)
+def test_it_is_said_where_experts_may_be_the_reason(make_model, caplog, largest, share, case, said):
+    args = GRPOConfig(use_cpu=True, router_replay=case == "replay")
+    own_weights = case != "no weights of its own"
+    check = WeightCheck(args, make_model(), torch.device("cpu"), own_weights=own_weights)
     metrics = {"sampling_difference_mean": 0.1, "sampling_difference_max": largest, **share}
     for _ in range(2):
-        check.warn_of_routing(metrics, SimpleNamespace(name="vllm"))
+        check.warn_of_routing(metrics, SimpleNamespace(name="vllm"), is_mixture=case != "dense")
     assert len(caplog.records) == said
 
 

@@ -55,8 +55,6 @@ from fused_grpo.trainer.logging.console import live
 # How long to wait for the reason of another rank. It was written before the collective failed, or will be soon.
 REASON_SECONDS = 2.0
 GLOO_SECONDS = 0.25
-
-EXIT_STATUS = 128 + signal.SIGTERM
 SAME_REQUEST_SECONDS = 2.0
 
 _uses = itertools.count()
@@ -268,6 +266,8 @@ class StopOnSignal:
 
     In the main thread only: Python runs signal handlers nowhere else.
     """
+
+    exit_status = 128 + signal.SIGTERM
 
     def __init__(self) -> None:
         self._process, self._before = os.getpid(), dict[int, Any]()

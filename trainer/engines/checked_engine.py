@@ -148,7 +148,7 @@ class WeightCheck:
         self._dtype = torch.bfloat16 if wants_bf16(args) else next(model.parameters()).dtype
         self._device, self._bound = device.type, args.max_logprob_difference
         self._reaction, self._own_weights, self._has_warned = args.logprob_mismatch, own_weights, False
-        self._knows_routing = not own_weights
+        self._knows_routing = args.router_replay or not own_weights
 
     def __call__(
         self,
@@ -183,11 +183,11 @@ class WeightCheck:
             _log.warning("%s (the run goes on; this is said once; logprob_mismatch='fail' would end it)", error)
         self._has_warned = True
 
-    def warn_of_routing(self, metrics: Mapping[str, float], engine: RolloutEngine) -> None:
+    def warn_of_routing(self, metrics: Mapping[str, float], engine: RolloutEngine, *, is_mixture: bool) -> None:
         """Log one warning where a step of a mixture of experts differs by more than it does within the same experts."""
         mean, largest = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
         share = metrics.get(ROUTING)  # None: the engine does not say
-        if self._knows_routing or not largest > _MAX_BOUND or share == 0.0:
+        if self._knows_routing or not is_mixture or not largest > _MAX_BOUND or share == 0.0:
             return
         self._knows_routing = True
         choices = "" if share is None else f", and {share:.2%} of the choices of experts,"
