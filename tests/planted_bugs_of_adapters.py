@@ -1,4 +1,4 @@
-"""The bugs of `planted_bugs.py` in adapters that servers are sent: (file, old, new, caught by)."""
+"""The bugs of `planted_bugs.py` in adapters, on servers and on bases in 4 bits: (file, old, new, caught by)."""
 
 ENGINE = "trainer/engines/server/adapter_engine.py"
 SERVER = "trainer/engines/server/server_engine.py"
@@ -10,7 +10,34 @@ REFUSED = [TESTS, "-k", "cannot_serve"]
 FLIGHT = [TESTS, "-k", "batches_in_flight"]
 BYTES = [TESTS, "-k", "counted_and_logged"]
 
+ADAPTERS, IN_4BIT = "trainer/models/adapters.py", "trainer/models/quantized.py"
+QUANTIZED = "tests/trainer/models/test_quantized.py"
+
 BUGS = {
+    "PEFT merges a layer in 4 bits, which rounds the sum": (
+        ADAPTERS,
+        "    instead |= {} if plain is base else {id(base): plain}\n",
+        "    plain = base\n",
+        [QUANTIZED, "-k", "computes_with"],
+    ),
+    "layers in 4 bits without an adapter are sent as codes": (
+        ADAPTERS,
+        "if (_is_wrapped(layer) or is_4bit(layer)) and",
+        "if _is_wrapped(layer) and",
+        [QUANTIZED, "-k", "computes_with"],
+    ),
+    "bitsandbytes packs layers for inference": (
+        IN_4BIT,
+        "        layer.support_avx512bf16_for_cpu = False\n",
+        "",
+        [QUANTIZED, "-k", "round_the_scales"],
+    ),
+    "vLLM is told that the base is quantised": (
+        "trainer/engines/vllm/start_vllm.py",
+        "        del config.quantization_config\n",
+        "        pass\n",
+        [QUANTIZED, "-k", "computes_with"],
+    ),
     "an adapter is loaded under the name of the one before": (
         ENGINE,
         "partial(_load, name=server_version,",

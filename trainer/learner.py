@@ -61,6 +61,7 @@ from fused_grpo.trainer.models.adapters import (
     as_reference,
     base_model,
     is_adapted,
+    trained_state,
     with_virtual_places,
 )
 from fused_grpo.trainer.models.attention import attention_cost
@@ -306,7 +307,12 @@ class Learner:
         return with_fields(batch, {name: per_sequence(packed, values, len(batch))})
 
     def weights(self) -> dict[str, Tensor]:
-        """The causal LM's full state dict, for the main process to save. A collective: every rank must call it."""
+        """What is saved: the causal LM's full state dict, or the adapter's part of it. A collective.
+
+        The main process alone needs it.
+        """
+        if is_adapted(self._unwrapped.model):
+            return trained_state(self._unwrapped.model)
         state = self.accelerator.get_state_dict(self.policy)
         return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 

@@ -99,12 +99,11 @@ class GRPOTrainer(TransformersFace):
         tools: functions that the model may call (docs/agents.md).
         environment_factory: makes objects with tools, or several by name. One with `get_reward` needs no
             `reward_funcs`; a single one and `max_steps` need no `train_dataset`.
-        quantization_config: TRL's, refused where it is set.
+        quantization_config: for `from_pretrained` of a model given by path or hub id, with LoRA (docs/lora.md).
             All but `rollout_engine` and `teacher_model` are in TRL's order, and may be passed by position.
 
     Raises:
         InputError: options that do not go together.
-        UnsupportedError: an argument of TRL's that this trainer does not have.
         DataError: a dataset that cannot be used.
         CheckpointError: `args.output_dir` holds a run that is alive, or no checkpoint to resume from.
         UnavailableError: an engine that is not installed.
@@ -153,6 +152,7 @@ class GRPOTrainer(TransformersFace):
                 reward_funcs=reward_funcs,
                 reward_processing_classes=reward_processing_classes,
                 processing_class=processing_class,
+                quantization_config=quantization_config,
                 peft_config=peft_config,
                 callbacks=callbacks or (),
                 engine=rollout_engine or rollout_func,

@@ -9,7 +9,13 @@ import pytest
 import torch
 from numerics import logprobs_of
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines import RolloutEngine
@@ -50,6 +56,19 @@ def make_model(tokenizer) -> Callable[..., PreTrainedModel]:
         return model
 
     return make
+
+
+@pytest.fixture
+def in_4bit(tmp_path: Path) -> Callable[..., PreTrainedModel]:
+    """A model as bitsandbytes quantises it, in training mode; `options` of `BitsAndBytesConfig`."""
+
+    def quantized(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+        model.save_pretrained(tmp_path / "whole")
+        config = BitsAndBytesConfig(**{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"} | options)
+        options = {"quantization_config": config, "dtype": torch.float32}
+        return type(model).from_pretrained(tmp_path / "whole", **options).train()
+
+    return quantized
 
 
 class ScriptedEngine(RolloutEngine):

@@ -3,8 +3,9 @@
     python scale_out_run.py <plan.json>
 
 A plan is a list of {"out": folder, "model": {...}, "options": {...}}, where the "teacher" of a model is "self" or what
-differs in the teacher's configuration, and "experts" make it a mixture of them. Of each run every process leaves what
-it saw in <out>/rank-<rank>.pt. With Accelerate's variables for FSDP2 in the environment, the policy is sharded.
+differs in the teacher's configuration, "experts" make it a mixture of them, and "lora" is the configuration of an
+adapter. Of each run every process leaves what it saw in <out>/rank-<rank>.pt. With Accelerate's variables for FSDP2 in
+the environment, the policy is sharded.
 """
 
 import copy
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from peft import LoraConfig
 from torch.distributed.fsdp import FSDPModule
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
@@ -25,6 +27,8 @@ from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import Support, support_fields
+from fused_grpo.trainer.models import weight_stream
+from fused_grpo.trainer.models.adapters import adapter_stream
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.types import Rollouts
@@ -155,11 +159,24 @@ def watch(policy: PolicyLoss) -> list[dict[str, Any]]:
     return seen
 
 
+def streams(model: Any) -> dict[str, Any]:
+    """What engines are sent, merged and of the adapter alone, and how many numbers are gathered for each."""
+    found: dict[str, Any] = {}
+    for name, make in (("merged", checkpoint_weights), ("adapter", adapter_stream)):
+        sizes, inner = list[int](), weight_stream.DTensor.full_tensor
+        weight_stream.DTensor.full_tensor = lambda self, sizes=sizes, inner=inner: (
+            sizes.append(self.numel()) or inner(self)
+        )
+        found |= {name: dict(make(model)), f"{name}_gathered": sum(sizes)}
+        weight_stream.DTensor.full_tensor = inner
+    return found
+
+
 def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {**shape, "vocab_size": 14, "num_key_value_heads": 2, "tie_word_embeddings": False, **model_options}
-    teacher, experts = config.pop("teacher", None), config.pop("experts", {})
+    teacher, experts, lora = (config.pop(name, None) for name in ("teacher", "experts", "lora"))
     model = (
         Qwen3MoeForCausalLM(Qwen3MoeConfig(**config, **experts)) if experts else Qwen2ForCausalLM(Qwen2Config(**config))
     )
@@ -169,10 +186,11 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     rewards = half_equal if options.pop("half_equal", False) else reward
     defaults = {"max_steps": 3, "num_generations": 4, "learning_rate": 1e-4, "scale_rewards": "batch"}
     engine = EngineByPrompt(model, group=defaults["num_generations"])
+    engine.weight_version = 0 if lora is None else -1  # an adapter changes the model before the first step
     args = GRPOConfig(str(out / "run"), reward_failure="drop", **{**defaults, **options})
     rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
     more = {"processing_class": build_tokenizer(), "rollout_engine": engine, "callbacks": callbacks}
-    more["teacher_model"] = teacher
+    more |= {"teacher_model": teacher, "peft_config": None if lora is None else LoraConfig(**lora)}
     engine.fails = args.rollout_failure == "drop"
     trainer = GRPOTrainer(model, rewards, args, rows, **more)
     learner = trainer.learner
@@ -183,6 +201,7 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     found = {"parameters": learner.weights(), "reference": reference, "metrics": result.metrics}
     groups = sum(isinstance(module, FSDPModule) for module in learner.policy.modules())
     found |= {"seen": seen, "mine": parts, "groups": groups}
+    found |= streams(trainer.model) if lora else {}
     out.mkdir(exist_ok=True)
     torch.save(found, out / f"rank-{trainer.accelerator.process_index}.pt")
     trainer.accelerator.wait_for_everyone()

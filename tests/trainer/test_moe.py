@@ -239,3 +239,22 @@ def test_an_adapter_on_experts_is_merged_and_saved(saved, ours):
     assert not torch.equal(merged[name], dict(base_weights(trainer.model))[name])
     loaded = PeftModel.from_pretrained(start, trainer.save_model())
     assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in trainer.model.state_dict().items())
+
+
+def test_engines_get_base_plus_scaled_b_a_of_each_expert(saved, ours):
+    trainer, _ = ours(saved["Qwen3Moe"], peft_config=adapter(), max_steps=2, learning_rate=1e-2)
+    state, merged, base = (
+        dict(make(trainer.model)) for make in (torch.nn.Module.state_dict, merged_weights, base_weights)
+    )
+    rank, scaling, rows = 4, 8 / 4, 16
+    # PEFT wraps both stacks: gate_up_proj is inside, down_proj outside. Rows of A and columns of B are of all experts.
+    for layer in range(2):
+        for inner, names in ((".base_layer.base_layer", ("gate_proj", "up_proj")), (".base_layer", ("down_proj",))):
+            prefix = f"base_model.model.model.layers.{layer}.mlp.experts{inner.removesuffix('.base_layer')}"
+            a, b = (state[f"{prefix}.lora_{kind}.default.weight"] for kind in "AB")
+            for expert in range(4):
+                delta = scaling * b[:, expert::4] @ a[expert * rank : (expert + 1) * rank]
+                for name, part in zip(names, delta.split(rows if len(names) > 1 else len(delta)), strict=True):
+                    key = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
+                    torch.testing.assert_close(merged[key], base[key] + part, rtol=0, atol=1e-6)
+                    assert part.abs().max() > 1e-2

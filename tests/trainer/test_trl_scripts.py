@@ -169,9 +169,8 @@ def test_a_field_that_is_missing_is_refused_unless_it_asks_for_nothing():
         GRPOConfig(fp16=True)
 
 
-@pytest.mark.parametrize("name", ["quantization_config"])
-def test_an_argument_that_is_missing_is_refused(name, make_model, tokenizer):
-    with pytest.raises(UnsupportedError, match=f"got {name}"):
-        GRPOTrainer(
-            make_model(), len, processing_class=tokenizer, train_dataset=[{"prompt": "1"}], **{name: [object()]}
-        )
+def test_a_quantization_config_for_a_loaded_model_changes_nothing(make_model, tokenizer, caplog, tmp_path):
+    args = GRPOConfig(str(tmp_path), num_generations=4, per_device_train_batch_size=4, use_vllm=False)
+    given = {"processing_class": tokenizer, "train_dataset": [{"prompt": "1"}], "quantization_config": object()}
+    GRPOTrainer(make_model(), len, args, **given)
+    assert "['quantization_config'] with a Qwen2ForCausalLM, which is loaded already" in caplog.text

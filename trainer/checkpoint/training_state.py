@@ -46,7 +46,7 @@ from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, open_regular, read_json, read_manifest, refuse_unusable
 from fused_grpo.trainer.engines.checked_engine import wrong_completion, wrong_logprob, wrong_tokens
-from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_weights, is_adapted
+from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_tensors, is_adapted
 
 _log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def read_adapter(model: Any, checkpoint: Path) -> dict[str, Tensor]:
         )
     with tensors_of(path.parent, path.name) as saved:
         try:
-            check_tensors(adapter_weights(model), saved)
+            check_tensors(adapter_tensors(model), saved)
         except ValueError as error:
             raise CheckpointError(
                 f"got an adapter in {checkpoint} that does not fit ({error}); want the peft_config that it was saved "

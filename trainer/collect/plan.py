@@ -108,6 +108,7 @@ class Plan:
         start, args = self._start, self._args
         count = "a stream of prompts" if is_stream(start.train) else f"{len(start.train):,} prompts"
         trains = "bfloat16, with weights in float32" if wants_bf16(args) else "float32"
+        trains += ", on a base in 4 bits" * bool(start.shape is not None and start.shape.quantized)
         samples = str(sampling_dtype(args)).removeprefix("torch.")
         facts = {
             "task": "+".join(start.rewards.names),
@@ -140,7 +141,7 @@ class Plan:
             return "memory: unknown, the model cannot be built from its config alone\n"
         letters = (
             f"P = {shape.parameters:,}, T = {shape.trained:,}, L = {shape.layers}, D = {shape.hidden}, "
-            f"I = {shape.intermediate}, V = {shape.vocabulary:,}"
+            f"I = {shape.intermediate}, V = {shape.vocabulary:,}" + f", Q = {shape.quantized:,}" * bool(shape.quantized)
         )
         rows = [(term.name, bytes_text(term.size), term.formula) for term in self._terms]
         rows.append(("sum", self._total(), ""))

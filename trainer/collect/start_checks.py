@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
@@ -56,6 +56,7 @@ from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted
 from fused_grpo.trainer.models.loading import SELF, load_teacher, loading, model_for, positions, tokenizer_for
 from fused_grpo.trainer.models.memory_estimate import ModelShape, shape_of
+from fused_grpo.trainer.models.quantized import QUANTIZATION, check_quantization, quantization_of
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
 from fused_grpo.trainer.rewards.reward_call import names_a_function
@@ -75,6 +76,7 @@ class Start:
     reward_funcs: Any
     reward_processing_classes: Any = None
     processing_class: Any = None
+    quantization_config: Any = None
     peft_config: Any = None
     callbacks: Sequence[Any] = ()
     engine: Any = None  # the user's own, or their function; None: the one that `args` asks for
@@ -263,11 +265,16 @@ def load_config(what: str, model: Any, args: GRPOConfig, init_kwargs: Mapping[st
 
 
 def check_model(start: Start) -> None:
-    """The model's configuration and its tokenizer."""
+    """The model's configuration, what can be trained on a quantised one, and its tokenizer."""
     args = start.args
     start.config = load_config("model", start.model, args, args.model_init_kwargs)
     check_routing(args, start.engine_name, start.config.get_text_config(), own=start.engine)
-    start.shape = planned_shape(start.config, start.model, start.peft_config)
+    given = [{QUANTIZATION: start.quantization_config}, args.model_init_kwargs] if start.model_path is not None else []
+    quantization = quantization_of(start.config, *given)
+    has_adapter = start.peft_config is not None or is_adapted(start.model)
+    is_sharded = getattr(start.accelerator, "distributed_type", None) == DistributedType.FSDP
+    check_quantization(quantization, has_adapter=has_adapter, is_sharded=is_sharded)
+    start.shape = planned_shape(start.config, start.model, start.peft_config, quantization)
     with loading(f"model {start.model_path!r}, whose tokenizer"):
         start.tokenizer = tokenizer_for(start.model, start.processing_class, args)
     # A folder without a tokenizer's files gives one that knows no text, without an error.
@@ -278,12 +285,14 @@ def check_model(start: Start) -> None:
         )
 
 
-def planned_shape(config: Any, model: Any, peft_config: Any) -> ModelShape | None:
+def planned_shape(
+    config: Any, model: Any, peft_config: Any, quantization: Mapping[str, Any] | None = None
+) -> ModelShape | None:
     """The shape of a model that is loaded or not, with the adapter that it is going to get."""
-    lora: dict[str, Any] = {}
+    lora: dict[str, Any] = {"in_4bit": bool((quantization or {}).get("load_in_4bit"))}
     if peft_config is not None:
         targets = getattr(peft_config, "target_modules", None)
-        lora = {"lora_r": getattr(peft_config, "r", 0), "lora_targets": None if isinstance(targets, str) else targets}
+        lora |= {"lora_r": getattr(peft_config, "r", 0), "lora_targets": None if isinstance(targets, str) else targets}
     with suppress(Exception):  # of a config's own code: loading the model raises it again
         return shape_of(model if isinstance(model, nn.Module) else config, **lora)
     return None
@@ -459,7 +468,8 @@ def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tupl
     assert accelerator is not None
     teacher = load_teacher(start.teacher, args, accelerator, start.tokenizer)
     set_seed(args.seed, device_specific=True)  # for dropout and new adapters
-    loaded = model_for(start.model, args, accelerator, pad_token_id=start.tokenizer.pad_token_id)
+    given = {} if start.quantization_config is None else {QUANTIZATION: start.quantization_config}
+    loaded = model_for(start.model, args, accelerator, pad_token_id=start.tokenizer.pad_token_id, **given)
     policy = adapt(loaded, start.peft_config, args, accelerator, keep_reference=teacher == SELF)
     schedule: Any = {"max_steps": start.max_steps, "optimizers": optimizers}
     return policy, Learner(policy, args, accelerator, **schedule, corrected=corrected, teacher=teacher)

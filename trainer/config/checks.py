@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from fused_grpo.config import Ranges, check_ranges
-from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.warnings import warn_once
 
 # Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
@@ -92,14 +92,13 @@ def check_arguments(
     """Check arguments of the trainer against its options. Warns of losses with another ratio than in their paper.
 
     Raises:
-        UnsupportedError: `quantization_config`, which only TRL has.
-        InputError: `rollout_func` with score centering, ReMax or tools, evaluations without a dataset, `generate_ahead`
-            with environments or with what cannot sample beside the trainer, or as `check_teacher`.
+        InputError: `quantization_config` twice; `rollout_func` with score centering, ReMax or tools, evaluations
+            without a dataset, `generate_ahead` with environments or with what cannot sample beside the trainer, or as
+            `check_teacher`.
     """
-    if quantization_config:
-        raise UnsupportedError(
-            "got quantization_config, which this trainer does not have; fix: load the quantized model yourself and "
-            "pass it as `model`"
+    if quantization_config and "quantization_config" in (args.model_init_kwargs or {}):
+        raise InputError(
+            "got quantization_config twice, as an argument and in model_init_kwargs, want it once; fix: the argument"
         )
     check_teacher(args, teacher_model)
     if args.generate_ahead:

@@ -22,7 +22,6 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers.trainer_utils import enable_full_determinism
 from transformers.utils.import_utils import enable_tf32
 from transformers.utils.logging import log_levels, set_verbosity
@@ -32,7 +31,15 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.adapters import is_adapted, merged_weights
 from fused_grpo.trainer.models.loading import wants_bf16
-from fused_grpo.trainer.models.weight_stream import Part, WeightStream, checkpoint_stream, narrowing
+from fused_grpo.trainer.models.weight_stream import (
+    Part,
+    WeightStream,
+    checkpoint_stream,
+    empty_like,
+    gathered,
+    is_sharded,
+    narrowing,
+)
 
 M = TypeVar("M", bound=nn.Module)
 DDP_OPTIONS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
@@ -131,11 +138,6 @@ def reshard(module: nn.Module) -> None:
         module.reshard()
 
 
-def is_sharded(weight: Tensor) -> bool:
-    """Whether it is a DTensor, of which this rank holds only a part."""
-    return isinstance(weight, DTensor)
-
-
 def checkpoint_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
     """Every weight under the name that `save_pretrained` would give it, made one at a time while it is read.
 
@@ -154,11 +156,7 @@ def checkpoint_weights(model: Any, dtype: torch.dtype | None = None) -> WeightSt
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
 
     def whole(name: str) -> dict[str, Tensor]:
-        weight: Any = narrow(name, state[name].detach())
-        return {name: weight.full_tensor() if is_sharded(weight) else weight}
+        return {name: gathered(narrow(name, state[name].detach()))}
 
-    parts = [
-        Part({name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")}, partial(whole, name))
-        for name, weight in state.items()
-    ]
+    parts = [Part({name: empty_like(weight)}, partial(whole, name)) for name, weight in state.items()]
     return checkpoint_stream(model, parts, dtype=dtype, is_gathered=any(map(is_sharded, state.values())))

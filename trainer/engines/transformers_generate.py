@@ -21,7 +21,6 @@ from torch import Tensor
 from fused_grpo.errors import FusedGRPOError, InputError, UnsupportedError
 from fused_grpo.integrations.model_modes import as_it_was, replaced
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.distributed.sharding import is_sharded
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
     SEED_BITS,
@@ -33,6 +32,7 @@ from fused_grpo.trainer.engines.sampling import (
     stop_token_ids,
 )
 from fused_grpo.trainer.models.adapters import base_model, model_inputs, with_virtual_places
+from fused_grpo.trainer.models.weight_stream import is_sharded
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
 if TYPE_CHECKING:

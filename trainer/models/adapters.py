@@ -5,8 +5,10 @@ PEFT puts LoRA into the layers of the base model, so backbone and loss run uncha
 - head: it may have an adapter, or be a trained copy of itself. The loss takes the resulting weight.
 - reference: the same model with its adapter disabled, or with a frozen copy of the adapter that the model came with.
 - engine: gets W + (alpha / r) B A under the names of the base model's checkpoint. While it reads, a layer at a time is
-  merged on a copy, so W never changes by rounding. Virtual tokens are no weights of the base: only the transformers
-  engine, on the trained model itself, can sample with them.
+  merged on a copy, so W never changes by rounding; of a layer in 4 bits, W is what it computes with (quantized.py).
+  Virtual tokens are no weights of the base: only the transformers engine, on the trained model itself, can sample with
+  them.
+- FSDP2: base and adapter are sharded. What is sent is gathered a layer at a time; the adapter alone where that is all.
 - checkpoint: holds the adapter alone, in PEFT's format; resuming loads it bit for bit into the model that is passed.
 
 **Virtual tokens** (prompt tuning, P-tuning) are trained embeddings of n tokens before every sequence:
@@ -32,12 +34,22 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WrongTypeError
-from fused_grpo.trainer.models.weight_stream import Part, WeightStream, checkpoint_stream, narrowing
+from fused_grpo.trainer.models.quantized import dequantized, is_4bit, keep_exact, layers_in_4bit
+from fused_grpo.trainer.models.weight_stream import (
+    Part,
+    WeightStream,
+    checkpoint_stream,
+    empty_like,
+    gathered,
+    is_sharded,
+    narrowing,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -71,7 +83,7 @@ def adapt(
     Raises:
         InputError: a PeftModel and a `peft_config`, an adapter that is frozen or on tied embeddings, or prompt tuning
             without its task type.
-        UnsupportedError: another kind of adapter, an option of LoraConfig, `sync_ref_model`, FSDP or DeepSpeed.
+        UnsupportedError: another kind of adapter, an option of LoraConfig, `sync_ref_model`, virtual tokens under FSDP.
         UnavailableError: PEFT is not installed.
     """
     if peft_config is None and not is_adapted(model):
@@ -82,14 +94,11 @@ def adapt(
             "got sync_ref_model=True with an adapter, want a reference that stays: it is the base itself, not a second "
             "model that could be moved; fix: leave sync_ref_model out"
         )
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        raise UnsupportedError(
-            "got an adapter under FSDP or DeepSpeed, want full weights in every process: the base takes no gradients "
-            "and no optimizer state; fix: launch with DDP"
-        )
+    keep_exact(model)
     if is_adapted(model):
         _check_given(model, peft_config, peft)
-        if (args.beta > 0 or keep_reference) and not _equals_base(model, peft):
+        # As rank 0 finds: under FSDP2 it may be the only one that has read the weights.
+        if (args.beta > 0 or keep_reference) and not broadcast_object_list([_equals_base(model, peft)])[0]:
             _keep_reference(model)
     else:
         _check_config(peft_config, peft)
@@ -102,6 +111,10 @@ def adapt(
             torch.manual_seed(args.seed)
             model = peft.get_peft_model(model, peft_config)
     _check_tie(base_model(model))
+    if is_prompt_tuned(model) and accelerator.distributed_type == DistributedType.FSDP:
+        raise UnsupportedError(
+            "got virtual tokens under FSDP, want them whole in every process; fix: launch with DDP, or LoRA"
+        )
     return model
 
 
@@ -168,25 +181,30 @@ def merged_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream
         copy.deepcopy(model).merge_and_unload().state_dict().items(), in another order
 
     Weights without an adapter are the model's own tensors. A layer is merged when it is read, which takes three
-    matrices of its size. `dtype` is that of `checkpoint_weights`. UnsupportedError for virtual tokens and for a
-    quantized layer with an adapter, when they are read.
+    matrices of its size. `dtype` is that of `checkpoint_weights`. UnsupportedError for virtual tokens and for layers
+    that are quantised, but not in 4 bits by bitsandbytes, when they are read.
     """
     if is_prompt_tuned(model):
         # Refused when it is read: an engine that samples from the model itself reads nothing.
-        return WeightStream({}, map(_refuse, ["virtual tokens"]))
+        return WeightStream({}, map(_refuse, ["virtual tokens, which are no weights of its base"]))
     return _named_weights(model, _merged, dtype)
 
 
 def _refuse(what: str) -> tuple[str, Tensor]:
     raise UnsupportedError(
-        f"got a model with {what}, which are no weights of its base, for an engine with weights of its own; fix: "
-        "use_vllm=False, where the model itself samples"
+        f"got a model with {what}, for an engine with weights of its own; fix: use_vllm=False, where the model itself "
+        "samples"
     )
 
 
 def base_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
-    """The weights of the frozen base, under the names of `merged_weights`."""
+    """The weights of the frozen base, under the names of `merged_weights`; of 4-bit layers what they compute with."""
     return _named_weights(model, _unadapted, dtype)
+
+
+def base_codes(model: Any, dtype: torch.dtype) -> WeightStream:
+    """The weights of the frozen base as bitsandbytes has them, 4-bit codes and scales, as a checkpoint of its has."""
+    return _named_weights(model, _base_layer, dtype, as_shaped=_base_layer)
 
 
 def saver_of(model: Any) -> Any:
@@ -203,8 +221,20 @@ def saver_of(model: Any) -> Any:
     return SimpleNamespace(save_pretrained=save_pretrained)
 
 
+def trained_state(model: Any) -> dict[str, Tensor]:
+    """The part of a PeftModel's state dict that `save_pretrained` writes of the trained adapter; shards gathered."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}  # biases of the base
+    adapter, state = f".{_trained(model)}.", model.state_dict()
+    return {name: gathered(state[name]) for name in state if adapter in f"{name}." or name in trained}
+
+
 def adapter_weights(model: Any) -> dict[str, Tensor]:
-    """The tensors of the trained adapter, under the names of its file."""
+    """The full tensors of the trained adapter, under the names of its file. A collective under FSDP2."""
+    return {name: gathered(weight) for name, weight in adapter_tensors(model).items()}
+
+
+def adapter_tensors(model: Any) -> dict[str, Tensor]:
+    """The tensors of the trained adapter, under the names of its file; under FSDP2 sharded, as they are."""
     if _has_encoder(model):
         return dict(model.prompt_encoder[_trained(model)].state_dict())
     options = {"adapter_name": _trained(model), "save_embedding_layers": _SAVE_EMBEDDINGS}
@@ -224,9 +254,14 @@ def adapter_path(model: Any, directory: Path) -> Path:
 
 
 def load_adapter(model: Any, weights: dict[str, Tensor]) -> None:
-    """Load the tensors that `read_adapter` returned into the model."""
+    """Load the tensors that `read_adapter` returned into the model. A collective under FSDP2."""
     if _has_encoder(model):
         model.prompt_encoder[_trained(model)].load_state_dict(weights)
+    elif any(map(is_sharded, (own := adapter_tensors(model)).values())):
+        shard: Any
+        for name, shard in own.items():
+            whole = weights[name].to(shard.device)
+            shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements))
     else:
         _peft().set_peft_model_state_dict(model, weights, adapter_name=_trained(model))
 
@@ -343,46 +378,78 @@ def _keep_reference(model: Any) -> None:
     model.set_adapter(trained)
 
 
-def _named_weights(model: Any, unwrapped: Callable[[Any], Any], dtype: torch.dtype | None) -> WeightStream:
-    """Weights by checkpoint name; `unwrapped` makes a plain layer of one that PEFT has wrapped."""
+def _named_weights(
+    model: Any,
+    unwrapped: Callable[[Any], Any],
+    dtype: torch.dtype | None,
+    *,
+    as_shaped: Callable[[Any], Any] = lambda layer: dequantized(_base_layer(layer), device="meta"),
+) -> WeightStream:
+    """Weights by checkpoint name; `unwrapped` makes a plain layer of one that PEFT has wrapped or that is in 4 bits.
+
+    What it makes has the sizes of the state dict of what `as_shaped` makes.
+    """
     base = base_model(model)
     layers: dict[str, Any] = {}
     for name, layer in base.named_modules():
         # Two adapted parameters of one layer are two wrappers, one in the other: the outermost stands for both.
-        if _is_wrapped(layer) and not name.startswith(tuple(f"{outer}." for outer in layers)):
+        if (_is_wrapped(layer) or is_4bit(layer)) and not name.startswith(tuple(f"{outer}." for outer in layers)):
             layers[name] = layer
     inside = tuple(f"{name}." for name in layers)
-    outside = {name: weight for name, weight in base.state_dict().items() if not name.startswith(inside)}
+    state: dict[str, Tensor] = base.state_dict()
+    outside = {name: weight for name, weight in state.items() if not name.startswith(inside)}
+    in_4bit = tuple(f"{name}." for name in layers_in_4bit(base))
+    if any(_is_rounded(name, weight) and not name.startswith(in_4bit) for name, weight in state.items()):
+        return WeightStream({}, map(_refuse, ["layers that are quantised otherwise than in 4 bits by bitsandbytes"]))
+    narrow = narrowing(base, dtype)
 
     @torch.no_grad()
     def plain(prefix: str, layer: Any) -> dict[str, Tensor]:
-        return {f"{prefix}.{name}": weight for name, weight in unwrapped(layer).state_dict().items()}
+        return {f"{prefix}.{name}": gathered(weight) for name, weight in unwrapped(layer).state_dict().items()}
 
-    parts = [Part({name: weight.to("meta")}, partial(dict, {name: weight})) for name, weight in outside.items()]
+    def alone(name: str) -> dict[str, Tensor]:
+        return {name: gathered(narrow(name, outside[name]))}
+
+    parts = [Part({name: empty_like(weight)}, partial(alone, name)) for name, weight in outside.items()]
     for prefix, layer in layers.items():
-        of_base = _unadapted(layer).state_dict()
-        shapes = {f"{prefix}.{name}": weight.to("meta") for name, weight in of_base.items()}
+        shapes = {f"{prefix}.{name}": empty_like(weight) for name, weight in as_shaped(layer).state_dict().items()}
         parts.append(Part(shapes, partial(plain, prefix, layer)))
-    return checkpoint_stream(base, parts, dtype=dtype)
+    return checkpoint_stream(base, parts, dtype=dtype, is_gathered=any(map(is_sharded, base.parameters())))
+
+
+def _is_rounded(name: str, weight: Tensor) -> bool:
+    return "weight" in name.rpartition(".")[2] and not weight.is_floating_point()
+
+
+def _base_layer(layer: Any) -> Any:
+    """The base model's own layer."""
+    if hasattr(layer, "modules_to_save"):
+        return layer.original_module
+    return layer.get_base_layer() if hasattr(layer, "base_layer") else layer
 
 
 def _unadapted(layer: Any) -> Any:
-    """The base model's own layer."""
-    return layer.original_module if hasattr(layer, "modules_to_save") else layer.get_base_layer()
+    return dequantized(_base_layer(layer))
 
 
 def _merged(layer: Any) -> Any:
     """A copy of a layer, merged by PEFT; or the trained copy of the layer."""
+    base = _base_layer(layer)
+    if not hasattr(layer, "active_adapters"):
+        return dequantized(base)
     active = layer.active_adapters[0]
     if hasattr(layer, "modules_to_save"):
         return layer.modules_to_save[active]
-    if not all(weight.is_floating_point() for weight in layer.get_base_layer().state_dict().values()):
-        raise UnsupportedError(
-            "got an adapter on a quantized layer, which cannot be merged without rounding; fix: use_vllm=False, where "
-            "the model itself samples"
-        )
-    merged = copy.deepcopy(layer)
+    plain = dequantized(base)
+    # What stands in a copy for the layer's own: full tensors for shards, a plain layer for one in 4 bits.
+    instead: dict[int, Any] = {
+        id(weight): nn.Parameter(gathered(weight.detach())) for weight in layer.parameters() if is_sharded(weight)
+    }
+    instead |= {} if plain is base else {id(base): plain}
+    merged = copy.deepcopy(layer, instead)
+    # PEFT's own merge of a layer in 4 bits would quantise the sum.
+    merge = type(merged).merge if plain is base else _peft().tuners.lora.Linear.merge
     while hasattr(merged, "base_layer"):
-        merged.merge(adapter_names=[active])
+        merge(merged, adapter_names=[active])
         merged = merged.base_layer
     return merged

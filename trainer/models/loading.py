@@ -75,10 +75,15 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
 
 
 def model_for(
-    model: str | Path | PreTrainedModel, args: GRPOConfig, accelerator: Accelerator, *, pad_token_id: int
+    model: str | Path | PreTrainedModel,
+    args: GRPOConfig,
+    accelerator: Accelerator,
+    *,
+    pad_token_id: int,
+    **quantization: Any,
 ) -> Any:
-    """`load_model`. As in TRL, the model's configurations get the tokenizer's padding token."""
-    loaded = load_model(model, accelerator, **_loading_options(args))
+    """`load_model`, with a `quantization_config`. The model's configurations get the tokenizer's padding token."""
+    loaded = load_model(model, accelerator, **_loading_options(args), **quantization)
     for config in (loaded.config.get_text_config(), loaded.generation_config):
         if config is not None:
             config.pad_token_id = pad_token_id

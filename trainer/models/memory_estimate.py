@@ -11,8 +11,8 @@ those back in between. Three numbers are measured (bench/results/cpu-2-cores/mem
 vLLM's libraries; what a process loads later and keeps free; and, with checkpointing, the holes that a layer's
 activations leave between gradients that stay, a tenth of them.
 
-Letters: P parameters, T those that are trained, L layers, D hidden size, I intermediate size, V vocabulary, N tokens of
-a micro-batch, C completion tokens of a micro-batch.
+Letters: P parameters, Q those in 4 bits, T those that are trained, L layers, D hidden size, I intermediate size, V
+vocabulary, N tokens of a micro-batch, C completion tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fused_grpo.passes.buffers import chunk_budget
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.models.attention import attention_cost, sees_all, tree_sizes
 from fused_grpo.trainer.models.loading import wants_bf16
+from fused_grpo.trainer.models.quantized import is_codes, number_in_4bit
 
 CPU_BLOCK_TOKENS = 32  # of vLLM's KV cache
 CPU_SEQUENCES = 256  # that vLLM samples at a time
@@ -51,6 +52,7 @@ class ModelShape:
     """The sizes that memory depends on."""
 
     parameters: int
+    quantized: int = 0  # of them in 4 bits
     trained: int
     matrices: int  # numbers in the layers' weight matrices: what autocast makes copies of
     layers: int
@@ -97,31 +99,42 @@ def cpu_cache_bytes(token_bytes: int, max_model_len: int, sequences: int) -> int
     return max(min(min(sequences, CPU_SEQUENCES) * sequence, _CPU_CACHE_LIMIT), 2 * sequence)
 
 
-def shape_of(model: Any, *, lora_r: int | None = None, lora_targets: Collection[str] | None = None) -> ModelShape:
+def shape_of(
+    model: Any,
+    *,
+    lora_r: int | None = None,
+    lora_targets: Collection[str] | None = None,
+    in_4bit: bool = False,
+) -> ModelShape:
     """The shape of a causal LM.
 
     Args:
         model: of transformers, or a PeftModel; or a config, from which one is built on the meta device.
         lora_r: rank of the adapter that is going to be added, where only that is trained.
         lora_targets: names of the modules that get one. None: every linear layer but the head.
+        in_4bit: whether bitsandbytes is going to quantise every linear layer but the head.
     """
     if not isinstance(model, nn.Module):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model)
     text, head = model.config.get_text_config(), model.get_output_embeddings()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    # bitsandbytes has the codes of two weights in one number.
+    quantized = number_in_4bit(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters() if not is_codes(parameter)) + quantized
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     modules = model.named_modules()
     linear = {name: layer for name, layer in modules if isinstance(layer, nn.Linear) and layer is not head}
     adapted = [linear[name] for name in linear if lora_targets is None or name.rpartition(".")[2] in lora_targets]
     adapter = sum((lora_r or 0) * (layer.in_features + layer.out_features) for layer in adapted)
+    matrices = sum(layer.weight.numel() for layer in linear.values())
     heads = text.num_attention_heads
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     return ModelShape(
         parameters=parameters + adapter,
+        quantized=quantized or (matrices if in_4bit else 0),
         trained=trained if lora_r is None else adapter,
-        matrices=sum(layer.weight.numel() for layer in linear.values()),
+        matrices=0 if quantized or in_4bit else matrices,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         intermediate=max(intermediate) if isinstance(intermediate, list) else intermediate,  # one for each layer
@@ -159,7 +172,7 @@ def memory_terms(
     tokens, completion_tokens = micro_batch_tokens(args, prompt_tokens, shape)
     sequences = args.prompts_per_process(processes) * args.group_part(processes)  # generated at a time
     terms = [
-        Term("weights, fp32", "4 P", 4 * shape.parameters),
+        *_weights(shape),
         Term("gradients, fp32", "4 T", 4 * trained),
         Term("AdamW state, fp32", "8 T", 8 * trained),
     ]
@@ -185,6 +198,14 @@ def memory_terms(
     generated = sequences * (prompt_tokens + args.max_completion_length) * (engine == "transformers")
     size = (2 if bf16 else 4) * 2 * shape.layers * shape.kv_width * generated
     return [*terms, Term("KV cache while generating", "2 L (width of keys), each token generated at a time", size)]
+
+
+def _weights(shape: ModelShape) -> list[Term]:
+    if not shape.quantized:
+        return [Term("weights, fp32", "4 P", 4 * shape.parameters)]
+    # A scale for each 64 codes, in fp32 where it is not quantised again.
+    rest, codes = 4 * (shape.parameters - shape.quantized), shape.quantized * 9 // 16
+    return [Term("weights, fp32", "4 (P - Q)", rest), Term("weights in 4 bits", "9/16 Q at most", codes)]
 
 
 def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int, shape: ModelShape | None = None) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -75,6 +76,21 @@ def copied(weights: WeightStream, *, kept: bool = True) -> WeightStream:
     finally:
         finish(weights)
     return WeightStream(weights.shapes if kept else {}, (named.popleft() for _ in range(len(named))))
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether it is a DTensor, of which this rank holds only a part."""
+    return isinstance(weight, DTensor)
+
+
+def gathered(weight: Tensor) -> Tensor:
+    """The full tensor of one that is sharded, which all ranks gather at the same time; any other one itself."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def empty_like(weight: Tensor) -> Tensor:
+    """Shape and dtype of the full tensor, on the meta device."""
+    return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
 
 
 class Part(NamedTuple):

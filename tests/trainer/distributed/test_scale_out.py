@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
+from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
 SCRIPT = Path(__file__).parents[1] / "scale_out_run.py"
@@ -24,6 +25,9 @@ EXPERTS = {"experts": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermed
 REPLAYED = {"router_replay": True, "logprob_mismatch": "warn", "router_aux_loss_coef": 0.0}  # that depends on the cut
 WIDER = {"teacher": {"hidden_size": 48}}
 DISTILLED = {"distillation_coef": 0.5, "distillation_kind": "jsd"}
+# With a large epsilon, as below; from the first step on it is trained, and so is its head.
+ADAPTED = {"lora": {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"], "init_lora_weights": False}}
+ADAPTED_OPTIONS = {"beta": 0.1, "learning_rate": 1e-3, "adam_epsilon": 1e-4, "num_iterations": 2}
 HALF = {"half_equal": True, "num_iterations": 2, "mask_truncated_completions": True, "data_seed": 5}
 
 # Of each run: the model, options, and micro-batches of a step as (size, number) in one process and in each of two.
@@ -60,11 +64,18 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
     ),
     "tokens of large covariance": ({}, COVARIANCE, (32, 1), (8, 2)),
     "to the sampler's experts": (EXPERTS, {**REPLAYED, **FOLLOWS}, (32, 1), (8, 2)),
+    "an adapter": (ADAPTED, ADAPTED_OPTIONS, (32, 1), (8, 2)),
 }
 # Two optimizer steps of each generated batch, twice; a step has parts of groups, and a group is on both processes.
 RESUMED = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "lr_scheduler_type": "constant", **FOLLOWS}
 WHOLE = ("whole", TIED, {**RESUMED, "max_steps": 6})
 CUT = ("cut", TIED, {**RESUMED, "max_steps": 5, "save_steps": 3})
+ADAPTER = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "lr_scheduler_type": "constant"}
+ADAPTER |= {**ADAPTED_OPTIONS, "save_steps": 3}
+SHARDED_ADAPTER = (
+    ("whole adapter", ADAPTED, {**ADAPTER, "max_steps": 4, "save_strategy": "no"}),
+    ("cut adapter", ADAPTED, {**ADAPTER, "max_steps": 3}),
+)
 STOPPED = ("stopped", {}, {"rank_that_stops": 1, "save_strategy": "no"})
 MIXED = {"per_device_train_batch_size": 16, "bf16": True, "num_iterations": 2, "max_steps": 2}
 BF16 = ("bf16", WIDER, {**MIXED, **DISTILLED})
@@ -119,7 +130,9 @@ def alone(launch):
 def shared(launch, wrapper, tmp_path_factory):
     """Each run in two processes, and those of the other tests."""
     root = tmp_path_factory.mktemp("shared")
-    return root, launch([*entries(2), WHOLE, CUT, BF16, STOPPED], env=wrapper, root=root)
+    return root, launch(
+        [*entries(2), WHOLE, CUT, *(SHARDED_ADAPTER if wrapper else ()), BF16, STOPPED], env=wrapper, root=root
+    )
 
 
 def test_what_a_callback_of_one_rank_decides_holds_on_all(shared):
@@ -162,13 +175,19 @@ def test_two_processes_skip_completions_without_an_advantage_alike(alone, shared
 
 def test_two_processes_resume_where_they_stopped(launch, wrapper, shared):
     root, found = shared
-    name, model, options = CUT
+    cuts = [CUT, *(SHARDED_ADAPTER[1:] if wrapper else ())]
     resumed = launch(
-        [(name, model, {**options, "max_steps": 6, "resume_from_checkpoint": True})], env=wrapper, root=root
+        [
+            (*one, {**options, "max_steps": options["max_steps"] + 1, "resume_from_checkpoint": True})
+            for *one, options in cuts
+        ],
+        env=wrapper,
+        root=root,
     )
-    for kind in ("parameters", "reference"):
-        for key, tensor in found["whole"][0][kind].items():
-            assert torch.equal(resumed["cut"][0][kind][key], tensor), f"{kind} {key}"
+    for cut, _, _ in cuts:
+        for kind in ("parameters", "reference"):
+            for key, tensor in found[cut.replace("cut", "whole")][0][kind].items():
+                assert torch.equal(resumed[cut][0][kind][key], tensor), f"{kind} {key}"
 
 
 def test_fsdp_shards_the_weights_and_gathers_the_head_for_the_loss(alone, shared, wrapper):
@@ -197,3 +216,19 @@ def test_a_checkpoint_of_sharded_weights_loads_as_any_other(shared):
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     for key, value in loaded.state_dict().items():
         assert torch.equal(value, found[name][0]["parameters"][key]), key
+
+
+def test_an_adapter_is_gathered_alone_or_merged_and_saved(alone, shared, wrapper):
+    root, found = shared
+    one, ranks = alone["an adapter"], found["an adapter"]
+    saved = load_file(root / "an adapter" / "run" / "final" / "adapter_model.safetensors")
+    of_adapter, of_base = (sum(map(torch.numel, one[name].values())) for name in ("adapter", "merged"))
+    for rank in ranks:
+        for kind in ("merged", "adapter"):
+            assert rank[kind].keys() == one[kind].keys()
+            for key, tensor in one[kind].items():
+                torch.testing.assert_close(rank[kind][key], tensor, rtol=0, atol=1e-6)
+        assert rank["adapter_gathered"] == (of_adapter if wrapper else 0)
+        assert rank["merged_gathered"] == (of_base + of_adapter if wrapper else 0)
+        assert saved.keys() == rank["adapter"].keys()
+        assert all(torch.equal(saved[key], tensor) for key, tensor in rank["adapter"].items())

@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate.utils import DistributedType
+from peft import PromptTuningConfig
 
 from fused_grpo.errors import UnsupportedError
+from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.distributed.sharding import prepare_sharding
 from fused_grpo.trainer.engines import transformers_generate
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+from fused_grpo.trainer.models.adapters import adapt
 
 
 @pytest.mark.parametrize(
@@ -22,6 +25,12 @@ def test_kinds_of_sharding_that_do_not_work_here_are_refused(kind, version, fix)
     )
     with pytest.raises(UnsupportedError, match=fix):
         prepare_sharding(accelerator)
+
+
+def test_virtual_tokens_are_refused_under_fsdp(make_model):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(UnsupportedError, match="virtual tokens under FSDP"):
+        adapt(make_model(), config, GRPOConfig(), SimpleNamespace(distributed_type=DistributedType.FSDP))
 
 
 def test_a_sharded_model_does_not_generate(make_model, tokenizer, monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 
 from fused_grpo.errors import UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig
@@ -86,6 +87,19 @@ def check(prompts, plain_logprobs, sampled_logprobs) -> Callable[..., None]:
 def test_experts_follow_every_sync(build, start, check, name, options) -> None:
     model = build(name, **EXPERTS, **options)
     check(start(model), model)
+
+
+def test_an_adapter_on_experts_follows_every_sync_merged(build, start, check) -> None:
+    model = build("Qwen3Moe", **EXPERTS, num_experts=4, moe_intermediate_size=32, head_dim=32)
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+    lora = {"target_modules": ["q_proj"], "init_lora_weights": False}
+    model = get_peft_model(model, LoraConfig(**lora, target_parameters=experts))
+    check(start(model), model)
+    attention = get_peft_model(model.unload(), LoraConfig(**lora))
+    with pytest.raises(
+        UnsupportedError, match=r"experts with vllm_adapter_sync on a CPU.*fix: vllm_adapter_sync=False"
+    ):
+        start(attention, vllm_adapter_sync=True)
 
 
 def test_experts_that_vllm_does_not_load_are_refused_at_the_start(build, start) -> None:

@@ -17,7 +17,7 @@ from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine
-from fused_grpo.trainer.models.adapters import as_reference, base_weights, merged_weights, saver_of
+from fused_grpo.trainer.models.adapters import adapter_stream, as_reference, base_weights, merged_weights, saver_of
 from fused_grpo.trainer.types import SamplingParams
 
 # Trained from the first step on: with B = 0, nothing would show.
@@ -328,9 +328,13 @@ def test_a_missing_peft_is_named_with_its_command(make_lora_trainer, monkeypatch
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("adapter_sync", "tied"), [(False, False), (True, True)], ids=["merged", "adapter alone"])
-def test_vllm_and_trainer_agree_after_every_sync(make_model, tokenizer, make_lora_trainer, adapter_sync, tied):
-    model = get_peft_model(make_model(hidden_size=64, tie_word_embeddings=tied), LoraConfig(**PLAIN))
+@pytest.mark.parametrize(
+    "kind", ["merged", "adapter alone", pytest.param("merged with a base in 4 bits", marks=pytest.mark.full)]
+)
+def test_vllm_and_trainer_agree_after_every_sync(make_model, tokenizer, make_lora_trainer, in_4bit, kind):
+    adapter_sync = kind == "adapter alone"
+    base = make_model(hidden_size=64, tie_word_embeddings=adapter_sync)
+    model = get_peft_model(in_4bit(base) if "4 bits" in kind else base, LoraConfig(**PLAIN))
     args = GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=adapter_sync)
     engine = choose_engine("vllm", args, model, tokenizer)
     assert isinstance(engine, VLLMAdapterEngine) == adapter_sync
@@ -359,7 +363,7 @@ def test_an_engine_with_the_adapter_alone_sleeps_with_its_base_model(make_model,
     with pytest.raises(WeightSyncError, match="on a sleeping vllm engine"):
         engine.load_weights([], version=1)
     engine.wake()
-    engine.load_weights([], version=1)
+    engine.load_weights(adapter_stream(model), version=1)
     engine.close()
     assert calls == [("sleep", 1), ("wake_up",)]
 

@@ -41,6 +41,7 @@ from fused_grpo.trainer.engines.sampling import (
     vllm_requests,
 )
 from fused_grpo.trainer.engines.served_adapter import ServedAdapter, check_precision
+from fused_grpo.trainer.engines.vllm.base_in_4bit import OPTIONS, check_4bit, checkpoint_in_4bit
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_installed,
     cpu_options,
@@ -52,7 +53,8 @@ from fused_grpo.trainer.engines.vllm.turns import VLLMTurns, sampling_errors
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.adapters import adapter_stream, base_model, base_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
-from fused_grpo.trainer.models.weight_stream import finish
+from fused_grpo.trainer.models.quantized import layers_in_4bit
+from fused_grpo.trainer.models.weight_stream import WeightStream, finish
 from fused_grpo.trainer.types import Rollouts, SamplingParams, Turn
 
 if TYPE_CHECKING:
@@ -147,9 +149,7 @@ class VLLMEngine(RolloutEngine):
         self._can_sleep, self._asleep = enable_sleep_mode, False
         self.weight_version = -1
         with ExitStack() as resources:
-            self._llm: Any = start_vllm(
-                model, tokenizer, options=options, on_cpu=self._on_cpu, untie=self._tie is not None, resources=resources
-            )
+            self._llm: Any = self._start(model, tokenizer, options, resources)
             for logger in map(logging.getLogger, _LOUD_LOGGERS):
                 resources.callback(logger.setLevel, logger.level)
                 logger.setLevel(logging.ERROR)
@@ -167,7 +167,14 @@ class VLLMEngine(RolloutEngine):
             vocab_size=self._vocab_size,
         )
         VLLMEngine._running.add(self)
-        self.load_weights(checkpoint_weights(model, self.weight_dtype), version=0)
+        self.load_weights(self._first_weights(model), version=0)
+
+    def _start(self, model: Any, tokenizer: Any, options: dict[str, Any], resources: ExitStack) -> Any:
+        untie = self._tie is not None
+        return start_vllm(model, tokenizer, options=options, on_cpu=self._on_cpu, untie=untie, resources=resources)
+
+    def _first_weights(self, model: Any) -> WeightStream:
+        return checkpoint_weights(model, self.weight_dtype)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
         """Sample `sampling.n` completions for each prompt, in one call of vLLM; see RolloutEngine.
@@ -310,20 +317,23 @@ class VLLMEngine(RolloutEngine):
 class VLLMAdapterEngine(VLLMEngine):
     """A VLLMEngine with the weights of the base model, and the adapter of the PeftModel that is trained.
 
-    `load_weights` loads the adapter that the model has at that moment; `named_weights` is not read.
+    `load_weights` takes the adapter, as `adapter_stream` gives it.
 
     Args:
         model: the trainer's PeftModel. All other arguments are those of VLLMEngine.
 
     Raises:
         UnsupportedError: an adapter that vLLM has no layers for: DoRA, biases, trained copies of modules, and
-            adapters on parameters (experts), on the head or on the embedding; fp32 on a GPU.
+            adapters on parameters (experts), on the head or on the embedding; fp32 on a GPU, and with a base in 4 bits;
+            a mixture of experts on a CPU.
+        UnavailableError: a base in 4 bits, and no plugin of vLLM's for it.
         InputError: a rank above the largest that vLLM has.
     """
 
     # Level 1 keeps the base model in the CPU's memory. Level 2 would discard it, and it is sent once.
     _sleep_level = 1
     _has_base = False
+    takes_adapter = True
 
     def __init__(
         self,
@@ -339,11 +349,29 @@ class VLLMAdapterEngine(VLLMEngine):
         self._adapter = ServedAdapter(model)
         device = next(model.parameters()).device.type
         check_precision(dtype, device, engine="a vllm engine", fix="vllm_dtype='bfloat16'")
+        if device == "cpu" and getattr(base_model(model).config.get_text_config(), "num_experts_per_tok", None):
+            raise UnsupportedError(
+                "got a mixture of experts with vllm_adapter_sync on a CPU, want a GPU: with adapters, vLLM's CPU build "
+                "cannot load experts again; fix: vllm_adapter_sync=False, which serves merged weights"
+            )
+        if layers_in_4bit(model):
+            check_4bit(dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
         rank = _rank_of_engine(self._adapter.rank)
         lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
         super().__init__(
             base_model(model), tokenizer, dtype=dtype, engine_options={**lora, **(engine_options or {})}, **options
         )
+
+    def _start(self, model: Any, tokenizer: Any, options: dict[str, Any], resources: ExitStack) -> Any:
+        if not layers_in_4bit(model):
+            return super()._start(model, tokenizer, options, resources)
+        self._has_base = True  # it is read at the start, and never again
+        with checkpoint_in_4bit(self._adapted, tokenizer, self.weight_dtype) as folder:
+            more: Any = {"options": options | OPTIONS, "on_cpu": self._on_cpu, "folder": str(folder)}
+            return start_vllm(model, tokenizer, untie=False, resources=resources, **more)
+
+    def _first_weights(self, model: Any) -> WeightStream:
+        return adapter_stream(self._adapted, self.weight_dtype)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy the adapter into the engine; after the start, the base model too. It raises what VLLMEngine raises."""
@@ -355,7 +383,7 @@ class VLLMAdapterEngine(VLLMEngine):
         self.weight_version = -1
         engine = self._engine()
         try:
-            with self._adapter.folder(adapter_stream(self._adapted)) as folder, preserved_state():
+            with self._adapter.folder(WeightStream.of(named_weights)) as folder, preserved_state():
                 engine.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
         except Exception as error:
             self.close()

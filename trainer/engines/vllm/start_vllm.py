@@ -38,6 +38,7 @@ import torch
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
 from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes
+from fused_grpo.trainer.models.quantized import layers_in_4bit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -131,14 +132,15 @@ def start_vllm(
     on_cpu: bool,
     untie: bool,
     resources: ExitStack,
+    folder: str | None = None,
 ) -> Any:
     """A `vllm.LLM` with the shape of `model`, these options and dummy weights; closing `resources` stops it.
 
-    With `untie` it has a head of its own although the model ties it to the embedding. UnavailableError: vLLM is missing
-    or cannot start with these options.
+    With `untie` it has a head of its own although the model ties it to the embedding. A `folder` has what it reads, in
+    place of a config. UnavailableError: vLLM is missing or cannot start with these options.
     """
     check_installed()
-    folder = config_folder(model, tokenizer, untie=untie)
+    folder = folder or config_folder(model, tokenizer, untie=untie)
     started: list[Any] = []
     in_group = torch.distributed.is_initialized()
     if in_group and "LOCAL_RANK" in os.environ:
@@ -244,9 +246,16 @@ def config_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *,
     return str(folder)
 
 
-def save_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, folder: str, untie: bool) -> None:
-    """Write config and tokenizer, all that `from_pretrained` reads but the weights; `untie` the head in the config."""
+def save_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, folder: str, untie: bool, quantized: bool = False
+) -> None:
+    """Write config and tokenizer, all that `from_pretrained` reads but the weights; `untie` the head in the config.
+
+    Engines are sent what layers in 4 bits compute with, so the config says nothing of them unless `quantized`.
+    """
     config = copy.deepcopy(model.config)
+    if not quantized and layers_in_4bit(model):
+        del config.quantization_config
     config.architectures = config.architectures or [type(model).__name__]
     if untie:
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False

