@@ -2,7 +2,8 @@
 
     python resume_run.py OUTPUT_DIR ENGINE (fresh|again|resume) WHERE NUMBER
 
-ENGINE is "transformers", "vllm", or "curriculum": transformers, with prompts that are drawn by their rewards.
+ENGINE is "transformers", "vllm", "curriculum": transformers, with prompts that are drawn by their rewards, or "queue":
+one with weights of its own, which samples up to two batches while the trainer learns.
 WHERE is "generation", "accumulation", "logging" (half a record is written), "saving" or "renaming": the process kills
 itself there, once step NUMBER is reached, with a signal that nothing can catch. Or "operation in a save": before the
 NUMBER-th time that a save asks the file system to change something. Or "wait": after its first save, it waits to be
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from fused_grpo.bench.generate_ahead import Beside
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, transformers_face
 from fused_grpo.trainer.checkpoint import checkpoint
 from fused_grpo.trainer.logging import run_log
@@ -29,7 +31,7 @@ from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate")
 
 
-def model() -> Qwen2ForCausalLM:
+def model(dropout: float = 0.1) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Qwen2Config(
@@ -38,7 +40,7 @@ def model() -> Qwen2ForCausalLM:
         tie_word_embeddings=False,
         eos_token_id=1,
         pad_token_id=0,
-        attention_dropout=0.1,  # draws from the global generator in every step
+        attention_dropout=dropout,  # draws from the global generator in every step
         **shape,
     )
     return Qwen2ForCausalLM(config)
@@ -144,6 +146,8 @@ def die_before_operation(number: int, output_dir: str, *, wanted: Any) -> None:
 
 
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
+BUFFER = {"steps_per_generation": 4, "num_iterations": 2}  # of four steps: two checkpoints are in the middle of one
+QUEUE = {"steps_per_generation": 2, "generate_ahead": 2, "logprob_mismatch": "warn"}
 
 
 def make_trainer(
@@ -153,15 +157,12 @@ def make_trainer(
         output_dir,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
-        steps_per_generation=4,
-        num_iterations=2,
         num_generations=4,
         max_completion_length=6,
         max_steps=10,
         learning_rate=1e-3,
         beta=0.05,
         warmup_steps=3,
-        # A buffer of four steps: this checkpoint and the next are in the middle of one.
         save_steps=3,
         use_vllm=engine == "vllm",
         vllm_max_model_length=64,
@@ -169,9 +170,14 @@ def make_trainer(
         resume_from_checkpoint=how == "resume",
         overwrite_output_dir=how == "fresh",
         curriculum="unequal_rewards" if engine == "curriculum" else "off",
+        **(QUEUE if engine == "queue" else BUFFER),
     )
-    scores = reward_of_some if engine == "curriculum" else reward
-    return GRPOTrainer(model(), scores, args, rows, eval_dataset=rows[:4], processing_class=build_tokenizer())
+    scores, tokenizer = reward_of_some if engine == "curriculum" else reward, build_tokenizer()
+    # transformers restores the global generator after it has sampled, for the thread of the trainer too.
+    policy = model(dropout=0.0) if engine == "queue" else model()
+    beside = Beside(policy, tokenizer) if engine == "queue" else None
+    options: dict[str, Any] = {"eval_dataset": rows[:4], "processing_class": tokenizer, "rollout_engine": beside}
+    return GRPOTrainer(policy, scores, args, rows, **options)
 
 
 def main(output_dir: str, engine: str, how: str, where: str, number: str) -> None:
