@@ -340,6 +340,11 @@ def test_what_cannot_take_changes_is_refused_at_the_start(connect, servers, mode
         ):
             connect()
         connect(full_sync_interval=1)
+    # vLLM would return what the workers of its first engine say.
+    servers[1].parallel_config = {"worker_extension_cls": RECEIVER, "data_parallel_size": 2}
+    with pytest.raises(InputError, match=rf"{servers[1].url} with --data-parallel-size above 1, .*fix: .*several serv"):
+        connect()
+    connect(full_sync_interval=1)
     wrong = ({"vllm_mode": "colocate"}, {"vllm_weight_transfer": "nccl"}, {"vllm_adapter_sync": True})
     for change in wrong:
         with pytest.raises(InputError, match=r"vllm_full_sync_interval=5 with .*, want servers that .* fix:"):
