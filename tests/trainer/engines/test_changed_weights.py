@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,7 @@ def test_no_flipped_bit_of_a_file_is_ever_loaded(tmp_path, monkeypatch) -> None:
     for bit in range(8 * len(content)):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
-        monkeypatch.setattr(changed_weights, "load_file", lambda file, flipped=flipped: load(bytes(flipped)))
+        monkeypatch.setattr(changed_weights, "load", lambda content, flipped=flipped: load(bytes(flipped)))
         worker._received_weights = (base, copy.deepcopy(old))
         worker.loaded = {}
         answer = worker.load_changed_weights(str(tmp_path), base=base, wanted=wanted)
@@ -218,18 +219,22 @@ def test_no_flipped_bit_of_a_file_is_ever_loaded(tmp_path, monkeypatch) -> None:
         # A bit of the header may not matter: its order, or a name of nothing.
         assert not worker.loaded or same_bits(worker.loaded, new), bit
         assert worker.loaded or not worker.held
-    monkeypatch.setattr(changed_weights, "load_file", lambda file: load(content))
+    monkeypatch.setattr(changed_weights, "load", lambda _: load(content))
     worker._received_weights = (base, old)
     assert worker.load_changed_weights(str(tmp_path), base=base, wanted=wanted) == {"digest": wanted}
 
 
-def test_what_a_worker_has_does_not_lie_in_the_files(tmp_path) -> None:
-    """Which are removed, on file systems too that take their memory back then."""
-    worker, weights, file = Worker(), {"w": torch.randn(64, 64)}, tmp_path / "0.safetensors"
+def test_a_file_that_is_cut_off_while_it_is_read_does_not_kill_the_worker(tmp_path, monkeypatch) -> None:
+    """Bytes of a mapped file that has become shorter are no exception: the kernel ends the process."""
+    worker, weights, file = Worker(), {"v": torch.ones(8192), "w": torch.randn(64, 64)}, tmp_path / "0.safetensors"
     save_file(weights, file)
+
+    def cut(held: dict[str, torch.Tensor], name: str, part: torch.Tensor) -> None:
+        os.truncate(file, 0)
+        apply_changes(held, name, part)
+
+    monkeypatch.setattr(changed_weights, "apply_changes", cut)
     assert worker.load_changed_weights(str(tmp_path), base="", wanted=digest(weights)) == {"digest": digest(weights)}
-    with file.open("r+b") as written:
-        written.write(bytes(file.stat().st_size))
     assert same_bits(worker.held, weights)
 
 
@@ -326,6 +331,17 @@ def test_a_sync_that_one_server_lost_is_followed_by_one_of_all_weights(connect, 
     engine.load_weights(sent(model), version=1)
     assert engine.sync_metrics[BYTES] == sum(weight.nbytes for weight in expected(model).values())
     assert all(same_bits(worker.loaded, expected(model)) for worker in workers)
+
+
+def test_a_worker_that_does_not_see_the_folder_says_so(connect, servers, workers, model) -> None:
+    def unseen(folder: str, **kwargs: str) -> dict[str, str]:
+        return Worker().load_changed_weights(f"{folder}-of-this-machine", **kwargs)
+
+    workers[2].load_changed_weights = unseen
+    message = r"got files that do not fit \(FileNotFoundError: .*-of-this-machine'\) at (\S+), though all weights were"
+    with pytest.raises(WeightSyncError, match=message) as error:
+        connect().load_weights(sent(model), version=0)
+    assert f" at {servers[1].url}," in str(error.value)
 
 
 def test_what_cannot_take_changes_is_refused_at_the_start(connect, servers, model, tokenizer) -> None:
