@@ -40,13 +40,16 @@ def changes(name: str, old: Tensor | None, new: Tensor) -> tuple[int, str, Tenso
     """
     if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
         return new.numel(), name, new
-    bits = _bits(new)
-    places = (bits != _bits(old)).nonzero()[:, 0]
-    counts = torch.bincount(places // _BLOCK, minlength=_blocks(new)).to(torch.int16)
+    bits, blocks = _bits(new), _blocks(new)
+    changed = bits != _bits(old)
+    count = int(changed.count_nonzero())
+    # Before the places are made: they take 8 bytes each, several times.
+    if 2 * blocks + (new.itemsize + 1) * count >= new.nbytes:
+        return count, name, new
+    places = changed.nonzero()[:, 0]
+    counts = torch.bincount(places // _BLOCK, minlength=blocks).to(torch.int16)
     parts = (counts.view(torch.uint8), bits[places].view(torch.uint8), (places % _BLOCK).to(torch.uint8))
-    if sum(part.numel() for part in parts) >= new.nbytes:
-        return len(places), name, new
-    return len(places), _CHANGES + name, torch.cat(parts)
+    return count, _CHANGES + name, torch.cat(parts)
 
 
 def apply_changes(weights: dict[str, Tensor], name: str, sent: Tensor) -> None:

@@ -174,8 +174,10 @@ def test_changes_larger_than_the_weight_are_not_sent() -> None:
     for changed, is_dense in ((2700, False), (2800, True)):
         new = old.clone()
         new[:changed] = 1
-        count, name, part = changes("name", old, new)
+        with LiveBytes([old, new]) as live:
+            count, name, part = changes("name", old, new)
         assert (count, name == "name", part.nbytes) == (changed, is_dense, min(8192, 3 * changed + 32))
+        assert (live.most < 2 * new.numel()) == is_dense  # which elements changed, but no number for each
 
 
 def test_a_zero_of_another_sign_has_changed_and_the_same_nan_has_not() -> None:
@@ -256,9 +258,22 @@ def test_a_digest_knows_every_bit_every_name_every_shape_and_every_dtype() -> No
     assert digest(weights) == first
 
 
+def test_a_weight_that_is_not_sent_any_more_is_kept_on_neither_side(connect, workers, model) -> None:
+    engine, tie = connect(), Tie.of(model)
+    engine.load_weights(sent(model), version=0)
+    rest = {name: weight for name, weight in sent(model) if name != "model.norm.weight"}
+    for version in (1, 2):
+        engine.load_weights(WeightStream.of(rest.items()), version)
+        for worker in workers:
+            assert same_bits(worker.loaded, dict(tie.undo(rest.items())))
+            assert worker.held.keys() == worker.loaded.keys()
+    assert engine.sync_metrics[BYTES] == 0
+
+
 def flipped_file(worker: Worker, folder: Path) -> None:
-    file = next(folder.iterdir())
-    file.write_bytes(bytes([*file.read_bytes()[:-1], 0x55]))
+    with next(folder.iterdir()).open("r+b") as file:  # in its place: other workers read it
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
 
 
 def flipped_copy(worker: Worker, folder: Path) -> None:

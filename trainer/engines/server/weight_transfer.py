@@ -152,10 +152,11 @@ class ChangeTransfer(FileTransfer):
         UnavailableError: a server does not respond; WeightSyncError: it does not get the bits that were sent.
         """
         base, self._base = self._base, ""
+        held, self._weights = self._weights, {}
         files, changed = dict[str, Tensor](), 0
         for name, weight in weights:
             new = weight.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            count, key, part = changes(name, self._weights.get(name), new)
+            count, key, part = changes(name, held.pop(name, None), new)
             files |= {key: part} if count else {}
             self._weights[name], changed = new, changed + count
             del weight  # before the next is made
