@@ -3,7 +3,8 @@
 It writes bench/results/<machine>/changed-weights-<date>.json, whose figures docs/scaling-out.md quotes. SmolLM2-135M
 learns sums in fp32 (32 completions of a step), sampled by a vLLM server in bf16 that this script starts. A run that
 sends all weights each time follows, with the same seeds: its losses should be the same numbers. `time/sync` is from
-this machine, whose files are in memory: there is no network, where bytes would count.
+this machine, whose files are in memory: there is no network, where bytes would count. Before it, what both ends compute
+for each GB of weights, on one of torch's threads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from fused_grpo.bench.accuracy import ROOT, commit
 from fused_grpo.bench.trainers.beside_trl import sums
 from fused_grpo.env import environment
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.engines.changed_weights import RECEIVER
+from fused_grpo.trainer.engines.changed_weights import RECEIVER, apply_changes, changes, digest
 from fused_grpo.trainer.engines.server import server_command, server_folder
 from fused_grpo.trainer.logging.run_log import read_metrics
 from fused_grpo.trainer.models.smollm2 import model_folder
@@ -42,6 +44,8 @@ def main() -> None:
     steps = parser.parse_args().steps
     today = datetime.date.today().isoformat()
     path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"changed-weights-{today}.json"
+    seconds = min((_seconds() for _ in range(3)), key=lambda seconds: seconds["trainer"])
+    print(seconds, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_folder())
         served = server_folder(_model(), tokenizer, Path(scratch, "served"))
@@ -56,9 +60,31 @@ def main() -> None:
             finally:
                 server.terminate()
     found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.changed_weights"}
-    found |= {"date": today, "commit": commit(), "environment": environment(), "runs": runs}
+    found |= {"date": today, "commit": commit(), "environment": environment()}
+    found |= {"seconds_for_each_gb": seconds, "runs": runs}
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(path)
+
+
+def _seconds() -> dict[str, float]:
+    """For each GB of bf16, of which 1 % changed: copy, comparison and digest; and a worker before it loads."""
+    before = {f"{number}": torch.randn(1 << 23).bfloat16() for number in range(16)}
+    after = {name: weight.clone() for name, weight in before.items()}
+    for weight in after.values():
+        weight[torch.rand(len(weight)) < 0.01] *= -1.5
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    copies = {name: weight.to("cpu", copy=True) for name, weight in after.items()}
+    sent = [changes(name, before[name], weight)[1:] for name, weight in copies.items()]
+    wanted = digest(copies)
+    written = time.perf_counter()
+    for key, part in sent:
+        apply_changes(before, key, part)
+    assert digest(before) == wanted
+    read, size = time.perf_counter(), sum(weight.nbytes for weight in after.values()) / 1e9
+    torch.set_num_threads(threads)
+    return {"trainer": (written - start) / size, "worker": (read - written) / size}
 
 
 def _started(command: list[str], variables: dict[str, str], log: Any) -> subprocess.Popen[bytes]:

@@ -7,8 +7,8 @@ TESTS = "tests/trainer/engines/test_changed_weights.py"
 BUGS = {
     "values are compared, and not bits": (
         BOTH,
-        "(bits != _bits(old)).nonzero()",
-        "(new.view(-1) != old.view(-1)).nonzero()",
+        "changed = bits != _bits(old)",
+        "changed = new.view(-1) != old.view(-1)",
         [TESTS, "-k", "zero_of_another"],
     ),
     "a worker does not compare its copy": (BOTH, "if held != wanted:", "if False:", [TESTS, "-k", "no_flipped_bit"]),
@@ -35,5 +35,23 @@ BUGS = {
         'to("cpu", copy=True, memory_format',
         'to("cpu", copy=False, memory_format',
         [TESTS, "-k", "make_the_bits"],
+    ),
+    "the workers of the first engine answer for all": (
+        SENDER,
+        'parallel.get("data_parallel_size", 1) != 1',
+        "False",
+        [TESTS, "-k", "refused_at_the_start"],
+    ),
+    "a weight that is not sent any more is sent with all": (
+        SENDER,
+        "held, self._weights = self._weights, {}",
+        "held = self._weights",
+        [TESTS, "-k", "not_sent_any_more"],
+    ),
+    "places are made of changes that are not sent": (
+        BOTH,
+        "count = int(changed.count_nonzero())",
+        "count = len(changed.nonzero())",
+        [TESTS, "-k", "larger_than_the_weight"],
     ),
 }

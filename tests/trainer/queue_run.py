@@ -72,6 +72,7 @@ def main(out: Path, k: int, pauses: str, fails_at: int = -1) -> None:
         found["error"] = f"{type(error).__name__}: {error}"
     weights = b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())
     found |= {"calls": engine.calls, "step": trainer.step, "weights": hashlib.sha256(weights).hexdigest()}
+    found["sync"] = dict(engine.sync_metrics)
     (out / f"rank-{RANK}.json").write_text(json.dumps(found))
     if not found["error"]:
         trainer.end()

@@ -309,7 +309,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Transport of weights to servers. "auto" is files. "nccl" is experimental: it has not run on a GPU yet."""
     vllm_full_sync_interval: int = 1
     """Weight syncs to servers from one that sends all weights to the next. Those between send the elements that
-    changed, to servers with our worker extension (docs/engines.md). 1 sends all each time."""
+    changed, to servers with our worker extension (docs/scaling-out.md). 1 sends all each time."""
     vllm_gpu_memory_utilization: float = 0.3
     """Share of the GPU's memory for vLLM."""
     vllm_max_model_length: int | None = None

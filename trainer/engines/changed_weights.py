@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 
 _BLOCK = 256
@@ -40,19 +40,22 @@ def changes(name: str, old: Tensor | None, new: Tensor) -> tuple[int, str, Tenso
     """
     if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
         return new.numel(), name, new
-    bits = _bits(new)
-    places = (bits != _bits(old)).nonzero()[:, 0]
-    counts = torch.bincount(places // _BLOCK, minlength=_blocks(new)).to(torch.int16)
+    bits, blocks = _bits(new), _blocks(new)
+    changed = bits != _bits(old)
+    count = int(changed.count_nonzero())
+    # Before the places are made: they take 8 bytes each, several times.
+    if 2 * blocks + (new.itemsize + 1) * count >= new.nbytes:
+        return count, name, new
+    places = changed.nonzero()[:, 0]
+    counts = torch.bincount(places // _BLOCK, minlength=blocks).to(torch.int16)
     parts = (counts.view(torch.uint8), bits[places].view(torch.uint8), (places % _BLOCK).to(torch.uint8))
-    if sum(part.numel() for part in parts) >= new.nbytes:
-        return len(places), name, new
-    return len(places), _CHANGES + name, torch.cat(parts)
+    return count, _CHANGES + name, torch.cat(parts)
 
 
 def apply_changes(weights: dict[str, Tensor], name: str, sent: Tensor) -> None:
     """Bring `weights` up to date, in place, with one tensor of a file; any exception where it does not fit."""
     if not name.startswith(_CHANGES):
-        weights[name] = sent.clone()  # what was read is part of a file, which is removed
+        weights[name] = sent
         return
     bits = _bits(weights[name.removeprefix(_CHANGES)])
     blocks = _blocks(bits)
@@ -91,12 +94,13 @@ class WeightReceiver:
             return {"digest": held, "reason": "a worker without the weights of the last sync"}
         weights = weights if base else {}
         try:
-            for file in sorted(Path(folder).glob("*.safetensors")):
-                for name, sent in load_file(file).items():
+            for file in sorted(file for file in Path(folder).iterdir() if file.suffix == ".safetensors"):
+                # Not mapped: a file that is removed meanwhile from a network's folder would kill this process.
+                for name, sent in load(file.read_bytes()).items():
                     apply_changes(weights, name, sent)
             held = digest(weights)
         except Exception as error:  # of any type: a flipped bit may be anywhere
-            return {"digest": "", "reason": f"changes that do not fit ({type(error).__name__}: {error})"}
+            return {"digest": "", "reason": f"files that do not fit ({type(error).__name__}: {error})"}
         if held != wanted:
             return {"digest": held, "reason": "other bits than were sent"}
         worker: Any = self

@@ -303,6 +303,8 @@ def test_ranks_that_share_a_server_never_sample_across_a_weight_sync(farm, tmp_p
         assert rank["versions"] == [max(0, step - k) for step in range(6)]
         assert rank["calls"] == 6
     assert outs[""][0]["weights"] == outs[""][1]["weights"]
+    assert outs[""][0]["sync"] == outs[""][1]["sync"]  # also of the rank that sends nothing
+    assert outs[""][0]["sync"]["weight_sync/bytes"] > 0
 
 
 def test_a_rank_whose_engine_fails_stops_the_other_in_mid_queue(farm, tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,10 @@ def test_changes_larger_than_the_weight_are_not_sent() -> None:
     for changed, is_dense in ((2700, False), (2800, True)):
         new = old.clone()
         new[:changed] = 1
-        count, name, part = changes("name", old, new)
+        with LiveBytes([old, new]) as live:
+            count, name, part = changes("name", old, new)
         assert (count, name == "name", part.nbytes) == (changed, is_dense, min(8192, 3 * changed + 32))
+        assert (live.most < 2 * new.numel()) == is_dense  # which elements changed, but no number for each
 
 
 def test_a_zero_of_another_sign_has_changed_and_the_same_nan_has_not() -> None:
@@ -210,7 +213,7 @@ def test_no_flipped_bit_of_a_file_is_ever_loaded(tmp_path, monkeypatch) -> None:
     for bit in range(8 * len(content)):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
-        monkeypatch.setattr(changed_weights, "load_file", lambda file, flipped=flipped: load(bytes(flipped)))
+        monkeypatch.setattr(changed_weights, "load", lambda content, flipped=flipped: load(bytes(flipped)))
         worker._received_weights = (base, copy.deepcopy(old))
         worker.loaded = {}
         answer = worker.load_changed_weights(str(tmp_path), base=base, wanted=wanted)
@@ -218,18 +221,22 @@ def test_no_flipped_bit_of_a_file_is_ever_loaded(tmp_path, monkeypatch) -> None:
         # A bit of the header may not matter: its order, or a name of nothing.
         assert not worker.loaded or same_bits(worker.loaded, new), bit
         assert worker.loaded or not worker.held
-    monkeypatch.setattr(changed_weights, "load_file", lambda file: load(content))
+    monkeypatch.setattr(changed_weights, "load", lambda _: load(content))
     worker._received_weights = (base, old)
     assert worker.load_changed_weights(str(tmp_path), base=base, wanted=wanted) == {"digest": wanted}
 
 
-def test_what_a_worker_has_does_not_lie_in_the_files(tmp_path) -> None:
-    """Which are removed, on file systems too that take their memory back then."""
-    worker, weights, file = Worker(), {"w": torch.randn(64, 64)}, tmp_path / "0.safetensors"
+def test_a_file_that_is_cut_off_while_it_is_read_does_not_kill_the_worker(tmp_path, monkeypatch) -> None:
+    """Bytes of a mapped file that has become shorter are no exception: the kernel ends the process."""
+    worker, weights, file = Worker(), {"v": torch.ones(8192), "w": torch.randn(64, 64)}, tmp_path / "0.safetensors"
     save_file(weights, file)
+
+    def cut(held: dict[str, torch.Tensor], name: str, part: torch.Tensor) -> None:
+        os.truncate(file, 0)
+        apply_changes(held, name, part)
+
+    monkeypatch.setattr(changed_weights, "apply_changes", cut)
     assert worker.load_changed_weights(str(tmp_path), base="", wanted=digest(weights)) == {"digest": digest(weights)}
-    with file.open("r+b") as written:
-        written.write(bytes(file.stat().st_size))
     assert same_bits(worker.held, weights)
 
 
@@ -251,9 +258,22 @@ def test_a_digest_knows_every_bit_every_name_every_shape_and_every_dtype() -> No
     assert digest(weights) == first
 
 
+def test_a_weight_that_is_not_sent_any_more_is_kept_on_neither_side(connect, workers, model) -> None:
+    engine, tie = connect(), Tie.of(model)
+    engine.load_weights(sent(model), version=0)
+    rest = {name: weight for name, weight in sent(model) if name != "model.norm.weight"}
+    for version in (1, 2):
+        engine.load_weights(WeightStream.of(rest.items()), version)
+        for worker in workers:
+            assert same_bits(worker.loaded, dict(tie.undo(rest.items())))
+            assert worker.held.keys() == worker.loaded.keys()
+    assert engine.sync_metrics[BYTES] == 0
+
+
 def flipped_file(worker: Worker, folder: Path) -> None:
-    file = next(folder.iterdir())
-    file.write_bytes(bytes([*file.read_bytes()[:-1], 0x55]))
+    with next(folder.iterdir()).open("r+b") as file:  # in its place: other workers read it
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
 
 
 def flipped_copy(worker: Worker, folder: Path) -> None:
@@ -328,6 +348,17 @@ def test_a_sync_that_one_server_lost_is_followed_by_one_of_all_weights(connect, 
     assert all(same_bits(worker.loaded, expected(model)) for worker in workers)
 
 
+def test_a_worker_that_does_not_see_the_folder_says_so(connect, servers, workers, model) -> None:
+    def unseen(folder: str, **kwargs: str) -> dict[str, str]:
+        return Worker().load_changed_weights(f"{folder}-of-this-machine", **kwargs)
+
+    workers[2].load_changed_weights = unseen
+    message = r"got files that do not fit \(FileNotFoundError: .*-of-this-machine'\) at (\S+), though all weights were"
+    with pytest.raises(WeightSyncError, match=message) as error:
+        connect().load_weights(sent(model), version=0)
+    assert f" at {servers[1].url}," in str(error.value)
+
+
 def test_what_cannot_take_changes_is_refused_at_the_start(connect, servers, model, tokenizer) -> None:
     options = {"vllm_mode": "server", "vllm_server_base_url": servers[0].url, "vllm_full_sync_interval": 5}
     assert choose_engine("server", GRPOConfig(**options), model, tokenizer)._transfer._interval == 5
@@ -340,6 +371,11 @@ def test_what_cannot_take_changes_is_refused_at_the_start(connect, servers, mode
         ):
             connect()
         connect(full_sync_interval=1)
+    # vLLM would return what the workers of its first engine say.
+    servers[1].parallel_config = {"worker_extension_cls": RECEIVER, "data_parallel_size": 2}
+    with pytest.raises(InputError, match=rf"{servers[1].url} with --data-parallel-size above 1, .*fix: .*several serv"):
+        connect()
+    connect(full_sync_interval=1)
     wrong = ({"vllm_mode": "colocate"}, {"vllm_weight_transfer": "nccl"}, {"vllm_adapter_sync": True})
     for change in wrong:
         with pytest.raises(InputError, match=r"vllm_full_sync_interval=5 with .*, want servers that .* fix:"):

@@ -182,18 +182,18 @@ class VLLMServerEngine(RolloutEngine):
             # Of its own: with `generate_ahead` this is a thread, while the trainer is in collectives of its group.
             self._group = self._group or torch.distributed.new_group(backend="gloo")
             torch.distributed.barrier(self._group)
-        outcome: list[str | None] = [None, None]
+        outcome: list[Any] = [None, None, None]
         cause: Exception | None = None
         if not distributed or torch.distributed.get_rank() == 0:
             try:
                 weights = named_weights if self._tie is None else self._tie.undo(named_weights)
-                outcome = [self._send(weights, version), None]
+                outcome = [self._send(weights, version), None, self.sync_metrics]
             except Exception as error:  # of any type: the other ranks wait for the outcome
-                outcome, cause = [None, f"{error}"], error
+                outcome, cause = [None, f"{error}", self.sync_metrics], error
         finish(named_weights)  # on the other ranks, which send nothing, all of them
         if distributed:
             torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
-        server_version, failure = outcome
+        server_version, failure, self.sync_metrics = outcome
         if server_version is None:
             raise WeightSyncError(
                 f"got weight version {version} not on every server: {failure}; want all of them to load what the "

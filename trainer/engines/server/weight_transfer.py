@@ -78,15 +78,21 @@ def choose_transfer(
 
 
 def _check_receivers(wanted: TransferName, servers: Replicas, configs: Sequence[VLLMConfig]) -> None:
-    """InputError where changes cannot reach a server."""
+    """InputError where changes cannot reach a server, or not each of its workers says what it has."""
     for replica, config in zip(servers.all, configs, strict=True):
-        extension = str((config.parallel_config or {}).get("worker_extension_cls"))
-        got = "weights by NCCL" if wanted == "nccl" else f"a server at {replica.url} without our worker extension"
-        if wanted == "nccl" or extension != RECEIVER:
+        parallel, at = config.parallel_config or {}, f"a server at {replica.url}"
+        reasons = {
+            "weights by NCCL": wanted == "nccl",
+            f"{at} without our worker extension": parallel.get("worker_extension_cls") != RECEIVER,
+            # vLLM returns what the workers of the first engine say: the others could have older weights.
+            f"{at} with --data-parallel-size above 1": parallel.get("data_parallel_size", 1) != 1,
+        }
+        if got := next((reason for reason, holds in reasons.items() if holds), None):
             raise InputError(
                 f"got vllm_full_sync_interval above 1 and {got}, want files, and workers that make weights of changes; "
-                f"fix: install fused-grpo beside the server and start it with --worker-extension-cls {RECEIVER}, leave "
-                "vllm_weight_transfer out, or vllm_full_sync_interval=1"
+                f"fix: install fused-grpo beside the server and start it with --worker-extension-cls {RECEIVER} and "
+                "several servers in the place of data parallelism, leave vllm_weight_transfer out, or "
+                "vllm_full_sync_interval=1"
             )
 
 
@@ -146,10 +152,11 @@ class ChangeTransfer(FileTransfer):
         UnavailableError: a server does not respond; WeightSyncError: it does not get the bits that were sent.
         """
         base, self._base = self._base, ""
+        held, self._weights = self._weights, {}
         files, changed = dict[str, Tensor](), 0
         for name, weight in weights:
             new = weight.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            count, key, part = changes(name, self._weights.get(name), new)
+            count, key, part = changes(name, held.pop(name, None), new)
             files |= {key: part} if count else {}
             self._weights[name], changed = new, changed + count
             del weight  # before the next is made
