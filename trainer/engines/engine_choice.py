@@ -124,9 +124,12 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
         return TransformersEngine(model, tokenizer, seed=args.seed, **own)
     support = sampling if (sampling := args.sampling(seed=0)).wants_ids else None
     if name == "server":
-        sync: dict[str, Any] = {"weight_transfer": args.vllm_weight_transfer}
-        sync["full_sync_interval"] = args.vllm_full_sync_interval
-        merging = partial(VLLMServerEngine, base_model(model), **sync)
+        merging = partial(
+            VLLMServerEngine,
+            base_model(model),
+            weight_transfer=args.vllm_weight_transfer,
+            full_sync_interval=args.vllm_full_sync_interval,
+        )
         make = partial(VLLMServerAdapterEngine, model) if args.vllm_adapter_sync else merging
         return make(
             tokenizer=tokenizer,

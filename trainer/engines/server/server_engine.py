@@ -115,16 +115,22 @@ class VLLMServerEngine(RolloutEngine):
         self._closed, self._group = False, None
         self.weight_version, self._server_version = -1, ""
         self.sync_metrics = dict[str, float]()
-        wanted: dict[str, Any] = {"max_model_len": max_model_len, "batch_invariant": batch_invariant}
-        wanted["routed_experts"], text = routed_experts, model.config.get_text_config()
+        text = model.config.get_text_config()
         for replica in self._replicas.all:  # two bytes of each of the experts, in base64
             replica.expert_bytes = 3 * text.num_hidden_layers * (getattr(text, "num_experts_per_tok", None) or 8)
-        ask = partial(server_info, **wanted, tie=self._tie, facts=self._facts)
+        ask = partial(
+            server_info,
+            max_model_len=max_model_len,
+            tie=self._tie,
+            facts=self._facts,
+            batch_invariant=batch_invariant,
+            routed_experts=routed_experts,
+        )
         infos = self._replicas.each(ask, doing="getting ready")
         self._model_name = infos[0][0]
         configs = [config for *_, config in infos]
         served = [config.model_config for config in configs]
-        vocab_size = model.config.get_text_config().vocab_size
+        vocab_size = text.vocab_size
         max_listed = min((one.max_logprobs for one in served if one.max_logprobs >= 0), default=vocab_size)
         check_listed(support, max_listed=max_listed, vocab_size=vocab_size, engine=self.name, fix="--max-logprobs")
         self._options = partial(
@@ -136,8 +142,13 @@ class VLLMServerEngine(RolloutEngine):
             vocab_size=vocab_size,
         )
         self.weight_dtype = _DTYPES.get(str(served[0].dtype)) if len({one.dtype for one in served}) == 1 else None
-        of_files: dict[str, Any] = {"directory": weights_directory, "full_sync_interval": full_sync_interval}
-        self._transfer = choose_transfer(weight_transfer, self._replicas, configs, **of_files)
+        self._transfer = choose_transfer(
+            weight_transfer,
+            self._replicas,
+            configs,
+            directory=weights_directory,
+            full_sync_interval=full_sync_interval,
+        )
 
     def generate(
         self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams, *, out: dict[Replica, str] | None = None
