@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -17,8 +18,10 @@ from numerics import logprobs_of
 from safetensors.torch import save_file
 from transformers import Qwen2Config
 
-from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.batching.rollout_buffer import as_tensors
+from fused_grpo.trainer.checkpoint.training_state import check_rollouts
 from fused_grpo.trainer.engines import engine_choice
 from fused_grpo.trainer.engines.checked_engine import WeightCheck
 from fused_grpo.trainer.engines.engine_choice import check_routing
@@ -152,6 +155,8 @@ WRONG = {
     "a layer less": (lambda own: own[:, 1:], r"experts of shape .* in 3 layers"),
     "no such expert": (lambda own: own + EXPERTS, r"of 8 in layer 0"),
     "negative": (lambda own: own.to(torch.int16) - 1, "experts -1 to [0-9] of 8"),
+    "no number": (lambda own: own[None], r"experts of shape \(1, "),
+    "zeros": (lambda own: own * 0, "an expert twice for a token"),
 }
 
 
@@ -162,6 +167,48 @@ def test_experts_that_the_model_does_not_have_are_refused(make_trainer, routed_e
     trainer.engine.spoil = change
     with pytest.raises(UnavailableError, match=rf"got .*{message}.* from the routed engine"):
         trainer.train()
+
+
+OTHER_TYPES = {
+    "list": lambda own: own.tolist(),
+    "ndarray": lambda own: own.numpy(),
+    "NoneType": lambda own: None,
+    "float32": lambda own: own.float(),
+    "bool": lambda own: own.bool(),
+    "uint16": lambda own: own.to(torch.uint16),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_TYPES)
+def test_experts_of_another_type_are_refused(make_trainer, routed_engine, kind):
+    trainer = make_trainer(engine=routed_engine, **REPLAY)
+    trainer.engine.spoil = OTHER_TYPES[kind]
+    with pytest.raises(WrongTypeError, match=rf"got routed_experts with .*{kind}.* from the routed engine.*fix:"):
+        trainer.train()
+
+
+def test_experts_of_a_checkpoint_are_checked_like_an_engines(make_trainer, make_model):
+    batch = batch_of(prompt_ids=[[2, 3]] * 4, completion_ids=[[4, 5]] * 4, routed_experts=[torch.zeros(3, 3, 2)] * 4)
+    learner = make_trainer(vllm_mode="server").learner
+    for experts, wrong in ((torch.arange(2).expand(3, 3, 2), None), (torch.arange(2), r"experts of shape \(2,\)")):
+        table = as_tensors([replace(sample, routed_experts=experts) for sample in batch])
+        with nullcontext() if wrong is None else pytest.raises(ValueError, match=rf"prefetched has {wrong}"):
+            check_rollouts({"prefetched": table}, None, learner, step=0)
+
+
+def test_rollouts_of_a_run_without_replay_are_trained_without_it(make_trainer, routed_engine, caplog):
+    class Quiet(routed_engine):
+        def generate(self, prompt_ids, sampling):
+            made = super().generate(prompt_ids, sampling)
+            return made if sampling.routed_experts else replace(made, routed_experts=None)
+
+    options = {**REPLAY, "engine": Quiet, "steps_per_generation": 2, "save_steps": 1, "overwrite_output_dir": False}
+    make_trainer(**options | {"router_replay": False, "max_steps": 1}).train()
+    resumed = make_trainer(**options)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=True)
+    assert "rollouts in progress without experts are trained without them" in caplog.text
+    assert [METRIC in record for record in result(resumed)[0]] == [False, False, True, True]
 
 
 def test_completions_with_wrong_experts_can_be_dropped(make_trainer, routed_engine):

@@ -62,6 +62,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     ("max_steps num_train_epochs lr_scheduler_type lr_scheduler_kwargs warmup_steps", Rule("new", _SCHEDULE)),
     ("max_completion_length top_p top_k min_p repetition_penalty generation_kwargs", Rule("new", _SAMPLED)),
     ("score_centering_topk", Rule("new", _SAMPLED)),
+    ("router_replay", Rule("new", "rollouts in progress without experts are trained without them")),
     ("generate_ahead", Rule("new", "batches that are older than it allows are sampled again")),
     ("scale_rewards advantage_estimator pkpo_k reward_weights multi_objective_aggregation", Rule("new", _SAMPLED)),
 )

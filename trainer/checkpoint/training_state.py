@@ -46,6 +46,7 @@ from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, open_regular, read_json, read_manifest, refuse_unusable
 from fused_grpo.trainer.engines.checked_engine import wrong_completion, wrong_logprob, wrong_tokens
+from fused_grpo.trainer.engines.sampling import wrong_experts
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_tensors, is_adapted
 
 _log = logging.getLogger(__name__)
@@ -428,9 +429,9 @@ def check_rollouts(
         _check_log("metrics", saved["metrics"])
     for where, both in parts.items():
         part, greedy = without_prefix(both)
-        _check_sequences(part, where, learner.vocab_size)
+        _check_sequences(part, where, learner)
         if greedy:
-            _check_sequences(greedy, f"{where}.greedy", learner.vocab_size)
+            _check_sequences(greedy, f"{where}.greedy", learner)
         oldest, versions = saved["weight_version"] if where in others else 0, part["weight_version"]
         if where not in others and len(versions) != size:
             raise ValueError(f"{where} has {len(versions)} samples, want {size}")
@@ -439,14 +440,15 @@ def check_rollouts(
     return prefetched
 
 
-def _check_sequences(part: dict[str, Tensor], where: str, vocab_size: int) -> None:
+def _check_sequences(part: dict[str, Tensor], where: str, learner: Any) -> None:
     """The samples of a table are checked as an engine's are, and the table is the one that would be saved of them."""
     samples = from_tensors(part)
     torch.testing.assert_close(part, as_tensors(samples), rtol=0, atol=0, equal_nan=True)
     for sample in samples:
-        wrong = wrong_tokens(sample.prompt_ids, vocab_size)
+        wrong = wrong_tokens(sample.prompt_ids, learner.vocab_size)
         if sample.completion_ids or sample.failure is None:
-            wrong = wrong or wrong_completion(sample, vocab_size=vocab_size, nan_allowed=True)
+            wrong = wrong or wrong_completion(sample, vocab_size=learner.vocab_size, nan_allowed=True)
+            wrong = wrong or wrong_experts(sample, learner.routers)
         # The policy and the reference have seen only what goes through the model.
         allowed = {sample.num_own} if sample.in_forward else {0, sample.num_own}
         for values in (sample.old_logprobs, sample.ref_logprobs):

@@ -281,14 +281,15 @@ def _wrong_completions(
         is_long = len(sample.completion_ids) > sampling.max_tokens
         wrong = f"{len(sample.completion_ids)} tokens" if is_long else None
         wrong = wrong or wrong_completion(sample, vocab_size=vocab_size, nan_allowed=by_user)
-        if wrong := wrong or (wrong_experts(sample, routers) if routers else None):
+        if wrong := wrong or wrong_experts(sample, routers):
             asked = index // sampling.n
             problems[index] = (
                 f"got {wrong} in completion {index % sampling.n} of prompt {asked} (token ids "
                 f"{list(prompt_ids[asked])[:16]}) from the {engine.name} engine, want 1 to {sampling.max_tokens} token "
-                f"ids below {vocab_size}, a finite log-prob of at most 0 for each, and stop or length as its end; fix: "
-                "an engine of the model that is trained; NaN means that it cannot compute that model; if it is rare, "
-                "rollout_failure='retry' or 'drop'"
+                f"ids below {vocab_size}, a finite log-prob of at most 0 for each, k unequal experts of the model for "
+                "each that was read (where there are any), and stop or length as its end; fix: an engine of the model "
+                "that is trained; NaN means that it cannot compute that model; if it is rare, rollout_failure='retry' "
+                "or 'drop'"
             )
     return problems
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
 
@@ -48,6 +48,7 @@ VLLM_EXTRAS |= {"presence_penalty", "stop", "stop_token_ids", "thinking_token_bu
 # Of a list of the most likely tokens: the largest top_k or vocabulary; the log-prob of a token that was left out (JSON
 # has no -inf, servers send -9999); and the probability of kept tokens that may be missing.
 MAX_LISTED, _LEFT_OUT, _MISSING_MASS = 1024, -9000.0, 1e-4
+_EXPERT_KINDS = {(dtype, "cpu") for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)}
 _MASS_ERROR = 1e-3  # of the sum of a support's probabilities: what may be missing, and rounding
 
 
@@ -186,18 +187,23 @@ def as_experts(given: Any) -> Tensor | None:
     return None if given is None else torch.from_numpy(given.astype("uint8" if given.dtype.itemsize == 1 else "int16"))
 
 
-def wrong_experts(sample: Sample, routers: tuple[int, Mapping[int, int]]) -> str | None:
+def wrong_experts(sample: Sample, routers: tuple[int, Mapping[int, int]] | None) -> str | None:
     """What is wrong with the experts of a completion, of a model with so many layers, and experts in some of them."""
-    experts, (num_layers, num_experts) = sample.routed_experts, routers
-    if experts is None:
+    experts = sample.routed_experts
+    if experts is None or routers is None:
         return None
+    num_layers, num_experts = routers
     tokens = len(sample.prompt_ids) + len(sample.completion_ids) - 1
     if experts.ndim != 3 or experts.shape[:2] != (tokens, num_layers) or not experts.shape[2]:
         return f"experts of shape {tuple(experts.shape)} for {tokens} tokens in {num_layers} layers"
-    lowest, highest = experts.amin((0, 2)).tolist(), experts.amax((0, 2)).tolist()
-    for layer, count in num_experts.items():
-        if lowest[layer] < 0 or highest[layer] >= count:
-            return f"experts {lowest[layer]} to {highest[layer]} of {count} in layer {layer}"
+    chosen = experts.permute(2, 0, 1)[:, :, list(num_experts)]  # the first of each token, and so on
+    lowest, highest = chosen.amin((0, 1)).tolist(), chosen.amax((0, 1)).tolist()
+    for (layer, count), least, most in zip(num_experts.items(), lowest, highest, strict=True):
+        if least < 0 or most >= count:
+            return f"experts {least} to {most} of {count} in layer {layer}"
+    # Not what a router chooses: an engine that returns zeros for what it does not know.
+    if any((chosen[apart:] == chosen[:-apart]).any() for apart in range(1, len(chosen))):
+        return "an expert twice for a token"
     return None
 
 
@@ -350,7 +356,18 @@ def _wrong_probabilities(support: Support, place: Tensor, *, least: float) -> st
 
 
 def check_experts(rollouts: Rollouts, sampling: SamplingParams, engine: Any) -> None:
-    """UnsupportedError where the experts of tokens are to be replayed and `rollouts` have none."""
+    """UnsupportedError where the experts of tokens are to be replayed and `rollouts` have none.
+
+    WrongTypeError where they are something else than tensors of whole numbers on the CPU.
+    """
+    for one in rollouts.routed_experts or ():
+        kind = (one.dtype, one.device.type) if isinstance(one, Tensor) else type(one).__name__
+        if kind not in _EXPERT_KINDS:
+            raise WrongTypeError(
+                f"got routed_experts with {kind} from the {engine.name} engine, want a tensor [P+T-1, layers, k] of "
+                "uint8 or int16 on the CPU for each completion; fix: torch.from_numpy(array.astype('int16')), or None "
+                "in the place of the whole list where the engine does not know them"
+            )
     if sampling.routed_experts and rollouts.routed_experts is None and rollouts.completion_ids:
         raise UnsupportedError(
             f"got router_replay=True and no experts of its tokens from the {engine.name} engine, want those of every "

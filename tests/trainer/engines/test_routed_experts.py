@@ -3,10 +3,12 @@
 import base64
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
@@ -83,11 +85,18 @@ def test_a_server_without_the_option_is_refused_at_the_start(connect, flag) -> N
         encoded(np.zeros((2, 2, 2))),
         encoded(np.array([{}]), allow_pickle=True),
         encoded(np.zeros(3, "u1"))[:99],
+        encoded(np.zeros(3, "u1")),
     ],
 )
 def test_what_is_no_array_of_ids_is_refused(connect, wrong) -> None:
     with pytest.raises(UnavailableError, match=r"routed_experts that are no array of expert ids .*fix:"):
         connect(lambda *_: wrong).generate(PROMPTS[:1], SAMPLING)
+
+
+def test_a_configuration_with_other_names_is_sampled_with(connect, monkeypatch) -> None:
+    other = lambda config: SimpleNamespace(vocab_size=config.vocab_size, num_layers=2)  # noqa: E731
+    monkeypatch.setattr(LlamaConfig, "get_text_config", other)
+    assert connect(lambda *_: None, routed_experts=False).generate(PROMPTS[:1], SAMPLING).completion_ids
 
 
 def test_an_answer_may_be_as_long_as_its_experts(connect, monkeypatch) -> None:

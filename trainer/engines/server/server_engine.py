@@ -116,8 +116,9 @@ class VLLMServerEngine(RolloutEngine):
         self.weight_version, self._server_version = -1, ""
         self.sync_metrics = dict[str, float]()
         text = model.config.get_text_config()
-        for replica in self._replicas.all:  # two bytes of each of the experts, in base64
-            replica.expert_bytes = 3 * text.num_hidden_layers * (getattr(text, "num_experts_per_tok", None) or 8)
+        layers, k = getattr(text, "num_hidden_layers", 0), getattr(text, "num_experts_per_tok", None) or 8
+        for replica in self._replicas.all:
+            replica.expert_bytes = 3 * layers * k  # two bytes of each, in base64
         ask = partial(
             server_info,
             max_model_len=max_model_len,
@@ -296,8 +297,8 @@ def _array(encoded: str) -> Any:
     """The array of whole numbers of an .npy file in base64."""
     try:
         array = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-        if array.dtype.kind not in "ui":
-            raise ValueError(f"numbers of type {array.dtype}")
+        if array.dtype.kind not in "ui" or array.ndim != 3:
+            raise ValueError(f"numbers of type {array.dtype} and shape {array.shape}")
     except Exception as error:  # of several types, all about this text
         raise RequestError(f"routed_experts that are no array of expert ids ({shown(error, 200)})") from None
     return array
