@@ -3,6 +3,7 @@
 FORCED = ["tests/trainer/models/test_router_replay.py", "-k", "forced_routers and Qwen3Moe and (alone or shared)"]
 TREES = ["tests/trainer/models/test_router_replay.py", "-k", "are_not_shared"]
 AGAIN = ["tests/trainer/models/test_router_replay.py", "-k", "computed_again"]
+REFUSED = ["tests/trainer/models/test_router_replay.py", "-k"]
 RUNS = "tests/trainer/test_router_replay.py"
 EPISODES = ["tests/trainer/episodes/test_play.py", "-k", "experts_of_the_turn"]
 
@@ -36,6 +37,25 @@ BUGS = {
         "def __exit__(self, *error: object) -> None:\n        self._experts = None",
         "def __exit__(self, *error: object) -> None:\n        pass",
         [RUNS, "-k", "left_behind"],
+    ),
+    "an interrupted step goes on replacing": (
+        "trainer/models/router_replay.py",
+        "        while self._modes:  # hooks do not run behind a KeyboardInterrupt\n"
+        "            self._modes.pop().close()\n",
+        "",
+        [*REFUSED, "interrupted_pass"],
+    ),
+    "experts of masked groups have weight 0": (
+        "trainer/models/router_replay.py",
+        "others += [least.indices[:, :k], least.indices[:, 1 : k + 1]]",
+        "pass",
+        [*REFUSED, "masked_group"],
+    ),
+    "zeros are experts": (
+        "trainer/engines/sampling.py",
+        "range(1, len(chosen))",
+        "range(0)",
+        [RUNS, "-k", "does_not_have and zeros"],
     ),
     "the reference replays": (
         "trainer/learner.py",

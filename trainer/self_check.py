@@ -12,8 +12,8 @@
 - If a router's experts cannot be replayed, where that is asked for: refused (models/router_replay.py).
 - If states in training mode depend on the seed there is dropout, and log-probs cannot be compared with the sampler's.
 
-That takes at most ten forward passes of 17 tokens or fewer, and one for each layer that is replayed, and leaves
-generators, gradients and modes as they are.
+That takes at most ten forward passes of 17 tokens or fewer, two and one or three for each layer where routers are to be
+replayed, and leaves generators, gradients and modes as they are.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def mixture(name: str, *, seed: int = 0, **options: Any) -> Any:
-    config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES[name] | options)
+    config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES.get(name, {}) | options)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, f"{name}ForCausalLM")(config)

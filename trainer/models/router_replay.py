@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import UnavailableError, UnsupportedError
 
 _TOPK = (torch.topk, Tensor.topk)
 ROUTED = ("routed_sum", "rerouted_sum")  # of `counts`
@@ -48,7 +48,7 @@ class RouterReplay:
         self.num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
         self.layers: dict[int, int] = {}  # the number of experts of each layer that has some; empty: of no layer
         self._experts: Tensor | None = None
-        self._seen: dict[int, list[Tensor]] | None = None  # what the routers chose, while `check` runs
+        self._seen: dict[int, list[tuple[Tensor, Tensor]]] | None = None  # scores and choices, while `check` runs
         self._counts: list[Tensor] = []
         self._modes: list[ExitStack] = []
         for name, block in model.named_modules():
@@ -68,6 +68,8 @@ class RouterReplay:
 
     def __exit__(self, *error: object) -> None:
         self._experts = None
+        while self._modes:  # hooks do not run behind a KeyboardInterrupt
+            self._modes.pop().close()
 
     def start(self, experts: Tensor | None) -> None:
         """Before a forward pass of T tokens: their experts [T, layers, k], -1 where the routers choose for themselves.
@@ -94,10 +96,15 @@ class RouterReplay:
     def _choose(self, layer: int, scores: Tensor, own: Any) -> Any:
         """The result of `topk` of the scores [T, E] of a layer, of which `own` is the router's."""
         if self._seen is not None:
-            self._seen.setdefault(layer, []).append(own.indices)
+            self._seen.setdefault(layer, []).append((scores, own.indices))
         if self._experts is None:
             return own
         given = self._experts[:, layer].to(own.indices)
+        if given.shape != own.indices.shape:
+            raise UnavailableError(
+                f"got {given.shape[1]} experts of each token from the engine, want the {own.indices.shape[1]} that a "
+                f"{self._name} takes in layer {layer}; fix: an engine of the model that is trained"
+            )
         known = given[:, 0] >= 0
         other = (given.sort().values != own.indices.sort().values).any(1) & known
         self._counts.append(torch.stack([known.sum(), other.sum()]))
@@ -111,7 +118,8 @@ class RouterReplay:
         """Raise UnsupportedError where the routers cannot be replayed.
 
         `run` has the log-probs of some tokens, computed with their experts as of `start`. Their own have to give the
-        same bits again, and others in any layer other ones.
+        same bits again, and others in any layer other ones. Where scores of some experts are masked, as in groups that
+        are not chosen, these have to have weights all the same: the sampler may have chosen another group.
         """
         self._seen = {}
         try:
@@ -119,22 +127,28 @@ class RouterReplay:
         finally:
             self._seen = None
         chosen = {layer: choices[0] for layer, choices in seen.items() if len(choices) == 1}
-        if not self.layers or chosen.keys() != self.layers.keys() or len({each.shape for each in chosen.values()}) > 1:
+        shapes = {choice.shape for _, choice in chosen.values()}
+        if not self.layers or chosen.keys() != self.layers.keys() or len(shapes) > 1:
             raise self._refused(
                 f"{len(self.layers)} layers with experts, of which {len(chosen)} choose these by one topk of the "
                 "scores of all, want some, and one topk in each"
             )
-        some = next(iter(chosen.values()))
-        table = some.new_full((len(some), self.num_layers, some.shape[1]), -1)
-        for layer, choice in chosen.items():
+        ((tokens, k),) = shapes
+        table = own.new_full((tokens, self.num_layers, k), -1, dtype=torch.int64)
+        for layer, (_, choice) in chosen.items():
             table[:, layer] = choice
         if not torch.equal(run(table), own):
             raise self._refused("other log-probs where its routers' own experts are replayed, want the same bits")
-        for layer in chosen:
-            others = table.clone()
-            others[:, layer] = (table[:, layer] + 1) % self.layers[layer]
-            found = run(others)
-            if torch.equal(found, own) or not found.isfinite().all():
+        for layer, (scores, choice) in chosen.items():
+            others, least = [(choice + 1) % self.layers[layer]], scores.sort(1)
+            if (least.values[:, : k + 1] == least.values[:, :1]).all():  # masked
+                others += [least.indices[:, :k], least.indices[:, 1 : k + 1]]
+            found = [own]
+            for each in others:
+                changed = table.clone()
+                changed[:, layer] = each
+                found.append(run(changed))
+            if any(map(torch.equal, found, found[1:])) or not all(each.isfinite().all() for each in found):
                 raise self._refused(f"no effect of other experts in layer {layer}, want other, finite log-probs")
 
     def _refused(self, what: str) -> UnsupportedError:

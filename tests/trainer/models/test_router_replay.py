@@ -2,16 +2,18 @@
 
 import copy
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
 from batches import batch_of
-from mixtures import EXPERTS, FAMILIES, LAYERS, K, experts_of, hooked, mixture, routers
+from mixtures import EXPERTS, FAMILIES, GROUPS, HEADS, LAYERS, K, experts_of, hooked, mixture, routers
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fused_grpo import GRPOLossConfig
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import UnavailableError, UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations
 from fused_grpo.trainer.batching.micro_batches import micro_batches
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
@@ -196,6 +198,36 @@ def test_routers_that_choose_in_another_way_are_refused(kind):
     model.model.layers[1].mlp.gate.forward = lambda flat: (flat @ model.model.layers[1].mlp.gate.weight.T,)
     with pytest.raises(UnsupportedError, match=rf"got router_replay=True and a Qwen3Moe.*{message}.*fix:"):
         self_check(policy_of(model))
+
+
+@pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
+def test_experts_of_a_masked_group_have_to_have_weights(method):
+    """DeepSeek-V2 takes weights from scores that are 0 in all groups but those that the trainer chooses."""
+    groups = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "topk_method": method, **GROUPS, **HEADS}
+    refused = pytest.raises(UnsupportedError, match=r"DeepseekV2.* no effect of other experts in layer 1.*fix:")
+    with nullcontext() if method == "greedy" else refused:
+        self_check(policy_of(mixture("DeepseekV2", **groups)))
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("count", [1, K + 1])
+def test_another_number_of_experts_of_a_token_is_refused(replaces, count):
+    model = mixture("Qwen3Moe")
+    part = packed(batch_with([torch.zeros(len(own), LAYERS, count).byte() for own in recorded(model)]), 3)[0]
+    with pytest.raises(UnavailableError, match=rf"got {count} experts of each token .*want the {K} .*fix:"):
+        policy_of(model, replaces=replaces).measure(part, "logprobs")
+
+
+def test_an_interrupted_pass_leaves_nothing_behind():
+    def interrupt(*_):
+        raise KeyboardInterrupt  # behind which PyTorch runs no hooks
+
+    model = mixture("Qwen3Moe")
+    policy, part = policy_of(model), packed(batch_with(recorded(model)), 3)[0]
+    model.model.layers[1].mlp.experts.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        policy.measure(part, "logprobs")
+    assert _get_current_function_mode_stack() == []
 
 
 def test_a_model_without_experts_is_refused():
