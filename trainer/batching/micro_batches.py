@@ -306,17 +306,21 @@ def _experts(
     """`routed_experts` of trees that start at these places."""
     if not batch or any(sample.routed_experts is None for sample in batch):
         return None
-    table: Tensor | None = None
+    rows, where = list[Tensor](), list[Tensor]()
     for place, tree in placed:
         for sample in map(batch.__getitem__, tree):
             assert sample.routed_experts is not None
             # Those of the prompt come with its first completion.
             experts = sample.routed_experts[0 if sample is batch[tree[0]] else len(sample.prompt_ids) :]
-            if table is None:
-                table = torch.full((places, *experts.shape[1:]), -1, dtype=torch.int16)
-            table[place : place + len(experts)] = experts
+            rows.append(experts)
+            where.append(torch.arange(place, place + len(experts)))
             place += len(experts) + 1
-    return None if table is None else table.to(device)
+    if not rows:
+        return None
+    known = torch.cat(rows).to(torch.int16)  # which takes no other k, where an assignment of slices would repeat it
+    table = known.new_full((places, *known.shape[1:]), -1)
+    table[torch.cat(where)] = known
+    return table.to(device)
 
 
 def _in_rows(ids: Tensor, sizes: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:

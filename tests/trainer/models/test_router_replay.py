@@ -218,6 +218,12 @@ def test_another_number_of_experts_of_a_token_is_refused(replaces, count):
         policy_of(model, replaces=replaces).measure(part, "logprobs")
 
 
+def test_one_expert_beside_two_is_not_repeated():
+    first, second, third = recorded(mixture("Qwen3Moe"))
+    with pytest.raises(RuntimeError, match="Expected size 2 but got size 1"):
+        packed(batch_with([first, second[:, :, :1], third]), 3)
+
+
 def test_an_interrupted_pass_leaves_nothing_behind():
     def interrupt(*_):
         raise KeyboardInterrupt  # behind which PyTorch runs no hooks
