@@ -47,7 +47,7 @@ BUGS = {
     ),
     "experts of masked groups have weight 0": (
         "trainer/models/router_replay.py",
-        "others += [least.indices[:, :k], least.indices[:, 1 : k + 1]]",
+        "others += [one.expand(-1, k) for one in least.indices[:, :2].split(1, 1)]",
         "pass",
         [*REFUSED, "masked_group"],
     ),

@@ -141,8 +141,8 @@ class RouterReplay:
             raise self._refused("other log-probs where its routers' own experts are replayed, want the same bits")
         for layer, (scores, choice) in chosen.items():
             others, least = [(choice + 1) % self.layers[layer]], scores.sort(1)
-            if (least.values[:, : k + 1] == least.values[:, :1]).all():  # masked
-                others += [least.indices[:, :k], least.indices[:, 1 : k + 1]]
+            if (least.values[:, :1] == least.values[:, 1:2]).all():  # masked
+                others += [one.expand(-1, k) for one in least.indices[:, :2].split(1, 1)]
             found = [own]
             for each in others:
                 changed = table.clone()

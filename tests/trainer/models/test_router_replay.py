@@ -200,10 +200,11 @@ def test_routers_that_choose_in_another_way_are_refused(kind):
         self_check(policy_of(model))
 
 
-@pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
-def test_experts_of_a_masked_group_have_to_have_weights(method):
+@pytest.mark.parametrize(("method", "count"), [("greedy", 2), ("group_limited_greedy", 2), ("group_limited_greedy", 3)])
+def test_experts_of_a_masked_group_have_to_have_weights(method, count):
     """DeepSeek-V2 takes weights from scores that are 0 in all groups but those that the trainer chooses."""
-    groups = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "topk_method": method, **GROUPS, **HEADS}
+    groups = {**GROUPS, **HEADS, "n_routed_experts": EXPERTS, "n_shared_experts": 1}
+    groups |= {"topk_method": method, "topk_group": count}
     refused = pytest.raises(UnsupportedError, match=r"DeepseekV2.* no effect of other experts in layer 1.*fix:")
     with nullcontext() if method == "greedy" else refused:
         self_check(policy_of(mixture("DeepseekV2", **groups)))
