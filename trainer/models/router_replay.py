@@ -79,7 +79,15 @@ class RouterReplay:
         self._experts, self._counts = experts, []
 
     def counts(self) -> dict[str, Tensor]:
-        """Since `start`: tokens times layers with experts, and those where the router's own are another set."""
+        """Since `start`: tokens times layers with experts, and those where the router's own are another set.
+
+        UnsupportedError where not every router has been replayed once, as `check` has seen it do in another mode.
+        """
+        if self.replaces and self._experts is not None and len(self._counts) != len(self.layers):
+            raise self._refused(
+                f"{len(self._counts)} topk of scores in a step through {len(self.layers)} layers with experts, want "
+                "one in each, in training mode, too"
+            )
         if not self._counts:
             return {}
         return dict(zip(ROUTED, torch.stack(self._counts).sum(0), strict=True))

@@ -219,6 +219,21 @@ def test_another_number_of_experts_of_a_token_is_refused(replaces, count):
         policy_of(model, replaces=replaces).measure(part, "logprobs")
 
 
+def test_a_router_that_chooses_in_another_way_in_training_is_refused():
+    def sorts(hidden):
+        weights, indices = (hidden @ gate.weight.T).softmax(1).sort(1, descending=True)
+        return weights, weights[:, :K], indices[:, :K]
+
+    model = mixture("Qwen3Moe")
+    policy, part = policy_of(model), packed(batch_with(recorded(model)), 3)[0]
+    gate = model.model.layers[1].mlp.gate
+    own, gate.forward = gate.forward, lambda hidden: (sorts if gate.training else own)(hidden)
+    self_check(policy)
+    policy.eval()(part, num_tokens=10.0, num_sequences=3.0)
+    with pytest.raises(UnsupportedError, match=r"2 topk of scores in a step through 3 layers.*fix:"):
+        policy.train()(part, num_tokens=10.0, num_sequences=3.0)
+
+
 def test_one_expert_beside_two_is_not_repeated():
     first, second, third = recorded(mixture("Qwen3Moe"))
     with pytest.raises(RuntimeError, match="Expected size 2 but got size 1"):
