@@ -62,10 +62,10 @@ def make_model(tokenizer) -> Callable[..., PreTrainedModel]:
 def in_4bit(tmp_path: Path) -> Callable[..., PreTrainedModel]:
     """A model as bitsandbytes quantises it, in training mode; `options` of `BitsAndBytesConfig`."""
 
-    def quantized(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    def quantized(model: PreTrainedModel, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
         model.save_pretrained(tmp_path / "whole")
         config = BitsAndBytesConfig(**{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"} | options)
-        options = {"quantization_config": config, "dtype": torch.float32}
+        options = {"quantization_config": config, "dtype": dtype}
         return type(model).from_pretrained(tmp_path / "whole", **options).train()
 
     return quantized

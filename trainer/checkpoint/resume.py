@@ -28,7 +28,8 @@ from fused_grpo.trainer.checkpoint.checkpoint import MANIFEST_FILE, find_checkpo
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import MISSING
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed
-from fused_grpo.trainer.models.adapters import adapter_identity, is_adapted, load_adapter
+from fused_grpo.trainer.models.adapters import adapter_identity, base_model, is_adapted, load_adapter
+from fused_grpo.trainer.models.quantized import codes_identity
 
 _log = logging.getLogger(__name__)
 _FULL = StateDictOptions(full_state_dict=True)
@@ -258,7 +259,7 @@ def saved_options(args: GRPOConfig) -> dict[str, Any]:
 
 
 def identity(learner: Any) -> dict[str, Any]:
-    """What has to be as it was: options, processes, the classes of optimizer and schedule, adapter and teacher."""
+    """What has to be as it was: options, processes, the classes of optimizer and schedule, adapter, codes, teacher."""
     args, processes = learner.args, learner.accelerator.num_processes
     return {
         **{name: getattr(args, name) for name, rule in RULES.items() if rule.wins == "refused"},
@@ -267,6 +268,7 @@ def identity(learner: Any) -> dict[str, Any]:
         "optimizer": type(learner.optimizer.optimizer).__name__,
         "schedule": type(learner.scheduler).__name__,
         "adapter": adapter_identity(_model(learner)),
+        "quantization_config": codes_identity(base_model(_model(learner)).config),
         "teacher": None if learner.teacher is None else learner.teacher.identity,
     }
 

@@ -55,6 +55,7 @@ from fused_grpo.trainer.engines.sampling import (
     wrong_support,
 )
 from fused_grpo.trainer.models.loading import wants_bf16
+from fused_grpo.trainer.models.quantized import compute_dtypes
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
 
@@ -145,7 +146,8 @@ class WeightCheck:
     """
 
     def __init__(self, args: GRPOConfig, model: nn.Module, device: torch.device, *, own_weights: bool = True) -> None:
-        self._dtype = torch.bfloat16 if wants_bf16(args) else next(model.parameters()).dtype
+        dtypes = [torch.bfloat16] if wants_bf16(args) else [next(model.parameters()).dtype, *compute_dtypes(model)]
+        self._dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         self._device, self._bound = device.type, args.max_logprob_difference
         self._reaction, self._own_weights, self._has_warned = args.logprob_mismatch, own_weights, False
         self._knows_routing = args.router_replay or not own_weights

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WrongTypeError
-from fused_grpo.trainer.models.quantized import dequantized, is_4bit, keep_exact, layers_in_4bit
+from fused_grpo.trainer.models.quantized import dequantized, is_4bit, keep_exact, layers_in_4bit, quantization_of
 from fused_grpo.trainer.models.weight_stream import (
     Part,
     WeightStream,
@@ -81,12 +81,17 @@ def adapt(
         keep_reference: whether there is a reference for another reason than `beta`.
 
     Raises:
-        InputError: a PeftModel and a `peft_config`, an adapter that is frozen or on tied embeddings, or prompt tuning
-            without its task type.
+        InputError: a PeftModel and a `peft_config`, an adapter that is frozen, merged or on tied embeddings, prompt
+            tuning without its task type, or a quantised model without an adapter.
         UnsupportedError: another kind of adapter, an option of LoraConfig, `sync_ref_model`, virtual tokens under FSDP.
         UnavailableError: PEFT is not installed.
     """
     if peft_config is None and not is_adapted(model):
+        if quantization_of(model.config):  # by others than bitsandbytes: those may have made plain weights of it
+            raise InputError(
+                "got a quantised model and no adapter, want LoRA on it: its layers take no gradients; fix: "
+                "peft_config=LoraConfig(...), or a model that is not quantised"
+            )
         return model
     peft = _peft()
     if args.sync_ref_model:
@@ -333,6 +338,11 @@ def _check_given(model: Any, config: Any, peft: Any) -> None:
     if len(model.active_adapters) != 1:
         raise InputError(f"got active adapters {model.active_adapters}, want one; fix: model.set_adapter(<its name>)")
     _check_config(model.peft_config[_trained(model)], peft, given=True)
+    if any(getattr(layer, "merged", False) for layer in model.modules()):
+        raise InputError(
+            "got a PeftModel whose adapter is merged, want it beside the base: merged, it has no gradients; fix: load "
+            "it again, or unmerge_adapter(), which rounds a base in 4 bits"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
             "got a PeftModel that is frozen, want its adapter trained; fix: load it with is_trainable=True"
@@ -398,8 +408,7 @@ def _named_weights(
     inside = tuple(f"{name}." for name in layers)
     state: dict[str, Tensor] = base.state_dict()
     outside = {name: weight for name, weight in state.items() if not name.startswith(inside)}
-    in_4bit = tuple(f"{name}." for name in layers_in_4bit(base))
-    if any(_is_rounded(name, weight) and not name.startswith(in_4bit) for name, weight in state.items()):
+    if quantization_of(base.config) and not layers_in_4bit(base):
         return WeightStream({}, map(_refuse, ["layers that are quantised otherwise than in 4 bits by bitsandbytes"]))
     narrow = narrowing(base, dtype)
 
@@ -415,10 +424,6 @@ def _named_weights(
         shapes = {f"{prefix}.{name}": empty_like(weight) for name, weight in as_shaped(layer).state_dict().items()}
         parts.append(Part(shapes, partial(plain, prefix, layer)))
     return checkpoint_stream(base, parts, dtype=dtype, is_gathered=any(map(is_sharded, base.parameters())))
-
-
-def _is_rounded(name: str, weight: Tensor) -> bool:
-    return "weight" in name.rpartition(".")[2] and not weight.is_floating_point()
 
 
 def _base_layer(layer: Any) -> Any:
@@ -443,7 +448,10 @@ def _merged(layer: Any) -> Any:
     plain = dequantized(base)
     # What stands in a copy for the layer's own: full tensors for shards, a plain layer for one in 4 bits.
     instead: dict[int, Any] = {
-        id(weight): nn.Parameter(gathered(weight.detach())) for weight in layer.parameters() if is_sharded(weight)
+        # Of one process, a shard is the full tensor.
+        id(weight): nn.Parameter(gathered(weight.detach()).clone())
+        for weight in layer.parameters()
+        if is_sharded(weight)
     }
     instead |= {} if plain is base else {id(base): plain}
     merged = copy.deepcopy(layer, instead)

@@ -22,6 +22,7 @@ from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.console import progress, without_bars
 from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
+from fused_grpo.trainer.models.quantized import keep_exact
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -158,6 +159,7 @@ def load_teacher(
     if not isinstance(teacher, nn.Module):
         _check_tokens(teacher, tokenizer, **_of_tokenizer(options))
     loaded = load_model(teacher, accelerator, given="teacher_model_init_kwargs", **options)
+    keep_exact(loaded)
     return loaded.requires_grad_(False).eval()
 
 

@@ -11,16 +11,19 @@ bitsandbytes is imported only where a model has such layers.
 
 from __future__ import annotations
 
-import importlib.util
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from packaging import version
 from torch import nn
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 
+_CODES = ("quant_method", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_skip_modules")
+_OLDEST = version.parse("0.48.1")
 QUANTIZATION = "quantization_config"  # transformers' name of it, in configs and as an argument
 
 
@@ -33,15 +36,26 @@ def quantization_of(*sources: Any) -> dict[str, Any]:
     return {}
 
 
+def codes_identity(config: Any) -> dict[str, Any] | None:
+    """What makes a model's codes of its weights, as JSON; None where it is not quantised."""
+    found = quantization_of(config)
+    return {name: found.get(name) for name in _CODES} if found else None
+
+
 def check_quantization(quantization: Mapping[str, Any], *, has_adapter: bool, is_sharded: bool) -> None:
     """Before a base is loaded that bitsandbytes quantises; what others quantise, transformers may dequantise to train.
 
     Raises:
         InputError: no adapter, so that norms, embedding and head would be trained around frozen layers.
-        UnsupportedError: FSDP, whose shards would be of codes.
-        UnavailableError: bitsandbytes is not installed.
+        UnsupportedError: 8 bits; FSDP, whose shards would be of codes.
+        UnavailableError: bitsandbytes is not installed, too old, or cannot be imported.
     """
-    if not (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
+    if quantization.get("load_in_8bit"):
+        raise UnsupportedError(
+            "got a model in 8 bits, want 4: bitsandbytes rounds the activations of 8-bit layers, by the other tokens "
+            "of a batch too, so no engine has the log-probs of the trainer; fix: load_in_4bit=True"
+        )
+    if not quantization.get("load_in_4bit"):
         return
     if not has_adapter:
         raise InputError(
@@ -52,10 +66,18 @@ def check_quantization(quantization: Mapping[str, Any], *, has_adapter: bool, is
         raise UnsupportedError(
             "got a model quantised by bitsandbytes under FSDP, want whole codes on every rank; fix: launch with DDP"
         )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UnavailableError(
-            "got a model in 4 or 8 bits, want bitsandbytes installed; fix: pip install 'fused-grpo[bnb]'"
-        )
+    try:
+        import bitsandbytes
+    except Exception as error:  # missing, or built for another torch
+        found: Any = f"{type(error).__name__}: {error}"
+    else:
+        found = version.parse(bitsandbytes.__version__)
+        if found >= _OLDEST:
+            return
+    raise UnavailableError(
+        f"got a model in 4 bits, and of bitsandbytes {found}; want version {_OLDEST} or later; fix: pip install -U "
+        "'fused-grpo[bnb]'"
+    )
 
 
 def is_4bit(layer: Any) -> bool:
@@ -74,6 +96,11 @@ def layers_in_4bit(model: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in layers if is_4bit(layer) and not hasattr(layer, "base_layer")}
 
 
+def compute_dtypes(model: nn.Module) -> list[torch.dtype]:
+    """Of its layers in 4 bits, where they say one: they cast what they multiply to it."""
+    return [layer.compute_dtype for layer in layers_in_4bit(model).values() if layer.compute_dtype is not None]
+
+
 def number_in_4bit(model: nn.Module) -> int:
     """How many weights are in 4 bits."""
     return sum(math.prod(layer.weight.quant_state.shape) for layer in layers_in_4bit(model).values())
@@ -83,7 +110,8 @@ def keep_exact(model: nn.Module) -> None:
     """Keep bitsandbytes from computing with other weights outside of training than inside, in place.
 
     On a CPU with AVX512-BF16 its first pass without gradients packs codes for a kernel of its own, for good: scales are
-    rounded to bf16, and the layer has no gradient from then on. InputError where that has happened.
+    rounded to bf16, and the layer has no gradient from then on. InputError where that has happened. And its
+    gradients have W in the dtype that was quantised: in one no narrower than its products, as what is merged is.
     """
     for name, layer in layers_in_4bit(model).items():
         if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
@@ -92,6 +120,8 @@ def keep_exact(model: nn.Module) -> None:
                 "had: they have been rounded; fix: load it again, and leave it in training mode until it is passed"
             )
         layer.support_avx512bf16_for_cpu = False
+        state = layer.weight.quant_state
+        state.dtype = torch.promote_types(state.dtype, layer.compute_dtype or state.dtype)
 
 
 def dequantized(layer: Any, *, device: torch.device | str | None = None) -> Any:
@@ -108,5 +138,5 @@ def dequantized(layer: Any, *, device: torch.device | str | None = None) -> Any:
         from bitsandbytes.functional import dequantize_4bit
 
         plain.weight = nn.Parameter(dequantize_4bit(codes, state), requires_grad=False)
-    plain.bias = layer.bias
+    plain.bias = copy.deepcopy(layer.bias)  # PEFT adds to it in place where it merges
     return plain

@@ -3,15 +3,18 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed
 from accelerate.utils import DistributedType
-from peft import PromptTuningConfig
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
 
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.distributed.sharding import prepare_sharding
 from fused_grpo.trainer.engines import transformers_generate
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
-from fused_grpo.trainer.models.adapters import adapt
+from fused_grpo.trainer.models.adapters import adapt, merged_weights
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,15 @@ def test_a_sharded_model_does_not_generate(make_model, tokenizer, monkeypatch):
     monkeypatch.setattr(transformers_generate, "is_sharded", lambda weight: weight is model.lm_head.weight)
     with pytest.raises(UnsupportedError, match="install vLLM"):
         TransformersEngine(model, tokenizer)
+
+
+def test_a_sync_of_one_process_leaves_its_shards(make_model):
+    model = get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model)
+        dict(merged_weights(model))
+        assert all(torch.equal(shard.full_tensor(), before[name]) for name, shard in model.named_parameters())
+    finally:
+        torch.distributed.destroy_process_group()

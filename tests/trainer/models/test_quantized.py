@@ -2,7 +2,9 @@
 
 import copy
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +12,14 @@ from numerics import logprobs_of
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2ForCausalLM
 
-from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.errors import CheckpointError, InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.engines.checked_engine import WeightCheck
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.vllm import base_in_4bit, inprocess
 from fused_grpo.trainer.engines.vllm.start_vllm import save_config
-from fused_grpo.trainer.models.adapters import adapter_stream, base_weights, merged_weights
+from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_weights, merged_weights
+from fused_grpo.trainer.models.loading import load_teacher
 from fused_grpo.trainer.models.memory_estimate import shape_of
 from fused_grpo.trainer.models.quantized import check_quantization, keep_exact, layers_in_4bit
 from fused_grpo.trainer.types import SamplingParams
@@ -102,6 +106,9 @@ def test_stopped_and_resumed_is_the_same_run(start, make_model, in_4bit):
     options = {"resume_from_checkpoint": True, "overwrite_output_dir": False}
     resumed = start(prepared(), "cut", **options)
     resumed.train()
+    for other in (make_model(hidden_size=64), in_4bit(make_model(hidden_size=64))):
+        with pytest.raises(CheckpointError, match="quantization_config="):
+            start(other, "cut", **options).train()
     expected = trained(whole)
     assert all(torch.equal(value, expected[name]) for name, value in trained(resumed).items())
     loaded = PeftModel.from_pretrained(prepared(), resumed.save_model())
@@ -128,6 +135,31 @@ def test_merged_weights_are_what_the_model_computes_with(make_model, in_4bit, to
     }
 
 
+def test_a_checkpoint_in_4_bits_is_merged_exactly(make_model, in_4bit, tmp_path):
+    in_4bit(make_model(hidden_size=64), dtype=torch.bfloat16).save_pretrained(tmp_path / "codes")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "codes", dtype=torch.float32).train()
+    model = get_peft_model(base, LoraConfig(**{**ATTENTION, "lora_bias": True}))
+    keep_exact(model)
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter) if "lora_B" in name and "bias" in name else None
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    served = plain_model(make_model(hidden_size=64).config, merged_weights(model))
+    with torch.no_grad():
+        torch.testing.assert_close(served(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    codes = dict(base_codes(model, torch.bfloat16))
+    assert torch.equal(codes["model.layers.1.mlp.up_proj.weight"], base.model.layers[1].mlp.up_proj.weight)
+
+
+def test_rounding_to_the_compute_dtype_passes_the_check(make_model, in_4bit):
+    model = in_4bit(make_model(hidden_size=64), bnb_4bit_compute_dtype="bfloat16")
+    check = WeightCheck(GRPOConfig(bf16=False), model, torch.device("cpu"))
+    engine = SimpleNamespace(name="vllm", weight_version=3, weight_dtype=torch.float32)
+    check(0.001, 0.009, engine=engine)
+    with pytest.raises(WeightSyncError, match="in bfloat16"):
+        check(0.2, 0.5, engine=engine)
+
+
 def test_the_trainer_loads_and_samples_from_a_base_in_4_bits(start, make_model, tmp_path, tokenizer):
     make_model(hidden_size=64).save_pretrained(tmp_path / "saved")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -148,6 +180,11 @@ def test_sampling_does_not_round_the_scales(start, make_model, in_4bit):
         layer.support_avx512bf16_for_cpu = True
     trainer = start(model)
     assert not any(layer.support_avx512bf16_for_cpu for layer in layers_in_4bit(trainer.model).values())
+    teacher = in_4bit(make_model(hidden_size=64))
+    for layer in layers_in_4bit(teacher).values():
+        layer.support_avx512bf16_for_cpu = True
+    load_teacher(teacher, GRPOConfig(), SimpleNamespace(device=torch.device("cpu")), None)
+    assert not any(layer.support_avx512bf16_for_cpu for layer in layers_in_4bit(teacher).values())
     packed = in_4bit(make_model(hidden_size=64))
     packed.model.layers[1].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(InputError, match=r"layers.1.mlp.up_proj bitsandbytes has packed .*fix: load it again"):
@@ -161,6 +198,12 @@ def test_what_cannot_be_trained_or_merged_is_refused(start, make_model, in_4bit,
         start(str(tmp_path / "saved"), quantization_config=config, peft_config=None)
     with pytest.raises(InputError, match="quantization_config twice"):
         start(str(tmp_path / "saved"), quantization_config=config, model_init_kwargs={"quantization_config": config})
+    with pytest.raises(UnsupportedError, match="in 8 bits, want 4"):
+        start(str(tmp_path / "saved"), quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+    other = make_model(hidden_size=64)
+    other.config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(InputError, match="a quantised model and no adapter"):
+        start(other, peft_config=None)
     eight = get_peft_model(in_4bit(make_model(), load_in_4bit=False, load_in_8bit=True), LoraConfig(**ATTENTION))
     for make in (merged_weights, base_weights):
         with pytest.raises(UnsupportedError, match="quantised otherwise than in 4 bits"):
@@ -169,9 +212,21 @@ def test_what_cannot_be_trained_or_merged_is_refused(start, make_model, in_4bit,
         start(in_4bit(make_model(hidden_size=64), llm_int8_skip_modules=["nothing"]))
     with pytest.raises(UnsupportedError, match="under FSDP, want whole codes"):
         check_quantization(config.to_dict(), has_adapter=True, is_sharded=True)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
-    with pytest.raises(UnavailableError, match=r"pip install 'fused-grpo\[bnb\]'"):
-        start(str(tmp_path / "saved"), quantization_config=config)
+    merged = get_peft_model(make_model(), LoraConfig(**ATTENTION))
+    merged.merge_adapter()
+    with pytest.raises(InputError, match=r"adapter is merged.*unmerge_adapter\(\)"):
+        start(merged)
+
+
+@pytest.mark.parametrize("found", [None, SimpleNamespace(__version__="0.46.1")], ids=["missing", "old"])
+def test_bitsandbytes_is_checked_before_anything_is_loaded(start, make_model, tmp_path, monkeypatch, found):
+    make_model().save_pretrained(tmp_path / "saved")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", found)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(
+        UnavailableError, match=r"want version 0.48.1 or later; fix: pip install -U 'fused-grpo\[bnb\]'"
+    ):
+        start(str(tmp_path / "saved"), quantization_config=BitsAndBytesConfig(load_in_4bit=True))
 
 
 def test_memory_counts_codes_and_scales(make_model, in_4bit):

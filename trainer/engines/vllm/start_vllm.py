@@ -38,7 +38,7 @@ import torch
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
 from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes
-from fused_grpo.trainer.models.quantized import layers_in_4bit
+from fused_grpo.trainer.models.quantized import quantization_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -251,10 +251,10 @@ def save_config(
 ) -> None:
     """Write config and tokenizer, all that `from_pretrained` reads but the weights; `untie` the head in the config.
 
-    Engines are sent what layers in 4 bits compute with, so the config says nothing of them unless `quantized`.
+    Engines are sent what quantised layers compute with, so the config says nothing of them unless `quantized`.
     """
     config = copy.deepcopy(model.config)
-    if not quantized and layers_in_4bit(model):
+    if not quantized and quantization_of(config):
         del config.quantization_config
     config.architectures = config.architectures or [type(model).__name__]
     if untie:
