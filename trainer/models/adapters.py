@@ -40,7 +40,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WrongTypeError
-from fused_grpo.trainer.models.quantized import dequantized, is_4bit, keep_exact, layers_in_4bit, quantization_of
+from fused_grpo.trainer.models.quantized import (
+    check_biases,
+    dequantized,
+    is_4bit,
+    keep_exact,
+    layers_in_4bit,
+    quantization_of,
+)
 from fused_grpo.trainer.models.weight_stream import (
     Part,
     WeightStream,
@@ -82,7 +89,7 @@ def adapt(
 
     Raises:
         InputError: a PeftModel and a `peft_config`, an adapter that is frozen, merged or on tied embeddings, prompt
-            tuning without its task type, or a quantised model without an adapter.
+            tuning without its task type, a quantised model without an adapter, or trained biases that it rounds.
         UnsupportedError: another kind of adapter, an option of LoraConfig, `sync_ref_model`, virtual tokens under FSDP.
         UnavailableError: PEFT is not installed.
     """
@@ -116,6 +123,7 @@ def adapt(
             torch.manual_seed(args.seed)
             model = peft.get_peft_model(model, peft_config)
     _check_tie(base_model(model))
+    check_biases(model)
     if is_prompt_tuned(model) and accelerator.distributed_type == DistributedType.FSDP:
         raise UnsupportedError(
             "got virtual tokens under FSDP, want them whole in every process; fix: launch with DDP, or LoRA"

@@ -22,7 +22,7 @@ from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.console import progress, without_bars
 from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
-from fused_grpo.trainer.models.quantized import keep_exact
+from fused_grpo.trainer.models.quantized import check_quantization, keep_exact, quantization_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -151,7 +151,8 @@ def load_teacher(
 ) -> Any:
     """The teacher, not trained, as `model_for` loads the policy; "self" and None as they are.
 
-    InputError where an id is another token for the tokenizer that lies beside the teacher than for the policy's.
+    InputError where an id is another token for the tokenizer that lies beside the teacher than for the policy's;
+    UnsupportedError for one in 8 bits, or in 4 under FSDP.
     """
     if teacher is None or teacher == SELF:
         return teacher
@@ -159,6 +160,8 @@ def load_teacher(
     if not isinstance(teacher, nn.Module):
         _check_tokens(teacher, tokenizer, **_of_tokenizer(options))
     loaded = load_model(teacher, accelerator, given="teacher_model_init_kwargs", **options)
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP
+    check_quantization(quantization_of(loaded.config), has_adapter=True, is_sharded=is_sharded)
     keep_exact(loaded)
     return loaded.requires_grad_(False).eval()
 

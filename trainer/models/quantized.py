@@ -124,6 +124,17 @@ def keep_exact(model: nn.Module) -> None:
         state.dtype = torch.promote_types(state.dtype, layer.compute_dtype or state.dtype)
 
 
+def check_biases(model: nn.Module) -> None:
+    """InputError for trained biases that bitsandbytes would round to another compute dtype, in place, in each pass."""
+    biases = [(layer.bias, layer.compute_dtype) for layer in layers_in_4bit(model).values() if layer.bias is not None]
+    if any(bias.requires_grad and compute not in (None, bias.dtype) for bias, compute in biases):
+        raise InputError(
+            "got trained biases of layers in 4 bits with another compute dtype, to which bitsandbytes rounds them in "
+            "every pass, want them as they are; fix: bias='none' in LoraConfig (lora_bias=True is exact), or "
+            "bnb_4bit_compute_dtype='float32'"
+        )
+
+
 def dequantized(layer: Any, *, device: torch.device | str | None = None) -> Any:
     """A plain linear layer with the weight that a 4-bit one computes with; any other layer itself.
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from numerics import logprobs_of
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2ForCausalLM
@@ -183,7 +184,12 @@ def test_sampling_does_not_round_the_scales(start, make_model, in_4bit):
     teacher = in_4bit(make_model(hidden_size=64))
     for layer in layers_in_4bit(teacher).values():
         layer.support_avx512bf16_for_cpu = True
-    load_teacher(teacher, GRPOConfig(), SimpleNamespace(device=torch.device("cpu")), None)
+    alone, sharded = (
+        SimpleNamespace(device=torch.device("cpu"), distributed_type=DistributedType[kind]) for kind in ("NO", "FSDP")
+    )
+    load_teacher(teacher, GRPOConfig(), alone, None)
+    with pytest.raises(UnsupportedError, match="under FSDP, want whole codes"):
+        load_teacher(teacher, GRPOConfig(), sharded, None)
     assert not any(layer.support_avx512bf16_for_cpu for layer in layers_in_4bit(teacher).values())
     packed = in_4bit(make_model(hidden_size=64))
     packed.model.layers[1].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
@@ -212,6 +218,9 @@ def test_what_cannot_be_trained_or_merged_is_refused(start, make_model, in_4bit,
         start(in_4bit(make_model(hidden_size=64), llm_int8_skip_modules=["nothing"]))
     with pytest.raises(UnsupportedError, match="under FSDP, want whole codes"):
         check_quantization(config.to_dict(), has_adapter=True, is_sharded=True)
+    rounding = in_4bit(make_model(hidden_size=64), bnb_4bit_compute_dtype="bfloat16")
+    with pytest.raises(InputError, match=r"trained biases .* fix: bias='none'"):
+        start(rounding, lora={**LORA, "bias": "lora_only"})
     merged = get_peft_model(make_model(), LoraConfig(**ATTENTION))
     merged.merge_adapter()
     with pytest.raises(InputError, match=r"adapter is merged.*unmerge_adapter\(\)"):
