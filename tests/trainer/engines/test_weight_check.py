@@ -171,7 +171,9 @@ def test_rounding_is_measured_once_for_all_turns_and_never_for_a_function() -> N
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_a_confident_policy_is_sampled_in_16_bits_but_not_with_old_weights(make_trainer, served_engine, stale) -> None:
+def test_a_confident_policy_is_sampled_in_16_bits_but_not_with_old_weights(
+    make_trainer, served_engine, monkeypatch, stale
+) -> None:
     """Logits of a few hundred, in which bf16 has steps of 1 or 2."""
     differences: list[float] = []
 
@@ -190,8 +192,13 @@ def test_a_confident_policy_is_sampled_in_16_bits_but_not_with_old_weights(make_
             super().load_weights(self.model.state_dict() if stale else named_weights, version)
 
     trainer = make_trainer(engine=Half, learning_rate=1e-1 if stale else 1e-3)
-    check = trainer.weight_check
-    trainer.weight_check = lambda mean, *given, **named: differences.append(mean) or check(mean, *given, **named)
+    check = WeightCheck.__call__
+
+    def recorded(self: WeightCheck, mean: float, *given: Any, **named: Any) -> None:
+        differences.append(mean)
+        check(self, mean, *given, **named)
+
+    monkeypatch.setattr(WeightCheck, "__call__", recorded)
     if stale:
         with pytest.raises(WeightSyncError, match="got a mean difference"):
             trainer.train()
