@@ -32,6 +32,30 @@ BUGS = {
         "",
         [QUANTIZED, "-k", "round_the_scales"],
     ),
+    "a merge adds to the bias of the base": (
+        IN_4BIT,
+        "copy.deepcopy(layer.bias)",
+        "layer.bias",
+        [QUANTIZED, "-k", "merged_exactly"],
+    ),
+    "a merge adds to the shards of one process": (
+        ADAPTERS,
+        "nn.Parameter(gathered(weight.detach()).clone())",
+        "nn.Parameter(gathered(weight.detach()))",
+        ["tests/trainer/distributed/test_sharding.py", "-k", "leaves_its_shards"],
+    ),
+    "what a checkpoint in 4 bits computes with is rounded": (
+        IN_4BIT,
+        "torch.promote_types(state.dtype, layer.compute_dtype or state.dtype)",
+        "state.dtype",
+        [QUANTIZED, "-k", "merged_exactly"],
+    ),
+    "a run goes on with a base that is quantised otherwise": (
+        "trainer/checkpoint/resume.py",
+        "codes_identity(base_model(_model(learner)).config)",
+        "None",
+        [QUANTIZED, "-k", "stopped_and_resumed"],
+    ),
     "vLLM is told that the base is quantised": (
         "trainer/engines/vllm/start_vllm.py",
         "        del config.quantization_config\n",
