@@ -41,7 +41,9 @@ from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.throughput import BINS, ModelSize, Rates, Run, step, survivors, token_seconds, train_seconds
 
-# On one H100: 22 ms for a token of one sequence, and 0.4 ms more for each further one.
+# On one H100: 22 ms for a token of one sequence, and 0.4 ms more for each further one. All of it takes `SLOWER` times as
+# long: what eight trainers and four servers really compute on two cores, up to a second a step, is not predicted.
+SLOWER = 3
 SIZE = ModelSize(
     model_params=20e9, layers=2, hidden_size=1024, heads=8, kv_heads=2, vocab_size=1024, tie_word_embeddings=True
 )
@@ -55,9 +57,11 @@ RUN = Run(
     max_completion_length=128,
     gradient_checkpointing=False,
     share_prompts=False,
-    reward_seconds=0.5,
-    sync_bandwidth=80e9,
-    rates=Rates(host=5e-3, sequence=3e-4, mfu=0.032),
+    reward_seconds=0.5 * SLOWER,
+    sync_bandwidth=80e9 / SLOWER,
+    rates=Rates(
+        bandwidth=0.7 / SLOWER, decode=0.5 / SLOWER, host=5e-3 * SLOWER, sequence=3e-4 * SLOWER, mfu=0.032 / SLOWER
+    ),
 )
 MEANWHILE, RANKS = replace(RUN, generate_ahead=1), 8
 MODES = {
@@ -72,7 +76,7 @@ SMALL = replace(
     max_completion_length=40,
     reward_seconds=0.2,
     sync_bandwidth=200e9,
-    rates=replace(RUN.rates, mfu=0.08),
+    rates=Rates(host=5e-3, sequence=3e-4, mfu=0.08),
 )
 
 
