@@ -41,8 +41,8 @@ from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.throughput import BINS, ModelSize, Rates, Run, step, survivors, token_seconds, train_seconds
 
-# On one H100: 22 ms for a token of one sequence, and 0.4 ms more for each further one. All of it takes `SLOWER` times as
-# long: what eight trainers and four servers really compute on two cores, up to a second a step, is not predicted.
+# On one H100: 22 ms for a token of one sequence, and 0.4 ms more for each further one. All of it takes `SLOWER` times
+# as long: what eight trainers and four servers really compute on two cores, up to a second a step, is not predicted.
 SLOWER = 3
 SIZE = ModelSize(
     model_params=20e9, layers=2, hidden_size=1024, heads=8, kv_heads=2, vocab_size=1024, tie_word_embeddings=True
