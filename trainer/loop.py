@@ -104,6 +104,7 @@ class GRPOTrainer(TransformersFace):
 
     Raises:
         InputError: options that do not go together.
+        UnsupportedError: a model, adapter or engine that cannot do what the options ask for.
         DataError: a dataset that cannot be used.
         CheckpointError: `args.output_dir` holds a run that is alive, or no checkpoint to resume from.
         UnavailableError: an engine that is not installed.

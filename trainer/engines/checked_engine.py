@@ -48,6 +48,7 @@ from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.sampling import (
     SEED_BITS,
+    Routers,
     Support,
     check_experts,
     check_support,
@@ -60,7 +61,6 @@ from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
 
 _log = logging.getLogger(__name__)
-Routers = tuple[int, Mapping[int, int]]  # layers, and experts by layer
 RETRIES = 2  # further calls with rollout_failure="retry"
 
 # A log-softmax in fp32 may round to a little above 0; below the lowest fp32 number the loss would see -inf.

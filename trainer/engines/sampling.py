@@ -49,6 +49,7 @@ VLLM_EXTRAS |= {"presence_penalty", "stop", "stop_token_ids", "thinking_token_bu
 # has no -inf, servers send -9999); and the probability of kept tokens that may be missing.
 MAX_LISTED, _LEFT_OUT, _MISSING_MASS = 1024, -9000.0, 1e-4
 _EXPERT_KINDS = {(dtype, "cpu") for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)}
+Routers = tuple[int, Mapping[int, int]]  # the number of layers, and of the experts by layer
 _MASS_ERROR = 1e-3  # of the sum of a support's probabilities: what may be missing, and rounding
 
 
@@ -187,7 +188,7 @@ def as_experts(given: Any) -> Tensor | None:
     return None if given is None else torch.from_numpy(given.astype("uint8" if given.dtype.itemsize == 1 else "int16"))
 
 
-def wrong_experts(sample: Sample, routers: tuple[int, Mapping[int, int]] | None) -> str | None:
+def wrong_experts(sample: Sample, routers: Routers | None) -> str | None:
     """What is wrong with the experts of a completion, of a model with so many layers, and experts in some of them."""
     experts = sample.routed_experts
     if experts is None or routers is None:
