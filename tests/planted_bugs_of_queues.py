@@ -7,6 +7,7 @@ ROUNDS = [TESTS, "-k", "further_rounds"]
 RESUMED = [TESTS, "-k", "stopped_after_any_step and 4"]
 OTHER = [TESTS, "-k", "another_number"]
 FAILURE = [TESTS, "-k", "failure_ends"]
+OWN = "tests/trainer/engines/test_own_server.py"
 COPY = [TESTS, "-k", "copy_of_weights"]
 
 BUGS = {
@@ -88,6 +89,36 @@ BUGS = {
         "        if self.queue:\n            self.load_state(self._place())\n",
         "",
         [TESTS, "-k", "epoch_that_is_left"],
+    ),
+    "the server of a rank waits for weights of the first": (
+        "trainer/engines/server/server_engine.py",
+        "self._own, self.first_rank_sends = own, own is None",
+        "self._own = own",
+        [OWN, "-k", "in_flight and False"],
+    ),
+    "a server outlives a trainer that is killed": (
+        "trainer/engines/server/serve_beside.py",
+        "    threading.Thread(target=_end_with_trainer, daemon=True).start()\n",
+        "",
+        [OWN, "-k", "trainer_that_is_killed"],
+    ),
+    "what a server has started outlives it": (
+        "trainer/engines/server/own_server.py",
+        "        os.killpg(process.pid, signal.SIGTERM)\n",
+        "        os.kill(process.pid, signal.SIGKILL)\n        return\n",
+        [OWN, "-k", "ends_with_it"],
+    ),
+    "a server that has ended is waited for": (
+        "trainer/engines/server/replicas.py",
+        "retry=self._own is None or not self._own.has_ended",
+        "retry=True",
+        [OWN, "-k", "at_once and room"],
+    ),
+    "any user can connect to a server of the trainer's own": (
+        "trainer/engines/server/own_server.py",
+        "home = resources.enter_context(temporary_folder(0))",
+        "home = resources.enter_context(temporary_folder(0))\n            home.chmod(0o755)",
+        [OWN, "-k", "ends_with_it"],
     ),
     "sampling goes on behind a failure": (
         "trainer/collect/batch_queue.py",

@@ -13,7 +13,7 @@ and each samples its part. Rewards are gathered, so advantages are always those 
 Groups for which the engine or a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose
 rewards are all equal. With `mask_truncated_completions`, truncated completions are counted, but not in the loss.
 
-With `generate_ahead=k`, a vLLM server samples while the optimizer learns. Each collection takes the oldest batch of a
+With `generate_ahead=k`, vLLM samples while the optimizer learns. Each collection takes the oldest batch of a
 queue (batch_queue.py), requests another one from the current weights, and scores. So batch n was sampled from the
 weights of min(n, k) generations before, never from older ones (`off_policy_steps`), and the loss corrects for it
 (`vllm_importance_sampling_correction`): the old policy is the current one, and rho is its ratio to the policy that

@@ -246,6 +246,11 @@ def check_services(start: Start) -> None:
                 check_dtype(sampling_dtype(args))
             if args.batch_invariant:
                 enable_batch_invariance()
+    elif start.engine is None and args.generate_ahead:
+        raise InputError(
+            f"got generate_ahead={args.generate_ahead} with the transformers engine, which samples with the model that "
+            "is trained, want vLLM beside the trainer; fix: use_vllm=True, vllm_mode='server', or generate_ahead=0"
+        )
     for callback in start.callbacks:
         if not all(callable(getattr(callback, event, None)) for event in EVENTS):
             raise WrongTypeError(

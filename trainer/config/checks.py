@@ -130,14 +130,13 @@ def _check_generate_ahead(args: Any, rollout_func: Any, rollout_engine: Any, env
     """Raise InputError for what would be used by the trainer and by the sampling of a later batch at the same time."""
     got = f"got generate_ahead={args.generate_ahead} with"
     if rollout_func is not None:  # it would sample from the model while that is trained
-        raise InputError(f"{got} rollout_func, want vLLM servers alone; fix: leave one of them out")
+        raise InputError(f"{got} rollout_func, want vLLM alone; fix: leave one of them out")
     if environment_factory is not None:  # its object is scored while the next batch is played
         raise InputError(f"{got} environment_factory, want one of them; fix: generate_ahead=0")
-    if rollout_engine is None and args.vllm_mode != "server":
+    if args.vllm_enable_sleep_mode:
         raise InputError(
-            f"{got} vllm_mode={args.vllm_mode!r}, want an engine that runs beside the trainer: vLLM in its process "
-            "shares its random generators, compiler settings and device, so a run could not be repeated; fix: "
-            "vllm_mode='server' (a server may be on the same GPU), or generate_ahead=0"
+            f"{got} vllm_enable_sleep_mode=True, want vLLM awake: it samples while the trainer learns; fix: leave "
+            "one of them out"
         )
     own = getattr(rollout_engine, "has_own_weights", True) and getattr(rollout_engine, "samples_in_background", False)
     if rollout_engine is not None and not own:

@@ -100,8 +100,8 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Leave completions with advantage 0 out of the forward pass where they have no gradient (beta=0, no teacher, no
     entropy term). Loss and gradients stay the same; metrics such as `entropy` are of the others. False keeps all."""
     generate_ahead: int = 0
-    """Number k of batches that are sampled while the trainer learns (vllm_mode="server"): rollouts are up to k
-    generations old. True is 1."""
+    """Number k of batches that vLLM samples during training: rollouts are up to k generations old. True is 1. With
+    vllm_mode="colocate" each process starts a vLLM server beside itself for it."""
 
     model_init_kwargs: JSONObject = None
     """Arguments of `from_pretrained`, for the model and for reward models that are paths or hub ids."""

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from functools import partial
+from contextlib import ExitStack
 from typing import Any, Literal, cast
 
 import torch
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
+from fused_grpo.trainer.engines.served_adapter import ServedAdapter
 from fused_grpo.trainer.engines.server.adapter_engine import VLLMServerAdapterEngine
+from fused_grpo.trainer.engines.server.own_server import OwnServer
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
-from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine, VLLMEngine
-from fused_grpo.trainer.engines.vllm.start_vllm import check_installed, check_routed_experts
+from fused_grpo.trainer.engines.vllm.base_in_4bit import OPTIONS
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine, VLLMEngine, adapter_options, vllm_options
+from fused_grpo.trainer.engines.vllm.start_vllm import check_installed, check_routed_experts, temporary_checkpoint
+from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.logging.console import progress
-from fused_grpo.trainer.models.adapters import base_model, is_adapted
+from fused_grpo.trainer.models.adapters import base_codes, base_model, base_weights, is_adapted
 from fused_grpo.trainer.models.loading import wants_bf16
+from fused_grpo.trainer.models.quantized import layers_in_4bit
 
 EngineName = Literal["vllm", "server", "transformers"]
 
@@ -123,25 +129,20 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
         own["max_sequences"] = 1 if args.batch_invariant else None
         return TransformersEngine(model, tokenizer, seed=args.seed, **own)
     support = sampling if (sampling := args.sampling(seed=0)).wants_ids else None
+    served: dict[str, Any] = {
+        "timeout": args.vllm_server_timeout,
+        "max_model_len": args.vllm_max_model_length,
+        "seed": args.seed,
+        "support": support,
+        "batch_invariant": args.batch_invariant,
+        "routed_experts": args.router_replay,
+    }
     if name == "server":
-        merging = partial(
-            VLLMServerEngine,
-            base_model(model),
-            weight_transfer=args.vllm_weight_transfer,
-            full_sync_interval=args.vllm_full_sync_interval,
-        )
-        make = partial(VLLMServerAdapterEngine, model) if args.vllm_adapter_sync else merging
-        return make(
-            tokenizer=tokenizer,
-            base_urls=server_urls(args),
-            timeout=args.vllm_server_timeout,
-            max_model_len=args.vllm_max_model_length,
-            seed=args.seed,
-            allow_remote=args.vllm_server_allow_remote,
-            support=support,
-            batch_invariant=args.batch_invariant,
-            routed_experts=args.router_replay,
-        )
+        served |= {"base_urls": server_urls(args), "allow_remote": args.vllm_server_allow_remote}
+        if args.vllm_adapter_sync:
+            return VLLMServerAdapterEngine(model, tokenizer, **served)
+        sync: Any = {"weight_transfer": args.vllm_weight_transfer, "full_sync_interval": args.vllm_full_sync_interval}
+        return VLLMServerEngine(base_model(model), tokenizer, **sync, **served)
     check_installed()
     experts = {"enable_return_routed_experts": True} if args.router_replay else {}
     model_impl = {} if args.vllm_model_impl == "vllm" else {"model_impl": args.vllm_model_impl}
@@ -151,11 +152,40 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "seed": args.seed,
         "trust_remote_code": args.runs_remote_code,
-        "enable_sleep_mode": args.vllm_enable_sleep_mode,
         "support": support,
         "engine_options": model_impl | experts | (args.vllm_engine_kwargs or {}),
         "max_sequences": args.prompts_per_process(args.world_size) * args.group_part(args.world_size),
     }
+    if args.generate_ahead:
+        return _engine_beside(args, model, tokenizer, options, served)
+    options["enable_sleep_mode"] = args.vllm_enable_sleep_mode
     if args.vllm_adapter_sync:
         return VLLMAdapterEngine(model, tokenizer, **options)
     return VLLMEngine(base_model(model), tokenizer, **options)
+
+
+def _engine_beside(
+    args: GRPOConfig, model: Any, tokenizer: Any, options: dict[str, Any], served: dict[str, Any]
+) -> RolloutEngine:
+    """vLLM with the `options` of the engine in process, in a process beside the trainer's; see own_server.py."""
+    base, dtype = base_model(model), options["dtype"]
+    arguments = vllm_options(base, in_process=False, **options)
+    environment = {"VLLM_BATCH_INVARIANT": "1"} if args.batch_invariant else {}
+    on_cpu, is_4bit = next(base.parameters()).device.type == "cpu", False
+    if args.vllm_adapter_sync:
+        is_4bit = bool(layers_in_4bit(model))
+        weights = base_codes(model, dtype) if is_4bit else base_weights(model, dtype)
+        arguments |= adapter_options(model, ServedAdapter(model).rank, dtype) | (OPTIONS if is_4bit else {})
+        environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    else:
+        weights = checkpoint_weights(model, dtype)
+    tie = Tie.of(base) if on_cpu and not is_4bit else None
+    with temporary_checkpoint(weights, base, tokenizer, tie=tie, quantized=is_4bit) as folder, ExitStack() as started:
+        own = OwnServer(folder, arguments, environment=environment)
+        started.callback(own.close)
+        if args.vllm_adapter_sync:
+            engine: RolloutEngine = VLLMServerAdapterEngine(model, tokenizer, own=own, **served)
+        else:
+            engine = VLLMServerEngine(base, tokenizer, own=own, **served)
+        started.pop_all()
+    return engine

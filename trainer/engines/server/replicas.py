@@ -33,6 +33,7 @@ import httpx
 
 from fused_grpo.errors import InputError, UnavailableError, shown
 from fused_grpo.trainer.common.threads import event_loop
+from fused_grpo.trainer.engines.server.own_server import OwnServer
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -81,8 +82,8 @@ class Choice:
 class Replica:
     """One server."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
-        self.url, self._key = url, api_key
+    def __init__(self, url: str, api_key: str | None, own: OwnServer | None = None) -> None:
+        self.url, self._key, self._own = url, api_key, own
         self.in_flight = 0  # requests without a response so far
         self.expert_bytes = 0  # in a response, of a token's experts
         self.last_error = "no answer"
@@ -115,13 +116,13 @@ class Replica:
             async with client.stream(method, self.url + path, json=body) as response:
                 content = await _read(response, path, limit=_largest_response(body, self.expert_bytes))
         except httpx.HTTPError as error:
-            self.last_error = self.redacted(f"{type(error).__name__} ({str(error)[:500] or 'connection lost'})")
-            raise RequestError(self.last_error, retry=True) from error
+            self._failed(f"{type(error).__name__} ({str(error)[:500] or 'connection lost'})")
+            raise RequestError(self.last_error, retry=self._own is None or not self._own.has_ended) from error
         finally:
             self.in_flight -= 1
         if not response.is_success:
             status, text = response.status_code, self.redacted(content.decode(errors="replace"))
-            self.last_error = f"status {status} from {path}: {text[:500]!r}"
+            self._failed(f"status {status} from {path}: {text[:500]!r}")
             kind = NoRouteError if status == httpx.codes.NOT_FOUND else RequestError
             raise kind(self.last_error, retry=status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS)
         if not is_json:
@@ -131,6 +132,11 @@ class Replica:
         except (ValueError, RecursionError):
             text = self.redacted(content.decode(errors="replace"))
             raise RequestError(f"an answer from {path} that is not JSON: {text[:200]!r}") from None
+
+    def _failed(self, problem: str) -> None:
+        """Keep what went wrong, with what the log of a server of the trainer's own says of it."""
+        errors = "" if self._own is None else self._own.errors()
+        self.last_error = self.redacted(f"{errors} ({problem})" if errors else problem)
 
     async def has_weight_version(self, client: httpx.AsyncClient, version: str) -> bool:
         """Whether the server is up and its weights have this version, or it is too old to have versions."""
@@ -154,6 +160,8 @@ class Replica:
 class Replicas:
     """All servers of an engine. The arguments are those of VLLMServerEngine; `api_key` is sent as a bearer token.
 
+    `own` is one that the trainer has started, in the place of those at `urls`.
+
     InputError: no URL, one twice, or one that `checked_url` refuses.
     """
 
@@ -165,11 +173,13 @@ class Replicas:
         api_key: str | None = None,
         max_concurrency: int = 256,
         timeout: float = 240.0,
+        own: OwnServer | None = None,
     ) -> None:
         checked = [checked_url(url, allow_remote=allow_remote) for url in urls]
-        if len(set(checked)) != len(urls) or not urls:
+        if own is None and (len(set(checked)) != len(urls) or not urls):
             raise InputError(f"got base_urls={checked}, want one URL or several different ones; fix: list each once")
-        self.all = [Replica(url, api_key) for url in checked]
+        self.all = [Replica(url, api_key) for url in checked] if own is None else [Replica(own.url, None, own)]
+        self._socket = None if own is None else own.socket
         self._headers = {"Accept-Encoding": "identity"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -188,6 +198,7 @@ class Replicas:
                 trust_env=False,
                 follow_redirects=False,
                 verify=self._certificates,
+                transport=httpx.AsyncHTTPTransport(uds=self._socket) if self._socket else None,
             )
             async with asyncio.timeout(self.timeout), connections as client:
                 return await work(client)

@@ -1,4 +1,4 @@
-"""vLLM behind OpenAI-compatible servers (`vllm serve`), which the user has started: one or several replicas.
+"""vLLM behind OpenAI-compatible servers (`vllm serve`): replicas of the user's, or one of the trainer's own.
 
 None of our code runs in the server. It gets token ids and returns token ids with log-probs, one request per prompt so
 that each has a seed of its own; the same seeds give the completions of the in-process engine. New weights go through
@@ -36,6 +36,7 @@ from fused_grpo.trainer.engines.sampling import (
     stop_token_ids,
     vllm_requests,
 )
+from fused_grpo.trainer.engines.server.own_server import OwnServer
 from fused_grpo.trainer.engines.server.replicas import Choice, Json, NoRouteError, Replica, Replicas, RequestError
 from fused_grpo.trainer.engines.server.server_info import ModelFacts, check_model, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
@@ -73,6 +74,8 @@ class VLLMServerEngine(RolloutEngine):
         support: the sampling of which supports or the most likely tokens are wanted. None: neither.
         batch_invariant: want servers that were started with VLLM_BATCH_INVARIANT=1.
         routed_experts: want servers that were started with --enable-return-routed-experts.
+        own: a server that this process has started, in the place of `base_urls`. It is this rank's alone, which sends
+            it the weights, and ends with the engine.
 
     Raises:
         InputError: URLs that cannot be used, or a server that was started with options that do not fit.
@@ -90,7 +93,7 @@ class VLLMServerEngine(RolloutEngine):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        base_urls: Sequence[str],
+        base_urls: Sequence[str] = (),
         timeout: float = 240.0,
         max_model_len: int | None = None,
         seed: int = 0,
@@ -103,12 +106,14 @@ class VLLMServerEngine(RolloutEngine):
         support: SamplingParams | None = None,
         batch_invariant: bool = False,
         routed_experts: bool = False,
+        own: OwnServer | None = None,
     ) -> None:
+        self._own, self.first_rank_sends = own, own is None
         # Each rank begins with another server: a rank with fewer prompts than servers would leave the last ones idle.
         first = torch.distributed.get_rank() % max(1, len(base_urls)) if torch.distributed.is_initialized() else 0
         urls = [*base_urls[first:], *base_urls[:first]]
         self._replicas = Replicas(
-            urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency, timeout=timeout
+            urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency, timeout=timeout, own=own
         )
         self._tie, self._facts = None if self.takes_adapter else Tie.of(model), ModelFacts(model)
         self._stop_ids = stop_token_ids(model.generation_config, tokenizer)
@@ -189,7 +194,7 @@ class VLLMServerEngine(RolloutEngine):
             WeightSyncError: not every server has loaded them, or the engine is closed; `generate` needs another sync.
         """
         self.weight_version = -1
-        distributed = torch.distributed.is_initialized()
+        distributed = self.first_rank_sends and torch.distributed.is_initialized()
         if distributed:
             # Of its own: with `generate_ahead` this is a thread, while the trainer is in collectives of its group.
             self._group = self._group or torch.distributed.new_group(backend="gloo")
@@ -215,9 +220,11 @@ class VLLMServerEngine(RolloutEngine):
         self.weight_version, self._server_version = version, server_version
 
     def close(self) -> None:
-        """Disconnect. The servers are the user's and keep running."""
+        """Disconnect. The user's servers keep running; one of the trainer's own ends."""
         self._closed = True
         self._transfer.close()
+        if self._own is not None:
+            self._own.close()
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Load the weights into all servers; the version that they have afterwards, unique to this sync."""

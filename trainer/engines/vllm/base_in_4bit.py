@@ -8,17 +8,11 @@ vLLM's, `vllm-bnb-plugin`; before, its own. They pack for 16-bit dtypes alone.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fused_grpo.errors import UnavailableError, UnsupportedError
-from fused_grpo.trainer.engines.vllm.start_vllm import save_config
-from fused_grpo.trainer.engines.weight_files import temporary_folder, write_weights
-from fused_grpo.trainer.models.adapters import base_codes, base_model
 
 OPTIONS = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
 _PLUGIN, _OWN = "vllm_bnb_plugin", "model_executor/layers/quantization/bitsandbytes.py"
@@ -39,13 +33,3 @@ def check_4bit(dtype: torch.dtype) -> None:
             f"got a base in 4 bits with vllm_adapter_sync and a vllm engine in {dtype}, want 16 bits, which vLLM's "
             f"layers of bitsandbytes pack for; fix: vllm_dtype='bfloat16', {_MERGED}"
         )
-
-
-@contextmanager
-def checkpoint_in_4bit(model: Any, tokenizer: Any, dtype: torch.dtype) -> Iterator[Path]:
-    """A folder with the base of a PeftModel: codes and scales as they are, all else in `dtype`."""
-    weights = base_codes(model, dtype)
-    with temporary_folder(weights.nbytes) as folder:
-        save_config(base_model(model), tokenizer, folder=str(folder), untie=False, quantized=True)
-        write_weights(weights, folder)
-        yield folder

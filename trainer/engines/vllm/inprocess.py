@@ -41,17 +41,18 @@ from fused_grpo.trainer.engines.sampling import (
     vllm_requests,
 )
 from fused_grpo.trainer.engines.served_adapter import ServedAdapter, check_precision
-from fused_grpo.trainer.engines.vllm.base_in_4bit import OPTIONS, check_4bit, checkpoint_in_4bit
+from fused_grpo.trainer.engines.vllm.base_in_4bit import OPTIONS, check_4bit
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_installed,
     cpu_options,
     packed_experts,
     preserved_state,
     start_vllm,
+    temporary_checkpoint,
 )
 from fused_grpo.trainer.engines.vllm.turns import VLLMTurns, sampling_errors
 from fused_grpo.trainer.engines.weight_files import Tie
-from fused_grpo.trainer.models.adapters import adapter_stream, base_model, base_weights
+from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_model, base_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
 from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.weight_stream import WeightStream, finish
@@ -129,19 +130,20 @@ class VLLMEngine(RolloutEngine):
             )
         self._vocab_size = model.config.get_text_config().vocab_size
         self.weight_dtype: torch.dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-        options = {
-            "max_model_len": max_model_len,
-            "dtype": str(self.weight_dtype).removeprefix("torch."),
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "seed": seed,
-            "trust_remote_code": trust_remote_code,
-            "load_format": "dummy",
-            "logprobs_mode": "processed_logprobs",
-            "enable_sleep_mode": enable_sleep_mode,
-            **(cpu_options(model.config, max_model_len, max_sequences, self.weight_dtype) if self._on_cpu else {}),
-            **({} if support is None else self._support_options(support)),
-            **_checked(engine_options or {}, taken=_TAKEN | (_PARTIAL_PREFILLS if self._on_cpu else set())),
-        }
+        options = vllm_options(
+            model,
+            max_model_len=max_model_len,
+            dtype=self.weight_dtype,
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+            support=support,
+            engine_options=engine_options,
+            max_sequences=max_sequences,
+            in_process=True,
+        )
+        fixed = {"load_format": "dummy", "logprobs_mode": "processed_logprobs", "enable_sleep_mode": enable_sleep_mode}
+        options |= fixed
         asked, fix = options.get("max_logprobs", 0), "max_logprobs in vllm_engine_kwargs"
         most = self._vocab_size if asked < 0 else asked
         check_listed(support, max_listed=most, vocab_size=self._vocab_size, engine=self.name, fix=fix)
@@ -284,15 +286,6 @@ class VLLMEngine(RolloutEngine):
             self.close()  # the next call would return the unfinished requests
             raise
 
-    def _support_options(self, support: SamplingParams) -> dict[str, Any]:
-        """What makes vLLM return supports: its sampling mask, and as many log-probs as would do without it.
-
-        The mask has no log-probs, so it is no help to score centering.
-        """
-        listed = num_listed(support, self._vocab_size)
-        options: dict[str, Any] = {} if listed is None else {"max_logprobs": listed}
-        return options | ({} if self._on_cpu or support.wants_logprobs else {"return_sampling_mask": True})
-
     def _requests(self, of_prompts: list[dict[str, Any]], sampling: SamplingParams) -> list[Any]:
         from vllm import SamplingParams as RequestParams
         from vllm.sampling_params import StructuredOutputsParams
@@ -344,20 +337,10 @@ class VLLMAdapterEngine(VLLMEngine):
         engine_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        check_installed()
         self._adapted = model
         self._adapter = ServedAdapter(model)
-        device = next(model.parameters()).device.type
-        check_precision(dtype, device, engine="a vllm engine", fix="vllm_dtype='bfloat16'")
-        if device == "cpu" and getattr(base_model(model).config.get_text_config(), "num_experts_per_tok", None):
-            raise UnsupportedError(
-                "got a mixture of experts with vllm_adapter_sync on a CPU, want a GPU: with adapters, vLLM's CPU build "
-                "cannot load experts again; fix: vllm_adapter_sync=False, which serves merged weights"
-            )
-        if layers_in_4bit(model):
-            check_4bit(dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
-        rank = _rank_of_engine(self._adapter.rank)
-        lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+        dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+        lora = adapter_options(model, self._adapter.rank, dtype)
         super().__init__(
             base_model(model), tokenizer, dtype=dtype, engine_options={**lora, **(engine_options or {})}, **options
         )
@@ -366,7 +349,8 @@ class VLLMAdapterEngine(VLLMEngine):
         if not layers_in_4bit(model):
             return super()._start(model, tokenizer, options, resources)
         self._has_base = True  # it is read at the start, and never again
-        with checkpoint_in_4bit(self._adapted, tokenizer, self.weight_dtype) as folder:
+        codes = base_codes(self._adapted, self.weight_dtype)
+        with temporary_checkpoint(codes, model, tokenizer, quantized=True) as folder:
             more: Any = {"options": options | OPTIONS, "on_cpu": self._on_cpu, "folder": str(folder)}
             return start_vllm(model, tokenizer, untie=False, resources=resources, **more)
 
@@ -395,6 +379,53 @@ class VLLMAdapterEngine(VLLMEngine):
         # Keys and values of the old adapter are wrong for the new one: to vLLM both have one name.
         engine.reset_prefix_cache()
         self.weight_version = version
+
+
+def vllm_options(
+    model: PreTrainedModel,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    gpu_memory_utilization: float,
+    seed: int,
+    trust_remote_code: bool,
+    support: SamplingParams | None,
+    engine_options: dict[str, Any] | None,
+    max_sequences: int,
+    in_process: bool,
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for the trainer's device; those of VLLMEngine, which says what they are and raises."""
+    on_cpu, vocab_size = next(model.parameters()).device.type == "cpu", model.config.get_text_config().vocab_size
+    options: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "dtype": str(dtype).removeprefix("torch."),
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "seed": seed,
+        "trust_remote_code": trust_remote_code,
+    }
+    if on_cpu:
+        options |= cpu_options(model.config, max_model_len, max_sequences, dtype)
+    if support is not None and (listed := num_listed(support, vocab_size)) is not None:
+        options["max_logprobs"] = listed
+    # vLLM's sampling mask, which has no log-probs, so it is no help to score centering; servers return none.
+    if support is not None and in_process and not on_cpu and not support.wants_logprobs:
+        options["return_sampling_mask"] = True
+    return options | _checked(engine_options or {}, taken=_TAKEN | (_PARTIAL_PREFILLS if on_cpu else set()))
+
+
+def adapter_options(model: Any, rank: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for the adapter of a PeftModel; VLLMAdapterEngine says what it raises."""
+    check_installed()
+    device = next(model.parameters()).device.type
+    check_precision(dtype, device, engine="a vllm engine", fix="vllm_dtype='bfloat16'")
+    if device == "cpu" and getattr(base_model(model).config.get_text_config(), "num_experts_per_tok", None):
+        raise UnsupportedError(
+            "got a mixture of experts with vllm_adapter_sync on a CPU, want a GPU: with adapters, vLLM's CPU build "
+            "cannot load experts again; fix: vllm_adapter_sync=False, which serves merged weights"
+        )
+    if layers_in_4bit(model):
+        check_4bit(dtype)
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": _rank_of_engine(rank)}
 
 
 def _checked(engine_options: dict[str, Any], *, taken: set[str]) -> dict[str, Any]:

@@ -37,8 +37,10 @@ import numpy as np
 import torch
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
+from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder, write_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes
 from fused_grpo.trainer.models.quantized import quantization_of
+from fused_grpo.trainer.models.weight_stream import WeightStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -263,6 +265,22 @@ def save_config(
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def temporary_checkpoint(
+    weights: WeightStream,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tie: Tie | None = None,
+    quantized: bool = False,
+) -> Iterator[Path]:
+    """A folder that vLLM can start from, with what `save_config` writes and these weights, without their `tie`."""
+    with temporary_folder(weights.nbytes) as folder:
+        save_config(model, tokenizer, folder=str(folder), untie=tie is not None, quantized=quantized)
+        write_weights(weights if tie is None else tie.undo(weights), folder)
+        yield folder
 
 
 def _launch_with_mask(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:

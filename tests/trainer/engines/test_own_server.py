@@ -1,0 +1,247 @@
+"""A vLLM server that the trainer starts beside itself: its process, its end, and runs with batches in flight."""
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numerics import logprobs_of
+from peft import LoraConfig
+
+from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.engines.server import own_server
+from fused_grpo.trainer.engines.server.own_server import OwnServer, as_flags
+from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
+
+SUMS = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
+# In the place of vLLM's server: says what it was given, starts a process, and waits.
+SERVER = """
+import json, os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"])
+said = {"arguments": sys.argv[1:], "environment": dict(os.environ), "processes": [os.getpid(), child.pid]}
+with open(os.environ["SAID"] + ".new", "w") as file:
+    json.dump(said, file)
+os.rename(os.environ["SAID"] + ".new", os.environ["SAID"])
+time.sleep(600)
+"""
+TRAINER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from fused_grpo.trainer.engines.server.own_server import OwnServer
+server = OwnServer("folder", {}, environment={"SAID": sys.argv[2]})
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch) -> Callable[[str], Path]:
+    """Has this code run where vLLM's server would; the folder that has it."""
+
+    def install(code: str) -> Path:
+        folder = tmp_path / "stand-in"
+        for package in ("vllm", "vllm/entrypoints", "vllm/entrypoints/openai"):
+            (folder / package).mkdir(parents=True)
+            (folder / package / "__init__.py").touch()
+        (folder / "vllm/entrypoints/openai/api_server.py").write_text(code)
+        monkeypatch.syspath_prepend(str(folder))
+        return folder
+
+    return install
+
+
+def what_it_said(path: Path) -> Any:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return json.loads(path.read_text())
+
+
+def wait_for_the_end(processes: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/stat").exists() and not is_zombie(pid) for pid in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, monkeypatch) -> None:
+    stand_in(SERVER)
+    monkeypatch.setenv("RANK", "1")
+    options = {"dtype": "bfloat16", "enforce_eager": True, "enable_chunked_prefill": False, "hf_overrides": {"a": [1]}}
+    server = OwnServer("folder", options, environment={"SAID": str(tmp_path / "said")})
+    said = what_it_said(tmp_path / "said")
+    assert " ".join(said["arguments"]).endswith(
+        f"--uds {server.socket} --uvicorn-log-level warning --disable-uvicorn-access-log --dtype bfloat16 "
+        '--enforce-eager --no-enable-chunked-prefill --hf-overrides {"a": [1]}'
+    )
+    assert said["arguments"][:2] == ["--model", "folder"]
+    assert said["environment"]["VLLM_SERVER_DEV_MODE"] == said["environment"]["VLLM_NO_USAGE_STATS"] == "1"
+    assert "RANK" not in said["environment"]
+    assert not server.has_ended
+    folder = Path(server.socket).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    server.close()
+    wait_for_the_end(said["processes"])
+    assert server.has_ended
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_it_ends_with_a_trainer_that_is_killed(stand_in, farm, tmp_path, number) -> None:
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    trainer = farm.start(tmp_path / "trainer.py", stand_in(SERVER), tmp_path / "said")
+    said = what_it_said(tmp_path / "said")
+    trainer.kill(number)
+    assert trainer.wait() == -number
+    wait_for_the_end(said["processes"])
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            'sys.exit("ValueError: no room\\nRuntimeError: no core\\nLastError: no server")',
+            "ValueError: no room; RuntimeError: no core",
+        ),
+        (
+            'sys.exit("usage: server\\nserver: error: unrecognized arguments: --a")',
+            "error: unrecognized arguments: --a",
+        ),
+        ('print("WARNING OSError: may follow", "no more", sep="\\n")', "no more"),
+        ("os.kill(os.getpid(), 9)", "ConnectError"),
+    ],
+)
+def test_one_that_cannot_start_says_why_at_once(stand_in, build_model, tokenizer, code, said) -> None:
+    stand_in(f"import os, sys; {code}")
+    server = OwnServer("folder", {}, environment={})
+    with pytest.raises(UnavailableError, match=f"^got {re.escape(said)} .*at http://vllm-beside-the-trainer, want"):
+        VLLMServerEngine(build_model("qwen2", tied=True), tokenizer, own=server, timeout=100.0)
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("visible", "current", "expected"), [(None, 2, "2"), ("4,5,GPU-8a", 2, "GPU-8a"), ("7", 0, "7")]
+)
+def test_it_sees_the_device_of_its_rank_alone(monkeypatch, visible, current, expected) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert own_server._device() == {"CUDA_VISIBLE_DEVICES": expected}
+
+
+def test_flags_of_none_are_left_out() -> None:
+    assert as_flags({"seed": 0, "quantization": None, "kv_cache_memory_bytes": 1 << 20}) == [
+        *("--seed", "0"),
+        *("--kv-cache-memory-bytes", "1048576"),
+    ]
+
+
+@pytest.fixture
+def from_the_farm(farm, monkeypatch) -> None:
+    """vLLM's server, in a process that has imported vLLM already."""
+
+    def started(command: list[str], *, env: dict[str, str], **pipes: Any) -> Any:
+        # It waits for its trainer in vain: standard input is empty there.
+        process = farm.start(Path(__file__).with_name("serve_forked.py"), *command[3:], env=env, stage="vllm")
+        process.stdin = None
+        return process
+
+    monkeypatch.setattr(own_server.subprocess, "Popen", started)
+
+
+def letters(completions: list[str], **columns: Any) -> list[float]:
+    return [sum(letter.isalpha() for letter in text) / (len(text) + 1) for text in completions]
+
+
+@pytest.fixture
+def make_trainer(build_model, tokenizer, tmp_path) -> Callable[..., GRPOTrainer]:
+    def make(name: str, peft_config: Any = None, **options: Any) -> GRPOTrainer:
+        defaults = {
+            "generate_ahead": 2,
+            "vllm_server_timeout": 500.0,
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "max_steps": 5,
+            "save_steps": 3,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+        }
+        args = GRPOConfig(str(tmp_path / name), **{**defaults, **options})
+        model = build_model("qwen2", tied=True)
+        return GRPOTrainer(model, letters, args, SUMS, processing_class=tokenizer, peft_config=peft_config)
+
+    return make
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("adapter", [False, True])
+def test_batches_in_flight_without_a_server_of_the_users(from_the_farm, make_trainer, monkeypatch, adapter) -> None:
+    """Their log-probs are those of the version that they say, and a resumed run makes the same steps."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if adapter else None
+    whole = make_trainer("whole", config, vllm_adapter_sync=adapter)
+    learn, policies, batches = whole.learner.learn, list[Any](), list[Any]()
+
+    def learning(*arguments: Any, **options: Any) -> Any:
+        policies.append({name: weight.clone() for name, weight in whole.model.state_dict().items()})
+        batches.append(whole.scored.samples)
+        return learn(*arguments, **options)
+
+    with monkeypatch.context() as of_two:  # ranks, which have a server each, and wait for no other
+        of_two.setattr(torch.distributed, "is_initialized", lambda: True)
+        of_two.setattr(torch.distributed, "get_rank", lambda *group: 1)
+        whole.engine.load_weights(whole.learner.served_weights(whole.engine), version=0)
+    whole.learner.learn = learning
+    whole.train()
+    assert [batch[0].weight_version for batch in batches] == [0, 0, 0, 1, 2]
+    trained = {name: weight.clone() for name, weight in whole.model.state_dict().items()}
+
+    def difference(version: int) -> float:
+        whole.model.load_state_dict(policies[version])
+        differences = [
+            abs(p - q)
+            for sample in batches[-1]
+            for p, q in zip(
+                logprobs_of(whole.model, sample.prompt_ids, sample.completion_ids, 1.0),
+                sample.sampling_logprobs,
+                strict=True,
+            )
+        ]
+        return max(differences)
+
+    assert difference(2) < 1e-3 < 1e-2 < difference(3)
+    resumed = make_trainer(
+        "resumed", config, vllm_adapter_sync=adapter, resume_from_checkpoint=f"{whole.output_dir}/checkpoint-3"
+    )
+    resumed.train()
+    for name, weight in resumed.model.state_dict().items():
+        assert torch.equal(weight, trained[name]), name
+    assert resumed.engine._own.has_ended
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_vllm": False}, "the transformers engine, which samples with the model that is trained"),
+        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True, want vLLM awake"),
+    ],
+)
+def test_what_cannot_sample_beside_the_trainer_is_refused(build_model, tokenizer, tmp_path, options, message) -> None:
+    args = GRPOConfig(str(tmp_path / "run"), generate_ahead=2, **options)
+    with pytest.raises(InputError, match=f"^got generate_ahead=2 with {message}.*fix: "):
+        GRPOTrainer(build_model("qwen2", tied=True), letters, args, SUMS, processing_class=tokenizer)

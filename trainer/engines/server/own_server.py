@@ -1,0 +1,120 @@
+"""A vLLM server of the trainer's own: vLLM that samples while the trainer learns, where the user has started none.
+
+In the trainer's process, vLLM would use its random generators, compiler settings and device while the optimizer does.
+So every rank starts a server beside itself, on the same device, with the options of the engine in process.
+
+**It ends with the trainer**, by whatever signal that ends: serve_beside.py waits for the end of a pipe, and then ends
+its process group, to which vLLM's own processes belong.
+
+**It listens at a socket** in a folder that this user alone can enter, and at no port: development mode, which the sync
+of weights needs, lets any client control the server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fused_grpo.errors import shown
+from fused_grpo.trainer.engines.server import server_command
+from fused_grpo.trainer.engines.vllm.start_vllm import DEFAULT_ENVIRONMENT
+from fused_grpo.trainer.engines.weight_files import temporary_folder
+
+# Of this process' place among the ranks, to which its server does not belong.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ERROR, _SHOWN = re.compile(r"\w*[Ee]rror: .+"), 2
+_END_SECONDS = 5.0
+_SCRIPT = Path(__file__).with_name("serve_beside.py")
+
+
+class OwnServer:
+    """A vLLM server that starts beside this process; an engine that is given it waits until it is up.
+
+    Args:
+        folder: what it serves.
+        options: arguments of `vllm.LLM`, which become those of its command line.
+        environment: further environment variables.
+    """
+
+    url = "http://vllm-beside-the-trainer"  # in requests and errors; `socket` is where it listens
+
+    def __init__(self, folder: str | Path, options: Mapping[str, Any], *, environment: Mapping[str, str]) -> None:
+        with ExitStack() as resources:
+            home = resources.enter_context(temporary_folder(0))
+            self.socket, self._log = str(home / "socket"), home / "log"
+            quiet = ("--uvicorn-log-level", "warning", "--disable-uvicorn-access-log")
+            command, variables = server_command(folder, options=("--uds", self.socket, *quiet, *as_flags(options)))
+            inherited = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+            variables = {**inherited, **DEFAULT_ENVIRONMENT, **variables, **_device(), **environment}
+            variables["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", str(_SCRIPT), *command[3:]],
+                    env=variables,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # a process group of its own, which Ctrl-C does not reach
+                )
+            resources.callback(_end, self._process)
+            self.close = weakref.finalize(self, resources.pop_all().close)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def errors(self) -> str:
+        """The first errors in its log, from which the others follow; its last line where it has ended without one."""
+        with suppress(FileNotFoundError):  # after `close`
+            lines = self._log.read_text(errors="replace").splitlines()
+            errors = [_ERROR.search(line) for line in lines if "WARNING" not in line]
+            first = [*dict.fromkeys(found[0] for found in errors if found)][:_SHOWN]
+            return shown("; ".join(first or lines[-1:] * self.has_ended), 800)
+        return ""
+
+
+def as_flags(options: Mapping[str, Any]) -> list[str]:
+    """Arguments of `vllm.LLM` as its command line has them; None is its default."""
+    flags = list[str]()
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, list | dict) else str(value)]
+    return flags
+
+
+def _device() -> dict[str, str]:
+    """The environment in which vLLM sees this rank's device alone."""
+    if not torch.cuda.is_available():
+        return {}
+    index, visible = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Have the process group end, while vLLM removes its shared memory, and kill what is left after some seconds."""
+    deadline = time.monotonic() + _END_SECONDS
+    with suppress(ProcessLookupError):  # all have ended
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
