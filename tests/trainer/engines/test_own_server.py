@@ -1,10 +1,12 @@
 """A vLLM server that the trainer starts beside itself: its process, its end, and runs with batches in flight."""
 
 import json
+import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,16 +154,21 @@ def test_flags_of_none_are_left_out() -> None:
 
 
 @pytest.fixture
-def from_the_farm(farm, monkeypatch) -> None:
+def from_the_farm(farm, monkeypatch) -> Iterator[None]:
     """vLLM's server, in a process that has imported vLLM already."""
+    processes = list[Any]()
 
     def started(command: list[str], *, env: dict[str, str], **pipes: Any) -> Any:
         # It waits for its trainer in vain: standard input is empty there.
-        process = farm.start(Path(__file__).with_name("serve_forked.py"), *command[3:], env=env, stage="vllm")
-        process.stdin = None
-        return process
+        processes.append(farm.start(Path(__file__).with_name("serve_forked.py"), *command[3:], env=env, stage="vllm"))
+        processes[-1].stdin = None
+        return processes[-1]
 
     monkeypatch.setattr(own_server.subprocess, "Popen", started)
+    yield
+    for process in processes:  # of a test that failed
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def letters(completions: list[str], **columns: Any) -> list[float]:
