@@ -167,7 +167,11 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
 def _engine_beside(
     args: GRPOConfig, model: Any, tokenizer: Any, options: dict[str, Any], served: dict[str, Any]
 ) -> RolloutEngine:
-    """vLLM with the `options` of the engine in process, in a process beside the trainer's; see own_server.py."""
+    """vLLM with the `options` of the engine in process, in a process beside the trainer's; see own_server.py.
+
+    As in process there is no limit of time: a process that has ended is noticed without one.
+    """
+    served = served | {"timeout": None}
     base, dtype = base_model(model), options["dtype"]
     arguments = vllm_options(base, in_process=False, **options)
     environment = {"VLLM_BATCH_INVARIANT": "1"} if args.batch_invariant else {}

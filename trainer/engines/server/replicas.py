@@ -172,7 +172,7 @@ class Replicas:
         allow_remote: bool = False,
         api_key: str | None = None,
         max_concurrency: int = 256,
-        timeout: float = 240.0,
+        timeout: float | None = 240.0,
         own: OwnServer | None = None,
     ) -> None:
         checked = [checked_url(url, allow_remote=allow_remote) for url in urls]

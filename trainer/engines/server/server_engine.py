@@ -62,7 +62,8 @@ class VLLMServerEngine(RolloutEngine):
     Args:
         model: the trainer's causal LM, which the servers serve an architecture of.
         base_urls: the servers, as "http://127.0.0.1:8000".
-        timeout: seconds in which each call (start, generate, load_weights) ends, with a result or an error.
+        timeout: seconds in which each call (start, generate, load_weights) ends, with a result or an error. None: no
+            limit.
         max_model_len: longest prompt plus completion that the servers must accept. None: their own limit.
         seed: the seed of calls without `sampling.seed`.
         allow_remote: allow URLs that are not on this machine.
@@ -94,7 +95,7 @@ class VLLMServerEngine(RolloutEngine):
         tokenizer: PreTrainedTokenizerBase,
         *,
         base_urls: Sequence[str] = (),
-        timeout: float = 240.0,
+        timeout: float | None = 240.0,
         max_model_len: int | None = None,
         seed: int = 0,
         allow_remote: bool = False,
