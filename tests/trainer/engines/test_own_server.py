@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -116,14 +117,14 @@ def test_it_ends_with_a_trainer_that_is_killed(stand_in, farm, tmp_path, number)
     [
         (
             'sys.exit("ValueError: no room\\nRuntimeError: no core\\nLastError: no server")',
-            "ValueError: no room; RuntimeError: no core",
+            "an end with status 1; ValueError: no room; RuntimeError: no core",
         ),
         (
             'sys.exit("usage: server\\nserver: error: unrecognized arguments: --a")',
-            "error: unrecognized arguments: --a",
+            "an end with status 1; error: unrecognized arguments: --a",
         ),
-        ('print("WARNING OSError: may follow", "no more", sep="\\n")', "no more"),
-        ("os.kill(os.getpid(), 9)", "ConnectError"),
+        ('print("WARNING OSError: may follow", "no more", sep="\\n")', "an end with status 0; no more"),
+        ("os.kill(os.getpid(), 9)", "an end with status -9"),
     ],
 )
 def test_one_that_cannot_start_says_why_at_once(stand_in, build_model, tokenizer, code, said) -> None:
@@ -161,8 +162,16 @@ def from_the_farm(farm, monkeypatch) -> Iterator[None]:
     def started(command: list[str], *, env: dict[str, str], **pipes: Any) -> Any:
         # It waits for its trainer in vain: standard input is empty there.
         processes.append(farm.start(Path(__file__).with_name("serve_forked.py"), *command[3:], env=env, stage="vllm"))
-        processes[-1].stdin = None
-        return processes[-1]
+        process, wait = processes[-1], processes[-1].wait
+
+        def waiting(timeout: float = 120.0) -> int:
+            try:
+                return wait(timeout)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(command, timeout) from None
+
+        process.stdin, process.wait = None, waiting
+        return process
 
     monkeypatch.setattr(own_server.subprocess, "Popen", started)
     yield

@@ -36,6 +36,7 @@ from fused_grpo.trainer.engines.weight_files import temporary_folder
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ERROR, _SHOWN = re.compile(r"\w*[Ee]rror: .+"), 2
 _END_SECONDS = 5.0
+_MOMENT = 0.1  # from the end of a process' connections to its own
 _SCRIPT = Path(__file__).with_name("serve_beside.py")
 
 
@@ -73,16 +74,21 @@ class OwnServer:
 
     @property
     def has_ended(self) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_MOMENT)
         return self._process.poll() is not None
 
     def errors(self) -> str:
-        """The first errors in its log, from which the others follow; its last line where it has ended without one."""
+        """Whether it has ended, and the first errors in its log, from which the others follow; "" for neither."""
+        lines = list[str]()
         with suppress(FileNotFoundError):  # after `close`
-            lines = self._log.read_text(errors="replace").splitlines()
-            errors = [_ERROR.search(line) for line in lines if "WARNING" not in line]
-            first = [*dict.fromkeys(found[0] for found in errors if found)][:_SHOWN]
-            return shown("; ".join(first or lines[-1:] * self.has_ended), 800)
-        return ""
+            lines = [line for line in self._log.read_text(errors="replace").splitlines() if "WARNING" not in line]
+        has_ended = self.has_ended
+        named = [match[0] for match in map(_ERROR.search, lines) if match]
+        marked = [line for line in lines if "ERROR" in line]
+        first = [*dict.fromkeys(named)][:_SHOWN] or marked[:1] or lines[-1:] * has_ended
+        ended = [f"an end with status {self._process.poll()}"] if has_ended else []
+        return shown("; ".join(ended + first), 800)
 
 
 def as_flags(options: Mapping[str, Any]) -> list[str]:
