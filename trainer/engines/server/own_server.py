@@ -74,8 +74,8 @@ class OwnServer:
 
     @property
     def has_ended(self) -> bool:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_MOMENT)
+        if self._process.poll() is None:
+            time.sleep(_MOMENT)
         return self._process.poll() is not None
 
     def errors(self) -> str:
