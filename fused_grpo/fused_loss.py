@@ -171,7 +171,7 @@ def fused_linear_grpo_loss(
     with full_precision(hidden):
         if chosen == "reference":
             loss, logprobs, statistics, upstream = _reference_loss(head, inputs, config, restricted, teacher, centering)
-            squares = None if squared_gradients is None else _reference_squares(head, restricted)
+            squares = None if squared_gradients is None else _reference_squares(head, restricted, inputs.tokens.mask)
         else:
             plan, beside = LossPlan(chunk_bytes, Wanted.of(head), score, entropy), Beside(shards, teacher, centering)
             plan = plan._replace(rounded=weight_main_grad is None, squares=squared_gradients is not None)
@@ -254,7 +254,7 @@ def _reference_loss(
     centering: Centering | None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
     """(loss, log-probs [N], statistics, d loss / d log-probs [N]) through full logits and autograd."""
-    kept = None if support is None else kept_mask(support, len(head.weight))
+    kept = None if support is None else kept_mask(support, len(head.weight), head.targets, inputs.tokens.mask)
     logprobs, entropy = distributions.logprobs_and_entropy(
         head.hidden, head.weight, head.targets.clamp_min(0), **head.transform(), kept=kept
     )
@@ -278,8 +278,8 @@ def _reference_loss(
     return loss, logprobs.detach(), statistics, upstream.logprobs
 
 
-def _reference_squares(head: Head, support: Support | None) -> Tensor:
+def _reference_squares(head: Head, support: Support | None, mask: Tensor) -> Tensor:
     """sum p^2 [N] of full logits."""
-    kept = None if support is None else kept_mask(support, len(head.weight))
+    kept = None if support is None else kept_mask(support, len(head.weight), head.targets, mask)
     targets = head.targets if head.targets.ndim == 1 else head.targets[:, 0]
     return distributions.moments(head.hidden, head.weight, targets, **head.transform(), kept=kept)[0]

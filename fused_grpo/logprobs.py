@@ -281,7 +281,7 @@ def _with_outputs(
 def _reference_moments(head: Head, ignore_index: int, support: Support | None) -> Tensor:
     """`finish_moments` [3, N] of full logits."""
     kept, head = head.without_ignored(torch_passes, ignore_index)
-    mask = None if support is None else kept_mask(support, len(head.weight))
+    mask = None if support is None else kept_mask(support, len(head.weight), head.targets, kept)
     with full_precision(head.hidden):
         moments = distributions.moments(head.hidden, head.weight, head.targets, **head.transform(), kept=mask)
         return torch.where(kept, moments, 0.0)
@@ -290,7 +290,7 @@ def _reference_moments(head: Head, ignore_index: int, support: Support | None) -
 def _reference(head: Head, ignore_index: int, support: Support | None) -> tuple[Tensor, Tensor]:
     """(log p [N] or [N, K], entropy [N]) through full logits and autograd."""
     kept, head = head.without_ignored(torch_passes, ignore_index)
-    mask = None if support is None else kept_mask(support, len(head.weight))
+    mask = None if support is None else kept_mask(support, len(head.weight), head.targets, kept)
     with full_precision(head.hidden):
         logprobs, entropy = distributions.logprobs_and_entropy(
             head.hidden, head.weight, head.targets.clamp_min(0), **head.transform(), kept=mask

@@ -100,7 +100,7 @@ class Entries(NamedTuple):
 
 @outside_graphs
 def support_of(support: Any, head: Head, **refused: Any) -> Support | None:
-    """The support of the head's rows in int64, checked; None if it restricts no row. `check_kept` checks the targets.
+    """The support of the head's rows in int64, checked; None if it restricts no row. `kept_entries` checks the targets.
 
     Options in `refused` that are set do not go with a support.
     """
@@ -159,8 +159,16 @@ def _check_tokens(tokens: Tensor, segments: Segments, vocab_size: int) -> None:
         raise InputError(f"got token {token} twice in the support of row {n}; {want}; fix: unique ids in each row")
 
 
-def check_kept(entries: Entries, places: Tensor, targets: Tensor) -> None:
-    """Check that all targets are kept: `places` are those of `targets` [R] among the entries."""
+def kept_entries(support: Support, targets: Tensor, take_part: Tensor) -> tuple[Entries, Tensor]:
+    """(the entries of the rows that are restricted and take part, where their targets [N] are among them), checked."""
+    entries = Entries.of(support, (take_part & (Segments(support[1]).sizes > 0)).nonzero()[:, 0])
+    targets = targets[entries.rows]
+    places = entries.places_of(targets)
+    _check_kept(entries, places, targets)
+    return entries, places
+
+
+def _check_kept(entries: Entries, places: Tensor, targets: Tensor) -> None:
     lost = places < 0
     want = "want each target among the kept tokens of its row; fix: mask the row, or set its target to ignore_index"
     if lost.is_cuda:
@@ -170,8 +178,12 @@ def check_kept(entries: Entries, places: Tensor, targets: Tensor) -> None:
         raise InputError(f"got target {token} in row {n}, which is not in its support; {want}")
 
 
-def kept_mask(support: Support, vocab_size: int) -> Tensor:
-    """[N, V], True for the tokens that each row keeps, for `reference.logprobs_and_entropy`."""
+def kept_mask(support: Support, vocab_size: int, targets: Tensor, take_part: Tensor) -> Tensor:
+    """[N, V], True for the tokens that each row keeps, for `distributions.logprobs_and_entropy`.
+
+    The targets are checked; of K targets [N, K] the first, which was sampled.
+    """
+    kept_entries(support, targets if targets.ndim == 1 else targets[:, 0], take_part)
     segments = Segments(support[1])
     mask = (segments.sizes == 0)[:, None].repeat(1, vocab_size)
     mask[segments.segment_of_items(), support[0]] = True

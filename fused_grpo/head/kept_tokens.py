@@ -36,7 +36,7 @@ from fused_grpo._maths.moments import RowsMoments
 from fused_grpo._maths.statistics import RowState, Statistics, Upstream, full_precision, joined
 from fused_grpo.head import logprob_plans
 from fused_grpo.head.checks import differentiated_once, outside_graphs
-from fused_grpo.head.entries import Entries, Segments, Support, check_kept
+from fused_grpo.head.entries import Entries, Segments, Support, kept_entries
 from fused_grpo.head.head import Gradients, Head, Wanted
 from fused_grpo.passes import buffers, choice
 from fused_grpo.passes.protocol import RowPasses
@@ -66,12 +66,8 @@ class SupportedHead:
     ) -> None:
         self._head, self._passes, self._chunk_bytes, self._wanted = head, passes, chunk_bytes, wanted
         self._every = Segments(support[1])
-        restricted = self._every.sizes > 0
-        self.others = (take_part & ~restricted).nonzero()[:, 0]
-        self._entries = Entries.of(support, (take_part & restricted).nonzero()[:, 0])
-        targets = head.targets[self._entries.rows]
-        self._places = self._entries.places_of(targets)
-        check_kept(self._entries, self._places, targets)
+        self.others = (take_part & (self._every.sizes == 0)).nonzero()[:, 0]
+        self._entries, self._places = kept_entries(support, head.targets, take_part)
 
     @property
     def items(self) -> Tensor:

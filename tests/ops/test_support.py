@@ -305,8 +305,9 @@ def test_a_support_that_cannot_be_is_refused(kept, message):
         (linear_logprobs, {}),
         (fused_linear_grpo_loss, {"advantages": torch.ones(3), "cu_seqlens": torch.arange(4)}),
     ):
-        with pytest.raises(InputError, match=message):
-            call(**inputs, **more)
+        for impl in ("auto", "reference"):
+            with pytest.raises(InputError, match=message):
+                call(**inputs, **more, impl=impl)
 
 
 def test_what_does_not_go_with_a_support_is_refused():
