@@ -66,16 +66,28 @@ RANGES: Ranges = (
 )
 
 
+def want(args: Any, names: str, holds: bool, wanted: str) -> None:
+    """Raise InputError for what does not hold: an option, and others that it does not go with, or trainer arguments."""
+    if not holds:
+        first, *others = (f"{name}={getattr(args, name)!r}" if hasattr(args, name) else name for name in names.split())
+        *most, last = others or [""]
+        given = f" with {', '.join(most)}{' and ' * bool(most)}{last}" if others else ""
+        raise InputError(f"got {first}{given}, want {wanted}")
+
+
 def check_config(args: Any) -> None:
     """Check the range of every option, and that the options go together; InputError at the first that fails."""
     check_ranges(args, RANGES)
-    of_batch = args.advantage_estimator == "reinforce_plus_plus" and not args.dynamic_sampling
-    alone = of_batch or args.advantage_estimator == "remax"
-    # What a completion learns from a teacher depends on no other.
-    enough = args.num_generations >= (1 if alone or args.distillation_coef > 0 else 2)
-    want(args, "num_generations", enough, "at least 2: an advantage compares a group's members")
+    _check_batch(args)
     _check_optimizer(args)
-    _check_together(args)
+    _check_engine(args)
+    _check_best_model(args)
+    _check_estimator(args)
+    _check_terms(args)
+    _check_curriculum(args)
+    resumes_here = not (args.resume_from_checkpoint and args.overwrite_output_dir)
+    wanted = "one of the two: overwriting would remove the checkpoint; fix: leave one out"
+    want(args, "resume_from_checkpoint overwrite_output_dir", resumes_here, wanted)
 
 
 def check_arguments(
@@ -103,26 +115,16 @@ def check_arguments(
     check_teacher(args, teacher_model)
     if args.generate_ahead:
         _check_generate_ahead(args, rollout_func, rollout_engine, environment_factory)
-    if rollout_func is not None and args.score_centering != "off":
-        raise InputError(
-            f"got score_centering={args.score_centering!r} with rollout_func, want an engine that returns log-probs of "
-            "tokens that were not drawn; fix: score_centering='off', or leave rollout_func out"
-        )
-    if rollout_func is not None and args.advantage_estimator == "remax":
-        raise InputError(
-            "got advantage_estimator='remax' with rollout_func, want an engine that samples greedily when it is asked "
-            "to; fix: another estimator, or a rollout_engine in place of the function"
-        )
-    if rollout_func is not None and (tools or environment_factory is not None):
-        raise InputError(
-            "got rollout_func with tools or environment_factory, want one way to play episodes; fix: call the tools in "
-            "the function, with an env_mask, or leave it out"
-        )
-    if eval_dataset is None and (args.eval_on_start or args.eval_strategy in ("steps", "epoch")):
-        raise InputError(
-            f"got eval_strategy={args.eval_strategy!r} and eval_on_start={args.eval_on_start} without an eval_dataset, "
-            "want one; fix: pass it, or leave both out"
-        )
+    if rollout_func is not None:
+        wanted = "an engine with log-probs of tokens that were not drawn; fix: score_centering='off', or such an engine"
+        want(args, "score_centering rollout_func", args.score_centering == "off", wanted)
+        wanted = "an engine that samples greedily when it is asked to; fix: another estimator, or a rollout_engine"
+        want(args, "advantage_estimator rollout_func", args.advantage_estimator != "remax", wanted)
+        wanted = "one way to play episodes; fix: call the tools in the function, with an env_mask, or leave it out"
+        want(args, "rollout_func tools environment_factory", not tools and environment_factory is None, wanted)
+    evaluates = args.eval_on_start or args.eval_strategy in ("steps", "epoch")
+    wanted = "an eval_dataset, which is missing; fix: pass it, or leave both out"
+    want(args, "eval_strategy eval_on_start", eval_dataset is not None or not evaluates, wanted)
     _warn_of_unusual_losses(args)
 
 
@@ -162,33 +164,38 @@ def check_teacher(args: Any, teacher_model: Any) -> None:
 
 
 def _warn_of_unusual_losses(args: Any) -> None:
-    """Log a warning, once, where the level of the ratio is not that of the loss's paper."""
-    sequence, loss = args.importance_sampling_level == "sequence", args.loss_type
-    level = f"got importance_sampling_level={args.importance_sampling_level!r} with loss_type={loss!r}, "
-    if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
-        warn_once(
-            f"{level}which weights each sequence by its completion length; fix for GSPO as published: loss_type='grpo'"
-        )
-    if sequence and loss == "vespo":
-        warn_once(f"{level}which weights whole sequences itself; fix: importance_sampling_level='token'")
-    if not sequence and loss == "luspo":
-        warn_once(f"{level}whose paper takes the ratio of a sequence; fix: importance_sampling_level='sequence'")
-    if loss == "gmpo" and args.epsilon == 0.2 and args.epsilon_high is None:
-        warn_once(
-            "got loss_type='gmpo' with epsilon=0.2, which bounds a log-ratio there; fix for GMPO as published: "
-            "epsilon=0.4"
-        )
-    if loss == "ipo" and args.epsilon == 0.2 and args.epsilon_high is None:
-        warn_once(
-            "got loss_type='ipo' with epsilon=0.2, which bounds a change of probability there; fix for IPO as "
-            "published: epsilon=0.1, delta=1e4"
-        )
+    """Log a warning, once, where the level of the ratio or its bound is not that of the loss's paper."""
+    is_default = args.epsilon == 0.2 and args.epsilon_high is None
+    match args.loss_type, args.importance_sampling_level:
+        case "bnpo" | "dr_grpo" | "dapo" | "cispo", "sequence":
+            why = "which weights each sequence by its completion length; fix for GSPO as published: loss_type='grpo'"
+        case "vespo", "sequence":
+            why = "which weights whole sequences itself; fix: importance_sampling_level='token'"
+        case "luspo", "token":
+            why = "whose paper takes the ratio of a sequence; fix: importance_sampling_level='sequence'"
+        case "gmpo", _ if is_default:
+            why = "whose epsilon bounds a log-ratio there; fix for GMPO as published: epsilon=0.4"
+        case "ipo", _ if is_default:
+            why = "whose epsilon bounds a change of probability there; fix for IPO as published: epsilon=0.1, delta=1e4"
+        case _:
+            return
+    level = f"importance_sampling_level={args.importance_sampling_level!r}"
+    warn_once(f"got {level} and epsilon={args.epsilon} with loss_type={args.loss_type!r}, {why}")
 
 
-def want(args: Any, name: str, holds: bool, wanted: str) -> None:
-    """Raise InputError for an option that does not hold."""
-    if not holds:
-        raise InputError(f"got {name}={getattr(args, name)!r}, want {wanted}")
+def _check_batch(args: Any) -> None:
+    of_batch = args.advantage_estimator == "reinforce_plus_plus" and not args.dynamic_sampling
+    alone = of_batch or args.advantage_estimator == "remax"
+    # What a completion learns from a teacher depends on no other.
+    enough = args.num_generations >= (1 if alone or args.distillation_coef > 0 else 2)
+    want(args, "num_generations", enough, "at least 2: an advantage compares a group's members")
+    both = args.steps_per_generation is not None and args.generation_batch_size is not None
+    want(args, "steps_per_generation generation_batch_size", not both, "one of the two; fix: leave one out")
+    if args.generation_batch_size is None:  # else it depends on the number of processes
+        args.micro_batches_per_generation(1)
+    for name in ("share_prompts", "max_tokens_per_micro_batch", "tf32", "vllm_dtype") if args.batch_invariant else ():
+        wanted = "each sequence computed alone, and trainer and sampler in one precision; fix: leave either out"
+        want(args, f"{name} batch_invariant", getattr(args, name) in (None, False, "auto"), wanted)
 
 
 def _check_optimizer(args: Any) -> None:
@@ -204,169 +211,95 @@ def _check_optimizer(args: Any) -> None:
     want(args, "optim", not schedule_free, "one that samples and saves the weights that it trains")
 
 
-def _check_distillation(args: Any) -> None:
-    if args.distillation_coef == 0:
-        return
-    with_teacher = f"with distillation_coef={args.distillation_coef}"
-    if args.variance_report:
-        raise InputError(f"got variance_report=True {with_teacher}, whose gradient it does not know; fix: leave it out")
-    if args.entropy_coef > 0 or args.use_adaptive_entropy:
-        raise InputError(
-            f"got entropy_coef={args.entropy_coef} (use_adaptive_entropy={args.use_adaptive_entropy}) {with_teacher}, "
-            "want no entropy bonus: distillation_kind='reverse_kl' contains one; fix: leave either out"
-        )
-    if args.sampling(seed=0).wants_support:
-        raise InputError(
-            f"got top_p={args.top_p}, top_k={args.top_k} and min_p={args.min_p} {with_teacher}, want a divergence and "
-            "log-probs over the whole vocabulary; fix: leave them out, or sampling_support='off'"
-        )
-
-
-def _check_score_centering(args: Any) -> None:
-    """The tokens that the correction sums over are those that were kept, or else the likely ones of them all."""
-    kind, within_kept = args.score_centering, args.sampling(seed=0).wants_support
-    if kind != "off" and args.distillation_coef > 0:
-        raise InputError(
-            f"got score_centering={kind!r} with distillation_coef={args.distillation_coef}, want one of them; fix: "
-            "leave the other out"
-        )
-    cut = f"got score_centering={kind!r} with top_p={args.top_p}, top_k={args.top_k}, min_p={args.min_p} and "
-    if kind == "kept" and not within_kept:
-        raise InputError(
-            f"{cut}sampling_support={args.sampling_support!r}, want truncated sampling with log-probs over the tokens "
-            "that are kept; fix: a truncation and sampling_support='auto', or score_centering='topk'"
-        )
-    if kind == "topk" and within_kept:
-        raise InputError(
-            f"{cut}sampling_support={args.sampling_support!r}, want log-probs over the whole vocabulary; fix: "
-            "score_centering='kept', or sampling_support='off'"
-        )
-
-
-def _check_best_model(args: Any) -> None:
-    """A best model needs a metric, and checkpoints at evaluations: else the best one might not be saved."""
-    if args.metric_for_best_model is None and (args.load_best_model_at_end or args.save_strategy == "best"):
-        raise InputError(
-            f"got load_best_model_at_end={args.load_best_model_at_end} and save_strategy={args.save_strategy!r} "
-            "without metric_for_best_model, want the name of a metric of the evaluation, such as 'reward'; fix: set it"
-        )
-    if not args.load_best_model_at_end or args.save_strategy == "best":
-        return
-    steps = args.eval_strategy == "steps"
-    # The quotient of two shares of all steps has a rounding error.
-    times = args.save_steps / args.eval_steps if steps and (args.save_steps < 1) == (args.eval_steps < 1) else 0.5
-    if args.eval_strategy != args.save_strategy or (steps and abs(times - round(times)) > 1e-9):
-        raise InputError(
-            f"got load_best_model_at_end=True with eval_strategy={args.eval_strategy!r} (eval_steps={args.eval_steps}) "
-            f"and save_strategy={args.save_strategy!r} (save_steps={args.save_steps}), want an evaluation at each "
-            "checkpoint; fix: the same strategy and a multiple of eval_steps, or save_strategy='best'"
-        )
-
-
-def _check_estimator(args: Any) -> None:
-    """An estimator other than GRPO's has its own scale, and knows no order of scaling and adding rewards."""
-    others = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"}
-    for name, default in others.items() if args.advantage_estimator != "grpo" else ():
-        if getattr(args, name) not in (default, "none" if args.advantage_estimator == "dr_grpo" else default):
-            raise InputError(
-                f"got {name}={getattr(args, name)!r} with advantage_estimator={args.advantage_estimator!r}, which has "
-                "a formula of its own; fix: leave it out, or advantage_estimator='grpo'"
-            )
-    if args.advantage_estimator == "pkpo" and not 2 <= args.pkpo_k <= args.num_generations:
-        raise InputError(
-            f"got pkpo_k={args.pkpo_k} with num_generations={args.num_generations}, want a number from 2 to that; fix: "
-            "more generations, or advantage_estimator='rloo' for the mean reward"
-        )
-
-
-def _check_curriculum(args: Any) -> None:
-    if args.curriculum == "off":
-        return
-    others = (
-        ("generate_ahead", 0, "the rewards of a batch before the next one is drawn"),
-        ("shuffle_dataset", True, "an order that the rewards decide"),
-        (
-            "num_generations",
-            max(2, args.num_generations),
-            "at least 2: a curriculum is made from rewards that differ in a group",
-        ),
-    )
-    for name, wanted, why in others:
-        if (got := getattr(args, name)) != wanted:
-            raise InputError(
-                f"got {name}={got} with curriculum={args.curriculum!r}, want {why}; fix: {name}={wanted}, or "
-                "curriculum='off'"
-            )
-
-
-def _check_batch_invariant(args: Any) -> None:
-    """Each sequence is computed alone, in the precision of the sampler."""
-    for name in ("share_prompts", "max_tokens_per_micro_batch", "tf32", "vllm_dtype") if args.batch_invariant else ():
-        if (got := getattr(args, name)) not in (None, False, "auto"):
-            raise InputError(
-                f"got {name}={got!r} with batch_invariant=True, want each sequence computed alone, and trainer and "
-                "sampler in one precision; fix: leave either out"
-            )
-
-
-def _check_together(args: Any) -> None:
+def _check_engine(args: Any) -> None:
     if "trust_remote_code" in (args.vllm_engine_kwargs or {}):
         raise InputError(
             "got trust_remote_code in vllm_engine_kwargs, want it in one place, for transformers and vLLM; "
             "fix: trust_remote_code=True as an option of its own"
         )
-    if args.steps_per_generation is not None and args.generation_batch_size is not None:
-        raise InputError(
-            f"got steps_per_generation={args.steps_per_generation} and "
-            f"generation_batch_size={args.generation_batch_size}, want one of the two; fix: leave one out"
-        )
-    if args.generation_batch_size is None:  # else it depends on the number of processes
-        args.micro_batches_per_generation(1)
-    in_process = args.vllm_mode == "colocate" and args.use_vllm is not False
-    of_servers = ["vllm_adapter_sync"] if args.vllm_mode == "server" else []
-    if args.vllm_adapter_sync and args.vllm_weight_transfer == "nccl":
-        raise InputError(
-            "got vllm_adapter_sync=True with vllm_weight_transfer='nccl', want one of the two: an adapter goes through "
-            "files; fix: leave vllm_weight_transfer out"
-        )
-    if args.vllm_full_sync_interval > 1 and (
-        args.vllm_mode != "server" or args.vllm_weight_transfer == "nccl" or args.vllm_adapter_sync
-    ):
-        raise InputError(
-            f"got vllm_full_sync_interval={args.vllm_full_sync_interval} with vllm_mode={args.vllm_mode!r}, "
-            f"vllm_weight_transfer={args.vllm_weight_transfer!r} and vllm_adapter_sync={args.vllm_adapter_sync}, want "
-            "servers that get all weights through files; fix: leave vllm_full_sync_interval out, or the others"
-        )
+    by_nccl, by_server = args.vllm_weight_transfer == "nccl", args.vllm_mode == "server"
+    wanted = "one of the two: an adapter goes through files; fix: leave vllm_weight_transfer out"
+    want(args, "vllm_adapter_sync vllm_weight_transfer", not (args.vllm_adapter_sync and by_nccl), wanted)
+    of_changes = by_server and not by_nccl and not args.vllm_adapter_sync
+    wanted = "servers that get all weights through files; fix: leave vllm_full_sync_interval out, or the others"
+    names = "vllm_full_sync_interval vllm_mode vllm_weight_transfer vllm_adapter_sync"
+    want(args, names, of_changes or args.vllm_full_sync_interval == 1, wanted)
+    in_process = not by_server and args.use_vllm is not False
     for name in ("vllm_engine_kwargs", "vllm_enable_sleep_mode", "vllm_adapter_sync", "vllm_dtype"):
-        if getattr(args, name) not in (None, False, {}, "auto") and not (in_process or name in of_servers):
-            raise InputError(
-                f"got {name}={getattr(args, name)!r} with vllm_mode={args.vllm_mode!r} and use_vllm={args.use_vllm}, "
-                "want it with vLLM in the trainer's process; fix: leave it out, or set it where the server is started"
-            )
-    if args.router_replay and args.use_vllm is False:
-        raise InputError(
-            "got router_replay=True with use_vllm=False, want vLLM, which computes a model in another way than the "
-            "trainer does; fix: leave either out"
-        )
-    _check_best_model(args)
-    _check_estimator(args)
-    _check_distillation(args)
-    _check_score_centering(args)
-    _check_curriculum(args)
-    _check_batch_invariant(args)
-    if args.sync_ref_model and args.beta == 0.0:
-        raise InputError(
-            "got sync_ref_model=True with beta=0, where there is no reference model; fix: beta > 0, or leave it out"
-        )
-    if args.vllm_mode == "server" and args.use_vllm is False:
-        raise InputError("got vllm_mode='server' with use_vllm=False, want one or the other; fix: leave use_vllm out")
-    if args.resume_from_checkpoint and args.overwrite_output_dir:
-        raise InputError(
-            "got resume_from_checkpoint and overwrite_output_dir, want one of the two: overwriting would remove "
-            "the checkpoint"
-        )
-    if args.use_adaptive_entropy and not args.entropy_coef_min <= args.entropy_coef <= args.entropy_coef_max:
-        raise InputError(
-            f"got entropy_coef={args.entropy_coef} outside of [{args.entropy_coef_min}, {args.entropy_coef_max}], its "
-            "bounds under use_adaptive_entropy; fix: move it or entropy_coef_min / entropy_coef_max"
-        )
+        has_effect = in_process or (by_server and name == "vllm_adapter_sync")
+        wanted = "it with vLLM in the trainer's process; fix: leave it out, or set it where the server is started"
+        want(args, f"{name} vllm_mode use_vllm", has_effect or getattr(args, name) in (None, False, {}, "auto"), wanted)
+    has_vllm = args.use_vllm is not False
+    wanted = "vLLM, which computes a model in another way than the trainer does; fix: leave either out"
+    want(args, "router_replay use_vllm", has_vllm or not args.router_replay, wanted)
+    want(args, "vllm_mode use_vllm", has_vllm or not by_server, "one or the other; fix: leave use_vllm out")
+
+
+def _check_best_model(args: Any) -> None:
+    """A best model needs a metric, and checkpoints at evaluations: else the best one might not be saved."""
+    needs_metric = args.load_best_model_at_end or args.save_strategy == "best"
+    wanted = "the name of a metric of the evaluation, such as 'reward'; fix: set it"
+    has_metric = args.metric_for_best_model is not None
+    want(args, "metric_for_best_model load_best_model_at_end save_strategy", has_metric or not needs_metric, wanted)
+    if not args.load_best_model_at_end or args.save_strategy == "best":
+        return
+    steps = args.eval_strategy == "steps"
+    # The quotient of two shares of all steps has a rounding error.
+    times = args.save_steps / args.eval_steps if steps and (args.save_steps < 1) == (args.eval_steps < 1) else 0.5
+    saves_evaluated = args.eval_strategy == args.save_strategy and (not steps or abs(times - round(times)) <= 1e-9)
+    wanted = (
+        "an evaluation at each checkpoint; fix: one strategy, with a multiple of eval_steps, or save_strategy='best'"
+    )
+    names = "load_best_model_at_end eval_strategy eval_steps save_strategy save_steps"
+    want(args, names, saves_evaluated, wanted)
+
+
+def _check_estimator(args: Any) -> None:
+    """An estimator other than GRPO's has its own scale, and knows no order of scaling and adding rewards."""
+    if args.advantage_estimator != "grpo":
+        scales = ("group", "none") if args.advantage_estimator == "dr_grpo" else ("group",)
+        wanted = "the default: that has a formula of its own; fix: leave it out, or advantage_estimator='grpo'"
+        want(args, "scale_rewards advantage_estimator", args.scale_rewards in scales, wanted)
+        adds_first = args.multi_objective_aggregation == "sum_then_normalize"
+        want(args, "multi_objective_aggregation advantage_estimator", adds_first, wanted)
+    if args.advantage_estimator == "pkpo":
+        wanted = "a number from 2 to that; fix: more generations, or advantage_estimator='rloo' for the mean reward"
+        want(args, "pkpo_k num_generations", 2 <= args.pkpo_k <= args.num_generations, wanted)
+
+
+def _check_terms(args: Any) -> None:
+    """Terms of the loss beside the policy's: of a reference, of entropy, of a teacher, of score centering."""
+    wanted = "beta > 0, for there is no reference model without; fix: that, or leave sync_ref_model out"
+    want(args, "sync_ref_model beta", args.beta != 0.0 or not args.sync_ref_model, wanted)
+    if args.use_adaptive_entropy:
+        is_within = args.entropy_coef_min <= args.entropy_coef <= args.entropy_coef_max
+        wanted = "it within these bounds of use_adaptive_entropy; fix: move it or a bound"
+        want(args, "entropy_coef entropy_coef_min entropy_coef_max", is_within, wanted)
+    kind, within_kept = args.score_centering, args.sampling(seed=0).wants_support
+    if args.distillation_coef > 0:
+        wanted = "no report, which does not know the gradient of the divergence; fix: leave variance_report out"
+        want(args, "distillation_coef variance_report", not args.variance_report, wanted)
+        wanted = "no entropy bonus: distillation_kind='reverse_kl' contains one; fix: leave either out"
+        want(args, "distillation_coef entropy_coef", args.entropy_coef <= 0, wanted)
+        want(args, "distillation_coef use_adaptive_entropy", not args.use_adaptive_entropy, wanted)
+        wanted = "log-probs over the whole vocabulary; fix: leave the latter out, or sampling_support='off'"
+        want(args, "distillation_coef top_p top_k min_p", not within_kept, wanted)
+        want(args, "score_centering distillation_coef", kind == "off", "one of them; fix: leave the other out")
+    names = "score_centering top_p top_k min_p sampling_support"
+    wanted = (
+        "truncated sampling with log-probs over the kept tokens; fix: a truncation and sampling_support='auto', or "
+    )
+    want(args, names, within_kept or kind != "kept", f"{wanted}score_centering='topk'")
+    wanted = "log-probs over the whole vocabulary; fix: score_centering='kept', or sampling_support='off'"
+    want(args, names, not within_kept or kind != "topk", wanted)
+
+
+def _check_curriculum(args: Any) -> None:
+    if args.curriculum == "off":
+        return
+    wanted = "the rewards of a batch before the next one is drawn; fix: generate_ahead=0, or curriculum='off'"
+    want(args, "generate_ahead curriculum", args.generate_ahead == 0, wanted)
+    wanted = "an order that the rewards decide; fix: shuffle_dataset=True, or curriculum='off'"
+    want(args, "shuffle_dataset curriculum", args.shuffle_dataset, wanted)
+    wanted = "at least 2, whose rewards differ; fix: num_generations=2, or curriculum='off'"
+    want(args, "num_generations curriculum", args.num_generations >= 2, wanted)

@@ -42,7 +42,7 @@ def test_intervals_are_completed_as_in_transformers():
     [
         ({"save_steps": 1.5}, "got save_steps=1.5, want a number of steps, or a share"),
         ({"logging_steps": 0}, "got logging_steps=0, want a number of steps, or a share"),
-        ({"save_strategy": "best"}, "without metric_for_best_model"),
+        ({"save_strategy": "best"}, "got metric_for_best_model=None with .*'best', want"),
         ({"load_best_model_at_end": True, "metric_for_best_model": "reward"}, "want an evaluation at each checkpoint"),
         (
             {"load_best_model_at_end": True, "metric_for_best_model": "reward", "eval_strategy": "steps"}
