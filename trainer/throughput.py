@@ -1,21 +1,13 @@
 """How long a GRPO step takes on GPUs on which it has not run: from the sizes of the model, the batch and the GPUs.
 
-    rollouts = sum over generated tokens of  weights and KV cache / bandwidth + FLOP / (FLOP/s) + the host
-    training = (6 + 2 if checkpointing + 2 for each pass for log-probs) FLOP a token and parameter / (FLOP/s * MFU)
-    sync     = bytes of the weights / bandwidth of the sync
-    step     = rollouts + rewards + training + sync          each batch is sampled from the current weights
-             = max(rollouts, rewards + training) + sync      the next batch is sampled meanwhile (`generate_ahead`)
+docs/planning.md has the phases of a step, how far off the predictions are, and what is left out.
 
 **Lengths.** A batch ends with its longest completion, while ever fewer sequences share the weights that are read for
 every token. Lengths have the distribution of the largest entropy with this mean and maximum: exponential, cut off. An
 engine with fewer places than sequences refills them until none waits, and then drains: what is left of a sequence at
 that time has the distribution of renewal theory, S_e(t) = integral of S / mean.
 
-**Training.** Prompts are computed once for a group (`share_prompts`), and only completions go through the head: 6 FLOP
-a number of it, since the loss takes its gradients where the logits are, outside of gradient checkpointing.
-
-**Rates.** The shares of the vendors' peaks in `Rates` are fitted to published runs; docs/planning.md says to which, how
-far off the others are, and what is left out.
+**Rates.** The shares of the vendors' peaks in `Rates` are fitted to published runs.
 """
 
 from __future__ import annotations

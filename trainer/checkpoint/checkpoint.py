@@ -1,14 +1,9 @@
 """A checkpoint on the disk: complete or absent, compared with its manifest before it is used, and found by its step.
 
-A checkpoint is what `from_pretrained` reads (safetensors, tokenizer, config), the training state (`training_state.py`),
-`trainer_state.json`, and a manifest with size and sha256 sum of every file. It is written to `.<name>.partial`, synced
-to the disk and renamed. An earlier one of that name is called `.<name>.previous` meanwhile. A process that is killed
-between those two renames leaves both complete: resuming finds the old one, and the next save of that name renames it
-back first. What is half-written is removed when the next run starts there.
-
-Sums show damage, not who wrote a file. So what is read here and beside is opened by `open_regular`: a pipe, a device or
-a file without end cannot stop a run. Names in a manifest cannot point outside of its directory. Nothing in a checkpoint
-is unpickled, and pickles are refused by their name.
+docs/checkpoints.md says what is in one and how it is saved. A process that is killed between the two renames of
+`_replacing` leaves both checkpoints complete: resuming finds the old one, and the next save of that name renames it
+back first. Sums show damage, not who wrote a file. So what is read here and beside is opened by `open_regular`: a pipe,
+a device or a file without end cannot stop a run. Nothing is unpickled, and pickles are refused by their name.
 """
 
 from __future__ import annotations

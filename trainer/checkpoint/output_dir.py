@@ -2,11 +2,8 @@
 
 Another run is moved aside, file by file, into `former-run-<n>` in the same directory: renaming there needs no space,
 works where the directory is a mount point, and neither resuming nor the rotation of checkpoints looks into it. The logs
-are renamed last, so what a crash leaves is still known as a run, and the next start moves it too.
-
-A run that is alive has the directory locked: nothing of it is moved, cut or removed. The lock is the kernel's (flock),
-on the file `.lock`: it ends with the process that has it, and on network file systems it holds for all machines. What
-is in the file tells others who has it, and decides nothing.
+are renamed last, so what a crash leaves is still known as a run, and the next start moves it too. A run that is alive
+has the directory locked by the kernel (flock, on `.lock`); what is in that file tells others who has it.
 """
 
 from __future__ import annotations

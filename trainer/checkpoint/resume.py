@@ -1,11 +1,8 @@
 """Saving a run between two steps, and resuming it so that the next steps are those that it would have made.
 
 `restore` first reads everything and compares it with the state that this run has in its place. Only then does it change
-the model. The random generators come last, after everything that may draw from them.
-
-Every option of `GRPOConfig` has a rule that says whose value counts. As users of transformers expect: what is part of a
-state is loaded with it (the checkpoint's learning rate counts), and all else is the new run's. What cannot be continued
-is refused. Every difference is said (docs/checkpoints.md).
+the model. The random generators come last, after everything that may draw from them. Every option of `GRPOConfig` has a
+rule that says whose value counts, and every difference is said (docs/checkpoints.md).
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
-"""What a run needs to resume, beside the weights in a checkpoint:
+"""What a run needs to resume, beside the weights: docs/checkpoints.md lists the files. The weights are read here too.
 
-    optimizer.safetensors      the optimizer's tensors by parameter name, which any sharding can read
-    reference.safetensors      the reference model, where it follows the policy
-    process-<rank>.safetensors random generators and the rollouts in progress of one rank
-    training.json              everything else, of all ranks
-
-Tensors, numbers and strings: nothing is pickled. The weights are read here too, as the model of this run takes them:
-each in its own dtype, bit for bit. No configuration is read from the checkpoint: that of the model of this run counts.
-
-Before anything is used, it is compared with the state that this run has in its place: `check_alike` for JSON,
-`check_tensors` for tensors, so that what PyTorch, an optimizer or a stream keep needs no list here. What no pattern
-shows, `check_cursors` and `check_rollouts` derive from the options.
+Tensors, numbers and strings: nothing is pickled. Weights keep their own dtype, bit for bit, under the configuration of
+this run's model. Before anything is used, it is compared with the state that this run has in its place: `check_alike`
+for JSON, `check_tensors` for tensors, so that what PyTorch, an optimizer or a stream keep needs no list here. What no
+pattern shows, `check_cursors` and `check_rollouts` derive from the options.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The command line: `fused-grpo train`, `recipes`, `tasks`, `rewards`, `report`, `plan`, `bench` and
-`env`.
-
-`fused-grpo train` without a model trains the built-in arithmetic task, so the whole path can be seen on any machine
-with one command. Its options are in `options.py`.
-"""
+"""The command line: `fused-grpo train`, `recipes`, `tasks`, `rewards`, `report`, `plan`, `bench` and `env`."""
 
 from __future__ import annotations
 

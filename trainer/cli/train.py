@@ -1,9 +1,8 @@
 """`fused-grpo train`: what a run trains, the run itself, and its dry run.
 
-A run trains the user's model on data and rewards, or in their place on a task. `--dry-run` shows, before anything is
-loaded, started or written: the options that apply after the command line, the file and the defaults, as a YAML file
-that `--config` accepts; how the batch divides; how much memory it needs; and the warnings that the run would begin
-with. Under `accelerate launch` the arithmetic is that of all processes.
+`--dry-run` shows, before anything is loaded, started or written: the options that are not at their defaults, as a YAML
+file that `--config` accepts; how the batch divides among all processes of the launcher; how much memory it needs; and
+the warnings that the run would begin with.
 """
 
 from __future__ import annotations

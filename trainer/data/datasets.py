@@ -3,10 +3,7 @@
 A dataset is one of three things: a list of dicts; a `datasets.Dataset`, which stays on disk, and whose rows are read
 when they are drawn; or a stream, which is any other iterable that can be iterated again (`datasets.IterableDataset`),
 and whose rows are checked when they are drawn. Every row has a "prompt", a string or a list of messages. Reward
-functions get the other columns.
-
-`renamed`, `as_conversations` and `first_rows` are the options `--prompt-column`, `--answer-column`, `--prompt-format`,
-`--system-prompt` and `--limit` of the command line. A `datasets.Dataset` stays one, and a stream a stream.
+functions get the other columns. What fits one to the trainer leaves a `datasets.Dataset` one, and a stream a stream.
 """
 
 from __future__ import annotations

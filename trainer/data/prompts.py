@@ -1,8 +1,4 @@
-"""Prompts as the model gets them: text, token ids, and whether there is room for a completion.
-
-A plain prompt is a string, and so is its completion. A conversational prompt is a list of {"role": ..., "content": ...}
-messages: the tokenizer's chat template renders it, and its completion is a list with the assistant's message. These are
-TRL's formats.
+"""Prompts as the model gets them: text, token ids, and whether there is room for a completion. Formats are TRL's.
 
 Every prompt of a run is encoded once, before anything slow. Those that leave no room for a completion are dropped with
 a count, or an error: from a dataset with random access before the run begins, so that order, epochs and resume are

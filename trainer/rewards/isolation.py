@@ -1,19 +1,14 @@
 """A function in a process of its own, with a time limit and a memory limit: reward functions here, tools in episodes/.
 
-For code that runs or parses model output. A completion that makes the function loop forever or take all memory costs
-one worker process, and `on_failure` says what its reward is; a model reads what became of its call.
-
-One worker process serves all calls, one completion at a time, so that a failure concerns one completion: the worker's
-process group is killed, and the next completion gets a new worker. That is a new interpreter, not a fork: it imports
-the function by name, and runs the user's script again only where the function is defined there. Requests and replies
-are lines of JSON over a socket pair; a reply from a process that runs model output must not be unpickled. That rules
-out process pools (concurrent.futures, pebble): they unpickle replies, and "spawn" runs the script again. pebble also
-leaves alive what a killed worker has started.
+For code that runs or parses model output. One worker process serves all calls, one completion at a time, so that a
+failure concerns one completion: the worker's process group is killed, and the next completion gets a new worker, which
+is a new interpreter that imports the function by name. Requests and replies are lines of JSON over a socket pair; a
+reply from a process that runs model output must not be unpickled. That rules out process pools (concurrent.futures,
+pebble): they unpickle replies, and "spawn" runs the user's script again. pebble also leaves alive what a killed worker
+has started.
 
 Before it replies, a worker echoes the random number of the request. If it does not, an earlier completion has left
-something behind (a busy thread, unread output), and a new worker gets the request.
-
-This is not a sandbox: the worker has the user's rights (SECURITY.md).
+something behind (a busy thread, unread output), and a new worker gets the request. This is not a sandbox (SECURITY.md).
 """
 
 from __future__ import annotations

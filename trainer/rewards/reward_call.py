@@ -1,16 +1,9 @@
-"""One reward function: find it by its name, call it, and check what it returns.
+"""One reward function: find it by its name, call it, and check what it returns (docs/rewards.md has the signature).
 
-A reward function has TRL's signature: keyword arguments `prompts`, `completions`, `completion_ids`, the other columns
-of the dataset, `trainer_state`, `log_extra` and `log_metric`. Each column is a list of B values, copies that the
-function may edit (`own_copy`): one row serves all completions of its prompt, so each completion gets its own at each
-call. It returns B floats, or None for a completion that it does not score. A function without `**columns` gets only
-the arguments that it names. It may be `async`.
-
+Each completion gets copies of its own at each call (`own_copy`), because one row serves all completions of its prompt.
 The result is checked before an advantage is computed from it, and an error names the function and the prompt. What the
-function logs is kept only if the call succeeds, so a repeated call does not log twice.
-
-The timeout ends the wait, not the call: Python code cannot be stopped from outside. A coroutine is cancelled where it
-awaits; a plain function goes on in its daemon thread. `isolated` runs a function in a process that can be killed.
+function logs is kept only if the call succeeds, so a repeated call does not log twice. The timeout ends the wait, not
+the call: Python code cannot be stopped from outside. `isolated` runs a function in a process that can be killed.
 """
 
 from __future__ import annotations

@@ -1,19 +1,9 @@
 """All reward functions of a run, called on a batch, reward models among them.
 
 Plain functions are called one after another, `async` functions concurrently and at the same time. Each call has its
-own timeout. `reward_failure` chooses the policy for a call that fails:
-
-    fail    the error ends the run
-    retry   the call is repeated up to `retries` times, with exponential backoff; then as above
-    drop    the groups for which the call fails leave the batch
-
-To find the failing groups, the function is called for each group alone. A group is dropped whole and for all functions:
-an advantage compares the members of a group, and without one member or one function the others would have another
-baseline.
-
-A reward model is a sequence-classification model with one label. It scores the text of prompt + completion, or the
-whole conversation in the model's own chat template, without further special tokens. The model takes the score at the
-last token that is not padding, so its config needs `pad_token_id`.
+own timeout, and `reward_failure` says what becomes of one that fails (docs/rewards.md). To find the failing groups, the
+function is called for each group alone. A group is dropped whole and for all functions: an advantage compares the
+members of a group, and without one member or one function the others would have another baseline.
 """
 
 from __future__ import annotations
@@ -342,7 +332,7 @@ class RewardModel:
             if processing_class.eos_token is None:
                 raise InputError(f"got a tokenizer of the reward model {self.__name__} that has no padding token")
             processing_class.pad_token = processing_class.eos_token
-        if config is not None:
+        if config is not None:  # the score is that of the last token that is not padding
             config.get_text_config().pad_token_id = processing_class.pad_token_id
         stays = device is None or getattr(model, "hf_device_map", None)
         self.model = model.eval() if stays else model.eval().to(device)
