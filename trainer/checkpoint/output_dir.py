@@ -50,30 +50,34 @@ _MOVED_FOLDERS = re.compile(rf"checkpoint-\d+(\.unusable-\d+)?|{NONFINITE_FOLDER
 def check_output_dir(
     path: Path,
     *,
-    resume: bool = False,
+    resume: bool | Path | None = None,
     overwrite: bool = False,
     keep: str | Path | None = None,
     is_saved: Callable[[int], bool] | None = None,
+    is_locked: bool = False,
 ) -> list[Path]:
     """What `prepare_output_dir` would move aside or remove; CheckpointError where it would raise, or a run is alive.
 
-    Without `is_saved`, the places where the run is going to save are not looked at.
+    Without `is_saved`, the places where the run is going to save are not looked at. `is_locked`: by this run.
     """
-    entries = _entries_to_clear(path, resume=resume, overwrite=overwrite, keep=keep)
-    refuse_alive(path)
-    if is_saved is not None:
-        _check_save_places(path, entries, overwrite=overwrite, is_saved=is_saved)
-    return entries
-
-
-def _entries_to_clear(path: Path, *, resume: bool, overwrite: bool, keep: str | Path | None) -> list[Path]:
-    """Logs, reports and checkpoints of a run in `path`; to be moved, also further folders that this run may write."""
     there = existing(path)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "cannot be written" if there.is_dir() else "is a file"
         raise CheckpointError(f"got {path}, where {there} {what}; want a directory; fix: choose another --output-dir")
-    if resume or not path.is_dir():
-        return []
+    entries = [] if resume or not path.is_dir() else _entries_to_clear(path, overwrite=overwrite, keep=keep)
+    if not is_locked:
+        refuse_alive(path)
+    if is_saved is not None:
+        after = step_of(resume) if isinstance(resume, Path) else 0
+        later = [one for one in checkpoints(path) if step_of(one) > after and is_saved(step_of(one))]
+        for place in (path / "final", *later):
+            if overwrite or place not in entries:  # overwriting removes entries but for the user's files in them
+                refuse_foreign(place)
+    return entries
+
+
+def _entries_to_clear(path: Path, *, overwrite: bool, keep: str | Path | None) -> list[Path]:
+    """Logs, reports and checkpoints of a run in `path`; to be moved, also further folders that this run may write."""
     children, leftovers = sorted(path.iterdir()), _leftovers(path)
     # A report without logs is a copy that the user made.
     has_logs = any((path / name).is_file() for name in (METRICS_FILE, RUN_FILE))
@@ -99,16 +103,6 @@ def _holds(entry: Path, model: str | Path | None) -> bool:
     return model is not None and Path(model).resolve().is_relative_to(entry.resolve())
 
 
-def _check_save_places(
-    path: Path, cleared: list[Path], *, overwrite: bool, is_saved: Callable[[int], bool], after: int = 0
-) -> None:
-    """Raise CheckpointError where this run, which goes on from step `after`, would save over files of others."""
-    later = [one for one in checkpoints(path) if step_of(one) > after and is_saved(step_of(one))]
-    for place in (path / "final", *later):
-        if overwrite or place not in cleared:  # overwriting removes what is cleared but for the user's files in it
-            refuse_foreign(place)
-
-
 def prepare_output_dir(
     path: Path,
     *,
@@ -132,9 +126,7 @@ def prepare_output_dir(
     Raises:
         CheckpointError: the run that is there holds `keep`; or `path` is a file or cannot be written.
     """
-    entries = _entries_to_clear(path, resume=bool(resume), overwrite=overwrite, keep=keep)
-    after = step_of(resume) if isinstance(resume, Path) else 0
-    _check_save_places(path, entries, overwrite=overwrite, is_saved=is_saved, after=after)
+    entries = check_output_dir(path, resume=resume, overwrite=overwrite, keep=keep, is_saved=is_saved, is_locked=True)
     former = former_run(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
