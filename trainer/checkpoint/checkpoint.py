@@ -337,8 +337,7 @@ def newest_checkpoint(
 def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
     """The checkpoint that `resume_from_checkpoint` means, after every file was compared with its manifest.
 
-    With True, newer ones that are damaged are renamed. CheckpointError where there is none, or it is damaged; then the
-    message names the newest complete one.
+    With True, newer ones that are damaged are renamed. CheckpointError, which names the newest complete one.
     """
     if resume is True:
         return newest_checkpoint(output_dir, rename=True)

@@ -117,14 +117,11 @@ def prepare_output_dir(
         path: made where it is missing. Files that are not of a run stay, always.
         resume: keep the run that is there and continue its files, after this checkpoint. Otherwise it is moved to
             `former_run(path)`, or with `overwrite` removed: its logs, report and checkpoints, file by file.
-        keep: the model that this run is going to read; it is neither moved nor removed.
+        keep: the model that this run is going to read; CheckpointError where that would be moved or removed.
         is_saved: whether there will be a checkpoint of a step, where no files of others may be.
 
     Returns:
         A function for a run that ends before it has made anything: it removes its logs, and what was moved comes back.
-
-    Raises:
-        CheckpointError: the run that is there holds `keep`; or `path` is a file or cannot be written.
     """
     entries = check_output_dir(path, resume=resume, overwrite=overwrite, keep=keep, is_saved=is_saved, is_locked=True)
     former = former_run(path)

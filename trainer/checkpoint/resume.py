@@ -78,10 +78,7 @@ class Restored(NamedTuple):
 
 
 def agreed_checkpoint(accelerator: Accelerator, output_dir: Path, resume: bool | str | Path) -> Path:
-    """What `find_checkpoint` finds on rank 0; CheckpointError where this rank sees another one there, or there is none.
-
-    PeerError where another rank raised it.
-    """
+    """What `find_checkpoint` finds on rank 0; CheckpointError for none, or where this rank sees another one there."""
     chosen: tuple[Path, str] | None = None
     with all_ranks_succeed(accelerator, "finding the checkpoint to resume from"):
         if accelerator.is_main_process:
@@ -106,13 +103,10 @@ def training_state(
     unlogged: dict[str, list[float | None]] | None = None,
     wait: bool,
 ) -> files.TrainingFiles:
-    """The state of a run, to be saved by rank 0. A collective.
+    """The state of a run, to be saved by rank 0; the `buffer` has the rollouts in progress. A collective.
 
-    Args:
-        buffer: the rollouts in progress.
-        eval_before: the evaluation of the model that the run started from.
-        unlogged: the metrics of the steps since the last entry of the history.
-        wait: whether to wait for rollouts that an engine is sampling now.
+    `eval_before` is the evaluation of the model that the run started from, `unlogged` are the metrics since the last
+    entry of the history; `wait`: for rollouts that an engine is sampling now.
     """
     tensors, options = files.optimizer_state(learner.policy, learner.optimizer.optimizer)
     place, prefetched = collector.state(wait=wait)

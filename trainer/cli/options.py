@@ -196,12 +196,8 @@ class TrainOptions(GRPOConfig):
 def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
     """Options of the command line, of a YAML file, and the defaults (those of the demo where there is no model).
 
-    The help shows the defaults of a run with a model, and those of the demo beside them where they differ.
-
-    Raises:
-        InputError: a value out of its range, options that do not go together, or a file that cannot be used.
-        UnsupportedError: an option of TRL's that this trainer does not have.
-        SystemExit: --help, an unknown option, or a value of the wrong type.
+    The help shows the defaults of a run with a model, and those of the demo beside them where they differ. Raises what
+    `GRPOConfig` and `read_yaml` do; SystemExit for --help, an unknown option, or a value of the wrong type.
     """
     values, task = dict[str, Any](), None
     for position, argument in enumerate(arguments):
@@ -327,11 +323,9 @@ def find_config(name: str) -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The options in a YAML file.
+    """The options in a YAML file; InputError where there is none, or an option that does not exist.
 
-    Raises:
-        InputError: no such file, not a mapping, or an option that does not exist.
-        UnsupportedError: an option of TRL's that this trainer does not have, not at its default.
+    UnsupportedError: an option of TRL's that this trainer does not have, not at its default.
     """
     if not (path.is_file() or path.is_fifo()):  # as of --config <(...)
         recipes = ", ".join(sorted(recipe.stem for recipe in RECIPES.glob("*.yaml")))

@@ -101,12 +101,9 @@ def check_arguments(
     quantization_config: Any = None,
     rollout_engine: Any = None,
 ) -> None:
-    """Check arguments of the trainer against its options. Warns of losses with another ratio than in their paper.
+    """Check arguments of the trainer against its options; InputError for what does not go together.
 
-    Raises:
-        InputError: `quantization_config` twice; `rollout_func` with score centering, ReMax or tools, evaluations
-            without a dataset, `generate_ahead` with environments or with what cannot sample beside the trainer, or as
-            `check_teacher`.
+    Warns of losses with another ratio than in their paper.
     """
     if quantization_config and "quantization_config" in (args.model_init_kwargs or {}):
         raise InputError(

@@ -45,10 +45,8 @@ class DerivedOptions:
         """`steps_per_generation`, from `generation_batch_size` where that is given, rounded up to optimizer steps.
 
         Until the weights change, one generation samples what several would. Otherwise rounding is another run than
-        TRL's, in which an optimizer step may use parts of two generated batches: a warning says so, once.
-
-        Raises:
-            InputError: a `generation_batch_size` that is no whole number of micro-batches.
+        TRL's, in which an optimizer step may use parts of two generated batches: a warning says so, once. InputError
+        for a `generation_batch_size` that is no whole number of micro-batches.
         """
         step, given = self.gradient_accumulation_steps, f"steps_per_generation={self.steps_per_generation}"
         count, rest = self.steps_per_generation or step, 0
@@ -92,8 +90,7 @@ class DerivedOptions:
     def group_part(self, num_processes: int) -> int:
         """Completions of a prompt that one process samples: a group, or the part of it that fits into its share.
 
-        Raises:
-            InputError: as `prompts_per_generation`; or `dynamic_sampling` with groups over several processes.
+        InputError as `prompts_per_generation`; or for `dynamic_sampling` with groups over several processes.
         """
         self.prompts_per_generation(num_processes)
         share = self.per_device_train_batch_size * self.micro_batches_per_generation(num_processes)
@@ -160,8 +157,7 @@ class DerivedOptions:
 def normalise(args: Any, mappings: Iterable[str]) -> None:
     """Bring options into the form that has their type, before types are checked; `mappings` are names of options.
 
-    Raises:
-        InputError: text that is not JSON of a mapping, or trackers without names.
+    InputError for text that is not JSON of a mapping, or trackers without names.
     """
     scale = _as_bool(args.scale_rewards)
     args.scale_rewards = ("group" if scale else "none") if isinstance(scale, bool) else scale
@@ -207,8 +203,7 @@ def complete_intervals(args: Any) -> None:
 def fill_loader_options(args: Any, *, stream: bool) -> None:
     """Set the options of TRL's that load rows to what its trainer makes of them, for scripts that read them.
 
-    Raises:
-        InputError: a `stream` that one process would read for all.
+    InputError for a `stream` that one process would read for all.
     """
     from transformers.trainer_pt_utils import AcceleratorConfig
 

@@ -39,9 +39,7 @@ LEAST = 0.02
 class CurriculumSampler(PromptSampler):
     """Draws by the rewards of what was drawn before; `options` are those of `PromptSampler`.
 
-    Raises:
-        DataError: a stream; or for "difficulty", no such column, one with something else than numbers, or with one
-            value alone.
+    DataError for a stream; or for "difficulty", no such column, one that does not hold numbers, or one value alone.
     """
 
     def __init__(self, dataset: Any, *, curriculum: str, **options: Any) -> None:

@@ -43,9 +43,8 @@ def as_row(entry: Mapping[str, Any]) -> Row:
 class RowCheck:
     """Checks the rows of one dataset, each against the first one.
 
-    Raises:
-        DataError: a row that is not a mapping, has no usable "prompt", has another kind of prompt or other columns than
-            the first row, or has a column with a name of `RESERVED` or `IMAGES`.
+    DataError for a row that is not a mapping, has no usable "prompt", has another kind of prompt or other columns than
+    the first row, or has a column with a name of `RESERVED` or `IMAGES`.
     """
 
     def __init__(self, name: str) -> None:
@@ -85,10 +84,8 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
     """The dataset itself, after a check of all its prompts (of a stream: of the first row); `name` is for errors.
 
     Reads the rows once and keeps none; of a `datasets.Dataset` it reads only the prompts after the first row.
-
-    Raises:
-        DatasetTypeError: not a dataset, several splits, or an iterator that cannot start again.
-        DataError: none, an empty one, or a row that `RowCheck` refuses.
+    DatasetTypeError for no dataset, several splits, or an iterator that cannot start again; DataError for none, an
+    empty one, or a row that `RowCheck` refuses.
     """
     kinds = "a `Dataset` or `IterableDataset` of `datasets`, or a list of dicts, with a 'prompt' column"
     if dataset is None:
@@ -142,8 +139,7 @@ def check_columns(columns: Iterable[Any], *, name: str) -> None:
 def eval_sets(given: Any, *, check: bool = False) -> dict[str, Any]:
     """The eval sets of an argument `eval_dataset` by name; a single one is called "". `check`: by `check_dataset`.
 
-    Raises:
-        DataError: a mapping without sets, a name that is no string, or what `check_dataset` raises.
+    DataError for a mapping without sets, a name that is no string, or what `check_dataset` refuses.
     """
     if isinstance(given, Mapping):
         if not given or not all(isinstance(name, str) and name for name in given):
@@ -164,8 +160,7 @@ def set_name(name: str) -> str:
 def chosen_eval_sets(chosen: Any, given: Any) -> dict[str, Any]:
     """The sets of one evaluation by name: those chosen (sets, or the name of one of the trainer's), or all `given`.
 
-    Raises:
-        DataError: there is none, or none of that name, or what `check_dataset` raises.
+    DataError where there is none, or none of that name, or for what `check_dataset` refuses.
     """
     sets = eval_sets(given)
     if isinstance(chosen, str):
@@ -211,16 +206,13 @@ def unreadable(number: int, name: str, error: Exception) -> DataError:
 
 
 def load_rows(source: str, *, split: str = "train", config: str | None = None, streaming: bool = False) -> Any:
-    """The `datasets.Dataset` (streaming: `datasets.IterableDataset`) that a string names.
+    """The `datasets.Dataset` (streaming: `datasets.IterableDataset`) that a string names, or a DataError.
 
     Args:
         source: a file or a glob pattern of files (.jsonl, .json, .csv, .parquet), which together are one dataset; a
             directory of `save_to_disk`; a directory of such files; or a dataset's hub id.
         split, config: of a directory or a hub dataset; the configuration where it has several ("main").
         streaming: read and download rows as they are needed.
-
-    Raises:
-        DataError: the source does not exist, cannot be read or has no such split.
     """
     try:
         return _load(source, split=split, config=config, streaming=streaming)

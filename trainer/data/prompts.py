@@ -68,14 +68,11 @@ def encode_prompts(
 
     Args:
         chat_template_kwargs: variables of the template ("enable_thinking", ...) and options of `apply_chat_template`
-            ("tools", "chat_template"). With `continue_final_message=True`, every conversation ends with the beginning
-            of the assistant's message, which the model continues.
+            ("tools", "chat_template"); InputError for those of `SET_HERE`. With `continue_final_message=True`, every
+            conversation ends with the beginning of the assistant's message, which the model continues.
         row_numbers, name: places in the dataset, and its name, for errors.
 
-    Raises:
-        InputError: `chat_template_kwargs` has an option of `SET_HERE`.
-        DataError: no chat template, a template that refuses a conversation, a conversation that ends with the wrong
-            role, or a prompt without tokens.
+    DataError for no chat template, one that refuses a conversation, a wrong last role, or a prompt without tokens.
     """
     options = dict(chat_template_kwargs or {})
     if taken := SET_HERE & options.keys():
@@ -147,8 +144,7 @@ class PromptLimit:
         positions, vocabulary: those of the model, rows of its embedding. None: unknown, or of no matter.
         tools: functions whose schemas the chat template shows in every prompt.
 
-    Raises:
-        InputError: no room for any prompt, or an end-of-sequence token that the model does not have.
+    InputError for no room for any prompt, or an end-of-sequence token that the model does not have.
     """
 
     def __init__(
@@ -213,9 +209,7 @@ class PromptLimit:
     ) -> list[list[int]]:
         """Token ids of the prompts of rows with these numbers; with `drops` no ids of one that is too long.
 
-        Raises:
-            DataError: a prompt that cannot be encoded; or one that is too long, without `drops`.
-            InputError: one with a token that the model does not have.
+        DataError for one that cannot be encoded, or is too long without `drops`; InputError for an unknown token.
         """
         most = math.inf if self.tokens is None else self.tokens
         short = [

@@ -27,13 +27,10 @@ def accuracy(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) 
     """1.0 if the final answer equals the "answer" column, as a number or as text, else 0.0; None if there is none.
 
     The answer of a text is the content of its last `\\boxed{...}`; without one, what follows its last `####` (the form
-    of GSM8K); without both, the whole text. The column is read in the same way, so whole solutions will do.
-
-    - Where the correct answer is a number, a completion is right if the last number in its answer has the same value.
-      "1,030", "$1030", "1030.0" and "#### 1030" are the same number.
-    - Any other correct answer has to be the answer's text, without regard to case, outer spaces and a final period.
-
-    For formulas there is `accuracy_reward`, which uses math-verify.
+    of GSM8K); without both, the whole text. The column is read in the same way, so whole solutions will do. Where the
+    correct answer is a number, a completion is right if the last number in its answer has the same value: "1,030",
+    "$1030", "1030.0" and "#### 1030" are the same number. Any other correct answer has to be the answer's text, without
+    regard to case, outer spaces and a final period. For formulas there is `accuracy_reward`, which uses math-verify.
     """
     return [is_right(text_of(completion), correct) for completion, correct in zip(completions, answer, strict=True)]
 
@@ -44,10 +41,7 @@ def accuracy_reward(
     """1.0 if the answer equals the "solution" column mathematically, else 0.0; None if that column has no answer.
 
     Equals TRL's reward of that name, but math-verify runs in a process of its own: an answer that exceeds its limits
-    of time (10 s) or memory gets 0.0.
-
-    Raises:
-        UnavailableError: math-verify is not installed.
+    of time (10 s) or memory gets 0.0. UnavailableError where math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise UnavailableError(
@@ -64,10 +58,7 @@ def no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
 
 
 def format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """1.0 for a completion of one <think>...</think> block and an answer after it, else 0.0.
-
-    Equals TRL's `think_format_reward`.
-    """
+    """1.0 for one <think>...</think> block and an answer after it, else 0.0. Equals TRL's `think_format_reward`."""
     texts = map(text_of, completions)
     return [float(t.startswith("<think>") and t.count("<think>") == 1 and "</think>" in t) for t in texts]
 
@@ -75,8 +66,7 @@ def format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
 def length_reward(target_length: int) -> Callable[..., list[float]]:
     """A reward function: minus the distance of a completion's length from `target_length`, in target lengths.
 
-    Raises:
-        InputError: `target_length` is not positive.
+    InputError where `target_length` is not positive.
     """
     if target_length <= 0:
         raise InputError(f"got target_length={target_length}, want tokens > 0")
@@ -90,10 +80,8 @@ def length_reward(target_length: int) -> Callable[..., list[float]]:
 def soft_overlong_punishment(max_completion_length: int, soft_punish_cache: int) -> Callable[..., list[float]]:
     """A reward function: DAPO's length penalty, 0 up to `max - cache` tokens, then linear down to -1 at `max` tokens.
 
-    Source: DAPO (arXiv 2503.14476), equation 13. Equals TRL's `get_soft_overlong_punishment`.
-
-    Raises:
-        InputError: not 0 <= soft_punish_cache <= max_completion_length.
+    Source: DAPO (arXiv 2503.14476), equation 13. Equals TRL's `get_soft_overlong_punishment`. InputError unless
+    0 <= soft_punish_cache <= max_completion_length.
     """
     if not 0 <= soft_punish_cache <= max_completion_length:
         raise InputError(
@@ -118,13 +106,9 @@ def reasoning_accuracy_reward(
     log_extra: Callable[..., None] | None = None,
     **columns: Any,
 ) -> list[float | None]:
-    """`accuracy_reward` of what follows the reasoning; 0.0 where the reasoning has no end.
+    """`accuracy_reward` of what follows the reasoning; 0.0 where the reasoning has no end. UnavailableError as there.
 
-    Args:
-        reasoning_delimiters: ends of a reasoning: the first of them that occurs, at its last place. None: "</think>".
-
-    Raises:
-        UnavailableError: math-verify is not installed.
+    A reasoning ends with the first of `reasoning_delimiters` that occurs, at its last place. None: "</think>".
     """
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     answers = dict[int, str]()  # by place, where the reasoning has an end
@@ -154,10 +138,8 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
     """A reward function: `max_penalty` times the share of a completion's n-grams of tokens that repeat another one.
 
-    Source: Demystifying Long Chain-of-Thought Reasoning (arXiv 2502.03373), appendix C.2.
-
-    Raises:
-        InputError: `ngram_size` below 1, or a penalty above 0.
+    Source: Demystifying Long Chain-of-Thought Reasoning (arXiv 2502.03373), appendix C.2. InputError for an
+    `ngram_size` below 1, or a penalty above 0.
     """
     if ngram_size < 1 or max_penalty > 0:
         raise InputError(
@@ -176,10 +158,7 @@ def get_cosine_scaled_reward(
     """A reward function: `accuracy_reward` scaled by length, along half a cosine from 0 to `max_len` tokens and more.
 
     A right answer falls from `max_value_correct` to `min_value_correct`, a wrong one rises from `min_value_wrong` to
-    `max_value_wrong`. Source: arXiv 2502.03373, appendix C.1.
-
-    Raises:
-        InputError: `max_len` is not positive.
+    `max_value_wrong`. Source: arXiv 2502.03373, appendix C.1. InputError where `max_len` is not positive.
     """
     if max_len <= 0:
         raise InputError(f"got max_len={max_len}, want tokens > 0")

@@ -151,11 +151,9 @@ class IsolatedReward(IsolatedFunction):
     def __call__(
         self, *, log_extra: Any = None, log_metric: Any = None, trainer_state: Any = None, **columns: Sequence[Any]
     ) -> list[float | None]:
-        """Rewards of B completions; `trainer_state` is not passed on.
+        """Rewards of B completions; `trainer_state` is not passed on. InputError: the worker cannot load the function.
 
-        Raises:
-            RewardError: a completion failed, and `on_failure` is "raise"; or an argument is not JSON.
-            InputError: the worker cannot load the function.
+        RewardError: a completion failed, and `on_failure` is "raise"; or an argument is not JSON.
         """
         count = len(next(iter(columns.values())))
         with self._lock:

@@ -84,10 +84,7 @@ class RewardCaller:
         self.required, self.accepted = _parameters(function)
 
     def __call__(self, inputs: RewardInputs, *, pinpoint: bool = True) -> Scores:
-        """Scores of the completions.
-
-        Args:
-            pinpoint: after an exception, call the function for one completion after the other, to name the prompt.
+        """Scores of the completions. `pinpoint`: after an exception, call for one after the other, to name the prompt.
 
         Raises:
             RewardError: the function raised, exceeded its timeout, or returned the wrong number of values, a NaN or
@@ -238,11 +235,7 @@ def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str
 
 
 def load_reward(name: str, *, what: str = "reward function") -> RewardFunction:
-    """The function of that name, or anything else that is callable. Its module is imported, or its file is run.
-
-    Raises:
-        InputError: the name has none of these forms, or there is nothing callable of that name.
-    """
+    """The function of that name, or anything callable: its module is imported, or its file is run. InputError: none."""
     source, _, attribute = name.rpartition(":" if ":" in name else ".")
     if not source:
         raise InputError(f"got {what} {name!r}, want module:name, module.name or path.py:name")

@@ -59,23 +59,19 @@ class RewardOutput:
 
 
 class Rewards:
-    """The reward functions of a run.
+    """The reward functions of a run; InputError for what is not callable, or options that contradict each other.
 
     Args:
         functions: one or several of: a function, plain or `async`; its name as "module:name", "module.name" or
             "path.py:name"; a short name of builtin_rewards.py; a sequence-classification model, or its path or hub id.
         weights: one per function, for the weighted sum. None: all 1.
         processing_classes: tokenizers of reward models, one per function (None: the tokenizer saved with the model).
-        failure: what to do when a call fails: "fail", "retry" or "drop" (docs/rewards.md).
-        retries: calls after the first one, with "retry".
+        failure, retries: what to do when a call fails: "fail", "retry" so many times, or "drop" (docs/rewards.md).
         timeout: seconds that a call may take. None: no limit.
         device: the device of reward models. None: a model given by name stays on the CPU, a module where it is.
         chat_template_kwargs: variables for the chat templates of reward models.
         trust_remote_code: run code that comes with a reward model.
         model_init_kwargs: arguments of `from_pretrained`, for reward models given by path or hub id.
-
-    Raises:
-        InputError: something that is not callable, or options that contradict each other.
     """
 
     def __init__(
@@ -132,12 +128,9 @@ class Rewards:
             rows: B, the dataset row of each completion.
             completions: B strings; in conversations, B lists of messages.
             completion_ids: B lists of token ids.
-            num_generations: completions per group.
             trainer_state, environments: passed to functions that have parameters of these names.
 
-        Raises:
-            RewardError: a call failed, and `failure` is not "drop".
-            InputError: a function has a parameter without a default that no column fills.
+        RewardError for a failed call, unless `failure` is "drop"; InputError for a parameter that no column fills.
         """
         if not rows or len(rows) % num_generations or not len(rows) == len(completions) == len(completion_ids):
             raise InputError(
@@ -291,18 +284,13 @@ def _unique(names: Iterable[str]) -> list[str]:
 
 
 class RewardModel:
-    """A reward function that returns the scores of a model.
+    """A reward function that returns the scores of a model; InputError for no tokenizer, or one that cannot pad.
 
     Args:
         model: a sequence-classification model of transformers, with one label.
-        processing_class: its tokenizer. None: the tokenizer saved with the model.
+        processing_class: its tokenizer. None: the one saved with the model, by `trust_remote_code` and `revision`.
         device: the model is moved to this device. None, or loaded with a device map: it stays where it is.
         chat_template_kwargs: variables for the chat template, in conversations.
-        trust_remote_code: run tokenizer code that comes with the model.
-        revision: of the tokenizer saved with the model.
-
-    Raises:
-        InputError: there is no tokenizer with the model, or it has no padding token.
     """
 
     def __init__(
