@@ -267,7 +267,7 @@ def test_a_run_does_not_go_on_with_another_teacher(make_trainer, make_model, cha
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"distillation_coef": -1.0}, "distillation_coef=-1.0, want finite and >= 0"),
+        ({"distillation_coef": -1.0}, "distillation_coef=-1.0, want at least 0, and finite"),
         ({"distillation_coef": float("nan")}, "distillation_coef=nan"),
         ({"distillation_kind": "kl"}, "distillation_kind='kl', want .*'reverse_kl', 'forward_kl', 'jsd'"),
         ({"distillation_beta": 1.0}, "distillation_beta=1.0, want between 0 and 1, .*fix: .*'reverse_kl' for its 1"),

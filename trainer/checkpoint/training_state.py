@@ -64,7 +64,6 @@ class TrainingFiles:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes are written."""
         return sum(tensor.nbytes for named in self.tensors.values() for tensor in named.values())
 
     def __call__(self, directory: Path) -> None:

@@ -102,8 +102,7 @@ class TrainOptions(GRPOConfig):
     reasoning_gym:chain_sum, arithmetic or calculator (`fused-grpo tasks` lists them). None without a model is
     arithmetic."""
     task_options: list[str] = field(default_factory=list)
-    """Options of the task's generator as name=value, such as min_terms=2 max_terms=2 (`fused-grpo tasks NAME` lists
-    them)."""
+    """Options of the task's generator as name=value, such as max_terms=2 (`fused-grpo tasks NAME` lists them)."""
     dataset: str | None = None
     """Source of the prompts: a path (.jsonl, .json, .csv, .parquet), a hub id, or a function of the split as
     module:name or path.py:name. The model gets the column of prompts, the rewards get all others."""
@@ -137,8 +136,7 @@ class TrainOptions(GRPOConfig):
     """Class of environments, whose methods are tools, as module:name or path.py:name. With `get_reward` it needs no
     `reward_funcs`, and with `max_steps` no `dataset`."""
     config: str | None = None
-    """Path of a YAML file with values for these options, or the name of a recipe of the package. The command line
-    overrides it."""
+    """Path of a YAML file with values for these options, which the command line overrides, or the name of a recipe."""
     dry_run: bool = False
     """Show the resolved options, the arithmetic of the batch and an estimate of the memory, and train nothing."""
     resume: bool = False

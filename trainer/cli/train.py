@@ -247,6 +247,5 @@ def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
 
 
 def say(text: str) -> None:
-    """Print a line on the first process alone."""
     if is_first_process():
         print(text, flush=True)

@@ -29,14 +29,10 @@ RANGES: Ranges = (
     ("a finite number", math.isfinite, "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"),
     ("a finite number > 0", lambda value: 0 < value < math.inf, "num_train_epochs adam_epsilon repetition_penalty"),
     (
-        "finite and >= 0",
+        "at least 0, and finite",
         lambda value: 0 <= value < math.inf,
-        "learning_rate router_aux_loss_coef distillation_coef warmup_steps weight_decay",
-    ),
-    (
-        "at least 0",
-        lambda value: value >= 0,
-        "dynamic_sampling generate_ahead reward_retries max_skipped_steps rollouts_kept_steps",
+        "learning_rate router_aux_loss_coef distillation_coef warmup_steps weight_decay dynamic_sampling "
+        "generate_ahead reward_retries max_skipped_steps rollouts_kept_steps",
     ),
     ("> 0", lambda value: value > 0, "max_logprob_difference"),
     ("in [0, 1)", lambda value: 0 <= value < 1, "adam_beta1 adam_beta2"),

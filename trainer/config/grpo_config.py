@@ -108,8 +108,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     router_aux_loss_coef: float | None = None
     """Weight of the auxiliary loss of mixture-of-experts routers. None is the model's own; 0 is none."""
     router_replay: bool = False
-    """Train a mixture of experts with the experts that vLLM sampled each token with (R3), where rounding would choose
-    others."""
+    """Train a mixture of experts with the experts that vLLM sampled each token with, whatever rounding chooses (R3)."""
     trust_remote_code: bool = False
     """Run model code that comes with the weights, in transformers and in the engine."""
     disable_dropout: bool = False
@@ -132,8 +131,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Compute each sequence alone, so that the others of a batch do not change the bits of its log-probs, and sample
     with vLLM's VLLM_BATCH_INVARIANT=1 (docs/batch-invariance.md). It is slower."""
     chunk_bytes: int | None = None
-    """Memory budget of a chunk of logits, in bytes. None is 96 MiB on a CPU, and on a GPU up to
-    4096 rows within 1/48 of its memory."""
+    """Bytes of a chunk of logits. None is 96 MiB on a CPU, and on a GPU up to 4096 rows within 1/48 of its memory."""
 
     ddp_timeout: int = 1800
     """Number of seconds that processes wait for each other before they fail."""
@@ -236,8 +234,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     variance_report: bool = False
     """Log how many completions and prompts the gradient of a step comes from, effectively (gradient/effective_...)."""
     pkpo_k: int = 4
-    """Number k of completions of which "pkpo" maximises the best reward: pass@k. It is at least 2, at most
-    `num_generations`; 1 would be "rloo"."""
+    """Number k of "pkpo", which maximises pass@k, from 2 to `num_generations`; 1 would be "rloo"."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """With several rewards: advantages of their weighted sum, or the sum of each one's advantages (GDPO)."""
     reward_weights: list[float] | None = None
@@ -284,8 +281,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     max_completion_length: int = 512
     """Greatest number of tokens of a completion."""
     generation_kwargs: JSONObject = None
-    """Further sampling parameters of the engine. `top_p`, `top_k`, `min_p` and `repetition_penalty` in it replace those
-    options."""
+    """Further sampling parameters of the engine. `top_p`, `top_k`, `min_p` and `repetition_penalty` replace options."""
     cache_implementation: str | None = None
     """Kind of the KV cache of transformers ("static", ...). vLLM has its own."""
     chat_template_kwargs: JSONObject = None
@@ -331,8 +327,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     shuffle_dataset: bool = True
     """Draw prompts in a random order that the seed decides."""
     long_prompts: Literal["drop", "fail"] = "drop"
-    """Reaction to prompts that leave no room for a completion in `vllm_max_model_length`: they are left out, or an
-    error."""
+    """Reaction to prompts without room for a completion in `vllm_max_model_length`: they are left out, or an error."""
     eval_strategy: Literal["no", "steps", "epoch"] | None = None
     """Time of evaluations: every `eval_steps` and after the last step ("steps"), after each "epoch", or never ("no").
     None is "no" with `eval_at_ends`."""
@@ -340,8 +335,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Evaluate before the first and after the last step, and every `eval_steps` if that is set. None: yes, if
     `eval_strategy` is None."""
     eval_steps: float | None = None
-    """Number of optimizer steps between two evaluations; below 1, a share of all steps. None with "steps" is
-    `logging_steps`."""
+    """Number of steps between two evaluations; below 1, a share of all steps. None with "steps" is `logging_steps`."""
     eval_delay: float = 0
     """Number of steps (with "epoch": epochs) before the first evaluation that `eval_strategy` makes."""
     eval_on_start: bool = False

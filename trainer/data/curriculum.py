@@ -57,7 +57,6 @@ class CurriculumSampler(PromptSampler):
                 self._window.append((row, int(max(known) - min(known) >= EQUAL_REWARDS)))
 
     def weights(self) -> list[float]:
-        """The weight of each level."""
         count = max(self.levels) + 1
         seen, unequal = [0] * count, [0] * count
         for row, differs in self._window:

@@ -71,7 +71,6 @@ class RowCheck:
         return row
 
     def prompt(self, number: int, prompt: Any) -> None:
-        """Check the prompt of row `number`."""
         if problem := prompt_problem(prompt):
             raise DataError(f"got {repr(prompt)[:200]} as the prompt of row {number} of {self.name}, {problem}")
         if isinstance(prompt, str) is is_conversational(self.first):
@@ -198,7 +197,6 @@ def read_rows(dataset: Any, *, name: str) -> Iterator[Any]:
 
 
 def unreadable(number: int, name: str, error: Exception) -> DataError:
-    """The DataError for a row that cannot be read."""
     return DataError(
         f"got {type(error).__name__} when reading row {number} of {name}: {error}; fix: the file, or the function that "
         "makes its rows"
@@ -328,8 +326,6 @@ def mapped(dataset: Any, function: Callable[[Any], Any]) -> Any:
 
 
 class _MappedStream:
-    """A stream with a function of each row."""
-
     def __init__(self, rows: Iterable[Any], function: Callable[[Any], Any]) -> None:
         self._rows, self._function = rows, function
 

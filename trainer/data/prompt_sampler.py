@@ -137,7 +137,6 @@ class PromptSampler:
         self.used = int(state["prompts"])
 
     def _batch(self) -> list[int]:
-        """The rows of the next batch, of all ranks."""
         return [self._number_at(self.used + place) for place in range(self._size)]
 
     def _row(self, number: int) -> Row:
@@ -147,7 +146,6 @@ class PromptSampler:
             raise unreadable(number, "train_dataset", error) from error
 
     def _number_at(self, place: int) -> int:
-        """The row at a place of the sequence."""
         number, offset = divmod(place, len(self._dataset))
         if not self._shuffle:
             return offset
@@ -181,19 +179,16 @@ class StreamSampler(PromptSampler):
         self._place: dict[str, Any] | None = None
 
     def next_batch(self) -> list[Row]:
-        """The rows of this rank; every rank reads those of all."""
         drawn = [(self._next(), self._used_of_pass - 1) for _ in range(self._size)]
         self.row_numbers = [drawn[place][1] for place in self._share]
         return [drawn[place][0] for place in self._share]
 
     def next_pass(self) -> None:
-        """Leave the rest of this pass over the stream out."""
         if self._used_of_pass:
             self._pass, self._used_of_pass, self._place, self._rows = self._pass + 1, 0, None, None
             self._kept_in_pass = False
 
     def position(self) -> dict[str, Any]:
-        """The position in the sequence, as JSON."""
         place = self._dataset.state_dict() if self._seeks and self._rows is not None else self._place
         passes = {"pass": self._pass, "prompts_of_pass": self._used_of_pass, "stream": place}
         return {"prompts": self.used, **passes, **({"dropped": self.dropped} if self.dropped else {})}
@@ -217,7 +212,6 @@ class StreamSampler(PromptSampler):
             )
 
     def _next(self) -> Row:
-        """The next row that is kept."""
         while True:
             if self._rows is None:
                 self._open()

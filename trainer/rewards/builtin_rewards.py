@@ -214,8 +214,6 @@ def _with_options(function: Callable[..., Any], *options: float) -> Callable[...
 
 
 class Named(NamedTuple):
-    """A reward function with a short name."""
-
     function: Callable[..., Any]  # with `numbers`: makes the function
     scores: str
     column: str = ""  # of the dataset, which it reads

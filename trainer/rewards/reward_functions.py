@@ -328,7 +328,6 @@ class RewardModel:
 
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """The model's score of each completion."""
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         options: Any = {"return_tensors": "pt", "padding": True, "padding_side": "right", "add_special_tokens": False}
         device, scores = next(self.model.parameters()).device, list[float]()
