@@ -215,9 +215,8 @@ def load_rows(source: str, *, split: str = "train", config: str | None = None, s
     try:
         return _load(source, split=split, config=config, streaming=streaming)
     except Exception as error:  # of the hub, the network, the file system or the file format
-        raise DataError(
-            f"got dataset {source!r} (split {split!r}), which cannot be loaded: {error.__cause__ or error}"
-        ) from error
+        got = f"got dataset {source!r} (split {split!r})"
+        raise DataError(f"{got}, which cannot be loaded: {error.__cause__ or error}") from error
 
 
 def _load(source: str, *, split: str, config: str | None, streaming: bool) -> Any:

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, get_args
@@ -94,14 +94,11 @@ class Rewards:
         self.weights = torch.tensor(_one_each("reward_weights", weights, len(given), default=1.0), dtype=torch.float32)
         if not self.weights.isfinite().all():
             raise InputError(f"got reward_weights={self.weights.tolist()}, want finite numbers")
-        options = {
-            "device": device,
-            "chat_template_kwargs": chat_template_kwargs,
-            "trust_remote_code": trust_remote_code,
-        }
-        self.functions: list[RewardFunction] = [
-            _resolve(function, cls, options, model_init_kwargs) for function, cls in zip(given, classes, strict=True)
-        ]
+        loading = {**(model_init_kwargs or {}), "trust_remote_code": trust_remote_code}
+        make_model = functools.partial(
+            RewardModel, device=device, chat_template_kwargs=chat_template_kwargs, trust_remote_code=trust_remote_code
+        )
+        self.functions = [_resolve(one, make_model, cls, loading) for one, cls in zip(given, classes, strict=True)]
         self.names = _unique(map(reward_name, self.functions))
         self.failure, self.retries = failure, retries
         self._callers = [RewardCaller(*each, timeout=timeout) for each in zip(self.functions, self.names, strict=True)]
@@ -262,16 +259,19 @@ def _one_each(name: str, given: Any, count: int, *, default: Any = None) -> list
     return listed
 
 
-def _resolve(function: RewardFunction | str, tokenizer: Any, options: dict[str, Any], loading: Any) -> RewardFunction:
+def _resolve(
+    function: RewardFunction | str, make_model: Callable[..., RewardModel], tokenizer: Any, loading: dict[str, Any]
+) -> RewardFunction:
     if isinstance(function, nn.Module):
-        return RewardModel(function, tokenizer, **options)
+        return make_model(function, tokenizer)
     if not isinstance(function, str):
         return function
     if named := builtin_reward(function):
         return named
     if names_a_function(function):
         return load_reward(function)
-    return load_reward_model(function, tokenizer, model_init_kwargs=loading, **options)
+    model = load_reward_model(function, **loading)
+    return make_model(model, tokenizer, revision=loading.get("revision", "main"))
 
 
 def _unique(names: Iterable[str]) -> list[str]:
@@ -343,28 +343,16 @@ class RewardModel:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_options))
 
 
-def load_reward_model(
-    name: str,
-    processing_class: Any = None,
-    *,
-    trust_remote_code: bool = False,
-    model_init_kwargs: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> RewardModel:
-    """A reward model from a path or hub id, with the `options` of `RewardModel`, or an InputError.
-
-    `model_init_kwargs` are for `from_pretrained`, as in TRL those of the policy; the tokenizer has the same revision.
-    """
+def load_reward_model(name: str, **options: Any) -> nn.Module:
+    """The model at a path or hub id, by `options` of `from_pretrained`; InputError for none, or one without a score."""
     from transformers import AutoModelForSequenceClassification
 
-    given = {**(model_init_kwargs or {}), "trust_remote_code": trust_remote_code}
     try:
         # Under FSDP, rank 0 may be the only one to read weights: the others would have zeros, and nothing shards these.
         with patch_environment(**{_ONLY_RANK_0: ""}):
             del os.environ[_ONLY_RANK_0]  # until the end of the block
-            model, loading = AutoModelForSequenceClassification.from_pretrained(
-                name, num_labels=1, output_loading_info=True, **given
-            )
+            load: Any = AutoModelForSequenceClassification.from_pretrained
+            model, loading = load(name, num_labels=1, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
             f"got reward {name!r}, which names no function (module:name, module.name or path.py:name) "
@@ -375,5 +363,5 @@ def load_reward_model(
             f"got the reward model {name!r} without trained weights for {', '.join(missing)}, "
             "want a sequence-classification model with one label"
         )
-    options |= {"trust_remote_code": trust_remote_code, "revision": given.get("revision", "main")}
-    return RewardModel(model, processing_class, **options)
+    loaded: nn.Module = model
+    return loaded
