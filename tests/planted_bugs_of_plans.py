@@ -53,8 +53,8 @@ BUGS = {
     ),
     "a batch ends with its mean completion": (
         MODEL,
-        "zip(shares, ages, strict=True):\n        unfinished",
-        "zip(shares[:16], ages[:16], strict=True):\n        unfinished",
+        "zip(shares, ages, strict=True):\n            unfinished",
+        "zip(shares[:16], ages[:16], strict=True):\n            unfinished",
         LONGEST,
     ),
     "sequences that do not fit are sampled at once": (
@@ -77,8 +77,8 @@ BUGS = {
     ),
     "tools are free": (
         MODEL,
-        "return seconds + run.tool_seconds",
-        "return seconds",
+        "return seconds + together + run.tool_seconds",
+        "return seconds + together",
         PHASES,
     ),
     "experts are all active": (

@@ -13,6 +13,7 @@ that time has the distribution of renewal theory, S_e(t) = integral of S / mean.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -287,19 +288,25 @@ def rollout_seconds(run: Run, gpus: int, tensor_parallel: int, *, colocate: bool
         places = min(places, each * max(1, run.generate_ahead))
         full = token_seconds(run, tensor_parallel, places, run.prompt_length + age)
         return seconds + full * each * run.completion_length / places
+
+    def drained(shares: Sequence[float], sequences: int) -> float:
+        """The time in which so many that start at once end, of whom these shares are unfinished at each age."""
+        total = 0.0
+        for share, at in zip(shares, ages, strict=True):
+            unfinished = 1 - (1 - share) ** (sequences * replicas)  # the probability that the batch takes that long
+            one = token_seconds(run, tensor_parallel, max(1.0, sequences * share), run.prompt_length + at)
+            total += part * unfinished * one
+        return total
+
+    together = drained(alive, each)
     # Sequences that start together grow together: the cache is fullest long after the start.
     fullest = max(share * (at + shared) for share, at in zip(alive, ages, strict=True))
-    places = min(places, each)
-    shares = alive
     if each > min(MAX_SEQUENCES, cache / fullest):
-        shares = leaving
+        places = min(places, each)
         full = token_seconds(run, tensor_parallel, places, run.prompt_length + age)
-        seconds += full * (each * run.completion_length / places - age)
-    for share, at in zip(shares, ages, strict=True):
-        unfinished = 1 - (1 - share) ** (places * replicas)  # the probability that the batch takes that long
-        one = token_seconds(run, tensor_parallel, max(1.0, places * share), run.prompt_length + at)
-        seconds += part * unfinished * one
-    return seconds + run.tool_seconds
+        refilled = full * (each * run.completion_length / places - age) + drained(leaving, places)
+        together = max(together, refilled)  # to wait for a place makes nothing faster
+    return seconds + together + run.tool_seconds
 
 
 def train_seconds(run: Run, gpus: int) -> float:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fused_grpo.errors import InputError
@@ -26,6 +26,9 @@ SIZE = ModelSize(model_params=8e9, layers=32, hidden_size=4096, heads=32, kv_hea
 MOE = replace(SIZE, model_params=30e9, active_params=3e9)
 RUN = Run(size=SIZE, gpus=16, prompts=64, num_generations=16, prompt_length=256, completion_length=1000)
 IDEAL = Rates(bandwidth=1, decode=1, host=0, sequence=0, all_reduce=0, far_all_reduce=0, mfu=1, expert_mfu=1)
+
+# With one more token of the prompts the cache has no room for all sequences at once.
+WAITING = {"completion_length": 1252.0, "max_completion_length": 6760, "share_prompts": False}
 
 runs = st.builds(
     Run,
@@ -62,6 +65,7 @@ def test_longer_completions_are_never_faster(run, factor):
 
 @settings(max_examples=40, deadline=None)
 @given(runs, st.sampled_from(["prompts", "prompt_length", "log_prob_passes", "reward_seconds", "tool_seconds"]))
+@example(replace(RUN, gpus=12, prompts=49, num_generations=12, prompt_length=12, **WAITING), "prompt_length")
 def test_more_work_is_never_faster(run, name):
     more = replace(run, **{name: getattr(run, name) + 1})
     assert best(more) >= best(run) * (1 - 1e-9)
