@@ -44,21 +44,11 @@ RANGES: Ranges = (
     ("at least 0; 0 means all tokens", lambda value: value >= 0, "top_k"),
     ("> 0: greedy samples give a group no differences", lambda value: 0 < value < math.inf, "temperature"),
     (
-        "between 0 and 1, without both; fix: distillation_kind='forward_kl' for TRL's 0, 'reverse_kl' for its 1",
-        lambda value: 0 < value < 1,
-        "distillation_beta",
-    ),
-    (
         f"seconds, {LONGEST} at most, and > 0",
         lambda value: 0 < value <= LONGEST,
         "ddp_timeout reward_timeout tool_timeout vllm_server_timeout",
     ),
     (f"a number from 0 to {LARGEST_SEED}", lambda value: 0 <= value <= LARGEST_SEED, "seed data_seed"),
-    (
-        "a schedule that depends on the number of the step alone",
-        lambda value: value != "reduce_lr_on_plateau",
-        "lr_scheduler_type",
-    ),
 )
 
 
@@ -192,6 +182,8 @@ def _check_batch(args: Any) -> None:
 
 
 def _check_optimizer(args: Any) -> None:
+    by_step = args.lr_scheduler_type != "reduce_lr_on_plateau"
+    want(args, "lr_scheduler_type", by_step, "a schedule that depends on the number of the step alone")
     if args.optim in ("adamw_torch", "adamw_torch_fused"):
         return
     from transformers.training_args import OptimizerNames  # a second that most runs need not wait
@@ -268,6 +260,8 @@ def _check_terms(args: Any) -> None:
         is_within = args.entropy_coef_min <= args.entropy_coef <= args.entropy_coef_max
         wanted = "it within these bounds of use_adaptive_entropy; fix: move it or a bound"
         want(args, "entropy_coef entropy_coef_min entropy_coef_max", is_within, wanted)
+    wanted = "between 0 and 1, without both; fix: distillation_kind='forward_kl' for TRL's 0, 'reverse_kl' for its 1"
+    want(args, "distillation_beta", 0 < args.distillation_beta < 1, wanted)
     kind, within_kept = args.score_centering, args.sampling(seed=0).wants_support
     if args.distillation_coef > 0:
         wanted = "no report, which does not know the gradient of the divergence; fix: leave variance_report out"

@@ -169,9 +169,7 @@ def chosen_eval_sets(chosen: Any, given: Any) -> dict[str, Any]:
     if chosen is not None:
         sets = eval_sets(chosen, check=True)
     if not sets:
-        raise DataError(
-            "got no eval_dataset, want one to evaluate; fix: GRPOTrainer(eval_dataset=...) or evaluate(...)"
-        )
+        raise DataError("got no eval_dataset, want one to evaluate; fix: pass it to GRPOTrainer(...) or evaluate(...)")
     return sets
 
 

@@ -212,23 +212,24 @@ class PromptLimit:
         DataError for one that cannot be encoded, or is too long without `drops`; InputError for an unknown token.
         """
         most = math.inf if self.tokens is None else self.tokens
-        short = [
-            place for place, row in enumerate(rows) if len(message_text(row["prompt"])) <= most * CHARACTERS_OF_A_TOKEN
-        ]
-        options: Any = {"chat_template_kwargs": self.template, "row_numbers": [numbers[place] for place in short]}
-        encoded = encode_prompts([rows[place] for place in short], self._tokenizer, **options, name=name)
-        kept = [list[int]() for _ in rows]
-        for place, ids in zip(short, encoded, strict=True):
-            if len(ids) <= most:
-                self._check_ids(ids, partial(prompt_name, rows[place], numbers[place], name))
-                self.longest, kept[place] = max(self.longest, len(ids)), ids
-        if [] in kept and not drops:
-            place = kept.index([])
-            tokens = len(encoded[short.index(place)]) if place in short else "too many"
-            raise DataError(
-                f"got {tokens} tokens for {prompt_name(rows[place], numbers[place], name)}, want {self.tokens} at most "
-                f"({self._by} less max_completion_length); fix: leave the row out, or change one of the two"
-            )
+        short = [len(message_text(row["prompt"])) <= most * CHARACTERS_OF_A_TOKEN for row in rows]
+        options: Any = {"chat_template_kwargs": self.template, "row_numbers": list(compress(numbers, short))}
+        encoded = iter(encode_prompts(list(compress(rows, short)), self._tokenizer, **options, name=name))
+        kept = list[list[int]]()
+        for row, number, is_short in zip(rows, numbers, short, strict=True):
+            ids = next(encoded) if is_short else None
+            place = partial(prompt_name, row, number, name)
+            if ids is not None and len(ids) <= most:
+                self._check_ids(ids, place)
+                self.longest = max(self.longest, len(ids))
+                kept.append(ids)
+            elif drops:
+                kept.append([])
+            else:
+                raise DataError(
+                    f"got {'too many' if ids is None else len(ids)} tokens for {place()}, want {self.tokens} at most "
+                    f"({self._by} less max_completion_length); fix: leave the row out, or change one of the two"
+                )
         return kept
 
     def _check_ids(self, ids: Sequence[int], where: Callable[[], str]) -> None:

@@ -44,9 +44,7 @@ def accuracy_reward(
     of time (10 s) or memory gets 0.0. UnavailableError where math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise UnavailableError(
-            "accuracy_reward needs math-verify, which is not installed; fix: pip install 'fused-grpo[math]'"
-        )
+        raise UnavailableError("got no math-verify, want it for accuracy_reward; fix: pip install 'fused-grpo[math]'")
     if log_extra is not None:
         log_extra("solution", list(solution))
     return GRADER(completions=list(map(text_of, completions)), solution=solution, log_extra=log_extra)
@@ -142,9 +140,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     `ngram_size` below 1, or a penalty above 0.
     """
     if ngram_size < 1 or max_penalty > 0:
-        raise InputError(
-            f"got ngram_size={ngram_size} and max_penalty={max_penalty}, want at least 1 token and at most 0"
-        )
+        raise InputError(f"got ngram_size={ngram_size} and max_penalty={max_penalty}, want >= 1 token and <= 0")
     return _with_options(repetition_penalty_reward, ngram_size, max_penalty)
 
 

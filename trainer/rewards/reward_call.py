@@ -196,8 +196,7 @@ def _listed(returned: Any) -> list[Any] | None:
     if isinstance(returned, list | tuple):
         return list(returned)
     is_flat = _array_kind(returned) in NUMERIC and returned.ndim == 1
-    values: list[Any] | None = returned.tolist() if is_flat else None
-    return values
+    return list(returned.tolist()) if is_flat else None
 
 
 def _array_kind(value: Any) -> str | None:
