@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 import tyro
@@ -19,7 +20,7 @@ from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.formatting import short_number
 from fused_grpo.trainer.models.loading import loading
 from fused_grpo.trainer.models.memory_estimate import shape_of
-from fused_grpo.trainer.throughput import ModelSize, Run, Step, splits
+from fused_grpo.trainer.throughput import ModelSize, Rates, Run, Step, splits
 
 OTHERS = 4  # splits that are shown below the best
 DESCRIPTION = """Predict the seconds of a step, and the best split of the GPUs between rollouts and training.
@@ -33,17 +34,9 @@ def plan(arguments: Sequence[str]) -> str:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model")
     named, others = parser.parse_known_args(arguments)
-    sizes = []
-    if named.model is not None:
-        given = {name.replace("_", "-"): value for name, value in asdict(size_of(named.model)).items()}
-        tied = given.pop("tie-word-embeddings")
-        sizes = [
-            *(f"--{name}={value}" for name, value in given.items()),
-            f"--{'' if tied else 'no-'}tie-word-embeddings",
-        ]
+    make_run = Run if named.model is None else partial(Run, size=size_of(named.model), rates=Rates())
     flags = (tyro.conf.OmitArgPrefixes,)
-    run = tyro.cli(Run, prog="fused-grpo plan", description=DESCRIPTION, args=[*sizes, *others], config=flags)
-    return answer(run)
+    return answer(tyro.cli(make_run, prog="fused-grpo plan", description=DESCRIPTION, args=others, config=flags))
 
 
 def size_of(name: str) -> ModelSize:
