@@ -268,8 +268,7 @@ def is_right(text: str, correct: Any) -> float | None:
     answer, number = final_answer(text), sole_number(wanted)
     if number is None:
         return float(_plain(answer) == _plain(wanted))
-    numbers = NUMBER.findall(answer.replace("−", "-"))
-    return float(bool(numbers) and _value(numbers[-1]) == number)
+    return float(number in _numbers(answer)[-1:])
 
 
 def final_answer(text: str) -> str:
@@ -285,15 +284,13 @@ def final_answer(text: str) -> str:
 
 def sole_number(answer: str) -> Decimal | None:
     """The value of an answer that is one number, apart from symbols such as $ and %."""
-    answer = answer.replace("−", "-")
-    numbers = NUMBER.findall(answer)
-    if len(numbers) != 1 or re.search(r"[\w\\{}/^*=<>]", answer.replace(numbers[0], "", 1)):
-        return None
-    return _value(numbers[0])
+    numbers = _numbers(answer)
+    is_sole = len(numbers) == 1 and not re.search(r"[\w\\{}/^*=<>]", NUMBER.sub("", answer))
+    return numbers[0] if is_sole else None
 
 
-def _value(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
+def _numbers(text: str) -> list[Decimal]:
+    return [Decimal(number.replace(",", "")) for number in NUMBER.findall(text.replace("−", "-"))]
 
 
 def _plain(answer: str) -> str:
