@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import compress, islice
 from typing import Any
@@ -120,20 +121,15 @@ def _apply_chat_template(
     try:
         ids: list[list[int]] = tokenizer.apply_chat_template(conversations, **options)["input_ids"]
     except Exception as error:  # a template is a program
-        index = next((i for i, one in enumerate(conversations) if _fails(tokenizer, one, options)), 0)
+        index = 0
+        with suppress(Exception):
+            for index in range(len(conversations)):  # up to the first that fails alone
+                tokenizer.apply_chat_template([conversations[index]], **options)
         raise DataError(
             f"got {type(error).__name__}: {error} from the chat template, at {where(index)}, want a conversation that "
             "it takes; fix: the row, or chat_template_kwargs"
         ) from error
     return ids
-
-
-def _fails(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> bool:
-    try:
-        tokenizer.apply_chat_template([messages], **options)
-    except Exception:
-        return True
-    return False
 
 
 class PromptLimit:
