@@ -63,10 +63,9 @@ def save_checkpoint(
         write_more: writes further files into the directory that it is given; its attribute `nbytes`, if it has one, is
             about how many bytes.
 
-    Raises:
-        CheckpointError: the disk is full or read-only. Then nothing half-written is left. Or the configuration, the
-            tokenizer or the state cannot be saved, or `directory` holds files that no checkpoint wrote. Then the
-            weights are in the directory that the message names. An earlier checkpoint is unchanged in each case.
+    CheckpointError where the disk is full or read-only; then nothing half-written is left. Or where the configuration,
+    the tokenizer or the state cannot be saved, or `directory` holds files that no checkpoint wrote; then the weights
+    are in the directory that the message names. An earlier checkpoint is unchanged in each case.
     """
     try:
         rescued = free_path(directory, "-rescued")

@@ -120,8 +120,7 @@ def prepare_output_dir(
         keep: the model that this run is going to read; CheckpointError where that would be moved or removed.
         is_saved: whether there will be a checkpoint of a step, where no files of others may be.
 
-    Returns:
-        A function for a run that ends before it has made anything: it removes its logs, and what was moved comes back.
+    Returns a function for a run that ends before it has made anything: it removes its logs, what was moved comes back.
     """
     entries = check_output_dir(path, resume=resume, overwrite=overwrite, keep=keep, is_saved=is_saved, is_locked=True)
     former = former_run(path)

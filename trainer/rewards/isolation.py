@@ -64,8 +64,7 @@ def isolated(
         secrets: environment variables that the worker gets although their names or values look like secrets
             ("OPENAI_API_KEY"). Without this it gets none of them.
 
-    Raises:
-        InputError: a function that a new process cannot import, an async function, or an option out of range.
+    InputError for a function that a new process cannot import, an async one, or an option out of range.
     """
     if isinstance(on_failure, str) and on_failure != "raise":
         raise InputError(f"got on_failure={on_failure!r}, want 'raise', a number or None")

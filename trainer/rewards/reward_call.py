@@ -86,10 +86,8 @@ class RewardCaller:
     def __call__(self, inputs: RewardInputs, *, pinpoint: bool = True) -> Scores:
         """Scores of the completions. `pinpoint`: after an exception, call for one after the other, to name the prompt.
 
-        Raises:
-            RewardError: the function raised, exceeded its timeout, or returned the wrong number of values, a NaN or
-                something that is not a number.
-            InputError: the function has a parameter without a default that no column fills.
+        RewardError where the function raised, exceeded its timeout, or returned the wrong number of values, a NaN or
+        no number; InputError where it has a parameter without a default that no column fills.
         """
         self.check_columns([*inputs.columns, *([] if inputs.environments is None else ["environments"])])
         prompts, logged = inputs.columns["prompts"], Scores()
