@@ -124,7 +124,7 @@ def reasoning_accuracy_reward(
     if log_extra is not None:
         log_extra("solution", list(solution))
         for name in ("gold_parsed", "answer_parsed"):
-            log_extra(name, placed(logged.get(name, []), "[incomplete reasoning]"))
+            log_extra(name, placed(logged.get(name, [None] * len(answers)), "[incomplete reasoning]"))
     return placed(scores, 0.0)
 
 

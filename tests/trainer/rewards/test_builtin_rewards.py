@@ -90,6 +90,14 @@ def test_rewards_of_answers_are_those_of_trl():
         assert found == pytest.approx(expected)
 
 
+def test_answers_that_all_fail_to_be_graded_are_wrong_and_end_no_run(monkeypatch):
+    monkeypatch.setattr(builtin_rewards, "GRADER", lambda *, completions, **_: [0.0] * len(completions))  # logs nothing
+    logged = {}
+    found = reasoning_accuracy_reward(["a</think>$1$", "b"], ["$1$", "$1$"], log_extra=logged.__setitem__)
+    assert found == [0.0, 0.0]
+    assert logged["answer_parsed"] == logged["gold_parsed"] == [None, "[incomplete reasoning]"]
+
+
 @pytest.mark.parametrize(
     ("make", "name", "options"),
     [
