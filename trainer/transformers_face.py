@@ -6,7 +6,7 @@ loop makes the parts and passes them to the constructor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from transformers import TrainerControl, TrainerState, trainer_pt_utils
 
 from fused_grpo.errors import DataError, UnsupportedError
@@ -230,7 +230,7 @@ class TransformersFace:
             )
         processes = self.accelerator.num_processes
         times = self.args.micro_batches_per_generation(processes) * self.args.num_iterations
-        batches = _RepeatedRows(self.sampler, self.args.group_part(processes), times)
+        batches = repeated_rows(self.sampler, self.args.group_part(processes), times)
         workers: int = vars(self.args)["dataloader_num_workers"]
         return DataLoader(self.dataset, batch_sampler=batches, collate_fn=list, num_workers=workers)
 
@@ -382,31 +382,17 @@ class TransformersFace:
     reward_funcs: Any = _part("rewards.functions")
     reward_func_names: Any = _part("rewards.names")
     reward_weights: Any = _part("rewards.weights")
-    num_generations: Any = _part("args.num_generations")
-    num_iterations: Any = _part("args.num_iterations")
-    max_completion_length: Any = _part("args.max_completion_length")
-    beta: Any = _part("args.beta")
     epsilon_low: Any = _part("args.epsilon")
-    loss_type: Any = _part("args.loss_type")
-    scale_rewards: Any = _part("args.scale_rewards")
-    temperature: Any = _part("args.temperature")
-    top_p: Any = _part("args.top_p")
-    top_k: Any = _part("args.top_k")
-    min_p: Any = _part("args.min_p")
-    repetition_penalty: Any = _part("args.repetition_penalty")
-    shuffle_dataset: Any = _part("args.shuffle_dataset")
 
 
-class _RepeatedRows(Sampler[list[int]]):
-    """Each batch of a first pass `times` times, with each of its rows `each` times."""
+for _option in (
+    *("num_generations", "num_iterations", "max_completion_length", "beta", "loss_type", "scale_rewards"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "shuffle_dataset"),
+):
+    setattr(TransformersFace, _option, _part(f"args.{_option}"))
 
-    def __init__(self, sampler: PromptSampler, each: int, times: int) -> None:
-        self.sampler, self.each, self.times = sampler, each, times
 
-    def __len__(self) -> int:
-        return self.sampler.batches_per_pass * self.times
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for numbers in self.sampler.first_pass():
-            for _ in range(self.times):
-                yield [number for number in numbers for _ in range(self.each)]
+def repeated_rows(sampler: PromptSampler, each: int, times: int) -> list[list[int]]:
+    """Each batch of a first pass `times` times, with each of its row numbers `each` times."""
+    batches = ([number for number in numbers for _ in range(each)] for numbers in sampler.first_pass())
+    return [batch for batch in batches for _ in range(times)]
