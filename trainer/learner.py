@@ -45,7 +45,7 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
     turn_sums,
     with_covariance_selection,
 )
-from fused_grpo.trainer.batching.micro_batches import can_skip, micro_batches, skipped_metrics
+from fused_grpo.trainer.batching.micro_batches import Packing, can_skip, micro_batches, skipped_metrics
 from fused_grpo.trainer.batching.variance_report import variance_report
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import NonFiniteSteps, any_rank
@@ -131,15 +131,20 @@ class Learner:
         alone = None
         if isinstance(teacher, torch.nn.Module):
             alone = PolicyLoss(teacher, self.loss_config, temperature=args.temperature)
-        self.rows, self.is_random = self._self_check([policy] if alone is None else [policy, alone])
+        head_rows, hidden_size = base_model(model).get_output_embeddings().weight.shape
+        layout, self.is_random = self._self_check([policy] if alone is None else [policy, alone])
+        self.packing = dataclasses.replace(
+            layout,
+            attention=attention_cost(hidden_size),
+            sequences=args.sequences_per_micro_batch,
+            max_tokens=args.max_tokens_per_micro_batch,
+        )
         if args.gradient_checkpointing:
             checkpoint_activations(model, args.gradient_checkpointing_kwargs or {})
         # A copy, because the model changes.
         needs_copy = (args.beta > 0 or teacher == SELF) and not is_adapted(model)
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
-        head_rows, hidden_size = base_model(model).get_output_embeddings().weight.shape
-        self.attention = attention_cost(hidden_size)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         self.reference = None if frozen is None else shard_frozen(accelerator, frozen, self.policy)
         self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=head_rows)
@@ -147,7 +152,7 @@ class Learner:
         groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
         self.beginning = copy.deepcopy((groups, self.scheduler.state_dict()))
 
-    def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[dict[str, bool], bool]:
+    def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[Packing, bool]:
         """How rows may be shared, and whether the policy in training mode is random."""
         # By rank 0: under FSDP2 it may be the only one that has read the weights.
         checks = list(map(self_check, policies)) if self.accelerator.is_main_process else []
@@ -173,13 +178,6 @@ class Learner:
     def routers(self) -> tuple[int, dict[int, int]] | None:
         """The number of layers, and of experts in those that have some; None: in none."""
         return None if self.routing is None else (self.routing.num_layers, self.routing.layers)
-
-    @property
-    def costs(self) -> dict[str, Any]:
-        """Options of `balanced`: what a sample costs here."""
-        args = self.args
-        limits = {"sequences": args.sequences_per_micro_batch, "max_tokens": args.max_tokens_per_micro_batch}
-        return {"attention": self.attention, "share_prompts": self.rows["share_prompts"], **limits}
 
     def restart(self) -> None:
         """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""
@@ -341,15 +339,8 @@ class Learner:
 
     def _pack(self, batch: list[Sample]) -> list[MicroBatch]:
         prompts = with_virtual_places([sample.prompt_ids for sample in batch], self._unwrapped.model)
-        return micro_batches(
-            with_fields(batch, {"prompt_ids": prompts}),
-            self.args.sequences_per_micro_batch,
-            **self.rows,
-            device=self.accelerator.device,
-            max_tokens=self.args.max_tokens_per_micro_batch,
-            attention=self.attention,
-            agree=lambda number: max(gather_object([number])),
-        )
+        own, device = with_fields(batch, {"prompt_ids": prompts}), self.accelerator.device
+        return micro_batches(own, self.packing, device=device, agree=lambda number: max(gather_object([number])))
 
     def rounding(self, packed: Sequence[MicroBatch], dtype: torch.dtype) -> float:
         """How far a 16-bit `dtype` moves the policy's log-probs: mean over all ranks' tokens, nats. A collective."""

@@ -31,7 +31,7 @@ from torch import Tensor
 from fused_grpo.errors import FusedGRPOError, UnsupportedError
 from fused_grpo.integrations.model_head import check_transform
 from fused_grpo.integrations.model_modes import as_it_was, has_dropout, replaced
-from fused_grpo.trainer.batching.micro_batches import pack
+from fused_grpo.trainer.batching.micro_batches import Packing, pack
 from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
 from fused_grpo.trainer.models.attention import sees_all, takes_any_lengths
 from fused_grpo.trainer.policy import PolicyLoss
@@ -90,10 +90,8 @@ def self_check(policy: PolicyLoss) -> Measured:
     return Measured(name, share_rows, share_rows and any_lengths, share_prompts, is_random)
 
 
-def shared_layout(
-    models: Sequence[Measured], *, share_prompts: bool | None = None, may_share: bool = True
-) -> dict[str, bool]:
-    """Options of `micro_batches` for models that get the same rows.
+def shared_layout(models: Sequence[Measured], *, share_prompts: bool | None = None, may_share: bool = True) -> Packing:
+    """How samples are packed for models that get the same rows; the limits of a micro-batch are not in it.
 
     A variable-length kernel takes its sequences in one row; so can all others, with a mask. Prompts are shared where
     all can and nothing else forbids it, unless `share_prompts` is False. UnsupportedError if it is True and one cannot.
@@ -106,7 +104,8 @@ def shared_layout(
             "to all tokens before, the same log-probs under a mask, and no loss of routers; fix: leave it out, which "
             "shares where it can"
         )
-    return {"one_row": share and one_row, "share_rows": share, "share_prompts": prompts and share_prompts is not False}
+    shared = prompts and share_prompts is not False
+    return Packing(one_row=share and one_row, share_rows=share, share_prompts=shared)
 
 
 def _compare(policy: PolicyLoss, model: Any) -> bool:
@@ -152,7 +151,9 @@ def _row(model: Any, *trees: Sequence[Sequence[int]]) -> MicroBatch:
         }
     )
     numbers = iter(range(len(ids)))
-    row = pack(batch, [list(islice(numbers, len(tree))) for tree in trees], one_row=True, device=embedding.device)
+    row = pack(
+        batch, [list(islice(numbers, len(tree))) for tree in trees], Packing(one_row=True), device=embedding.device
+    )
     return row if takes_any_lengths(model) else replace(row, row_cu_seqlens=None)
 
 

@@ -135,7 +135,7 @@ class Collector:
             batches = split_groups(self._with_token_advantages(self._learned_from(scored)), steps, together)
             if self.learner.can_skip:
                 batches = [skip_zero_advantages(batch, self.accelerator) for batch in batches]
-            batches = [balanced(batch, self.accelerator, **self.learner.costs) for batch in batches]
+            batches = [balanced(batch, self.accelerator, self.learner.packing) for batch in batches]
             # The policy will have moved when the optimizer comes to these.
             batches[1:] = [self.learner.with_old_logprobs(batch) for batch in batches[1:]]
         return RolloutBuffer(
