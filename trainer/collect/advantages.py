@@ -57,56 +57,28 @@ def multi_objective_advantages(
     """Advantages [B] from rewards [B, F] (NaN: not scored by that function) and weights [F].
 
     "opo" needs `lengths` [B], the tokens of each completion, and "remax" `baselines` [B], of which the first one of a
-    group counts: the reward of the greedy completion, NaN where it has none. `k` is that of "pkpo".
-
-    Equals, for "normalize_then_sum", which knows no `scale`:
-        total = sum over f of w_f * (r_f - mean_group(r_f)) / (std_group(r_f) + 1e-4)
-        (total - mean_batch(total)) / (std_batch(total) + 1e-4)
-    """
-    if aggregation == "sum_then_normalize":
-        totals = total_rewards(per_function, weights)
-        return group_advantages(
-            totals, num_generations, scale=scale, estimator=estimator, lengths=lengths, baselines=baselines, k=k
-        )
-    columns = per_function.T
-    groups = columns.reshape(-1, num_generations)
-    normalised = _centred(groups) / (nanstd(groups) + EPSILON)
-    total = total_rewards(normalised.view(columns.shape).T, weights)[None]
-    advantages = ((total - total.nanmean()) / (nanstd(total) + EPSILON)).nan_to_num(0.0).flatten()
-    # The mean of the batch is 0 but for rounding, which is no advantage of a group whose rewards are all equal.
-    equal = _are_equal(groups).view(len(columns), -1).all(0).repeat_interleave(num_generations)
-    return advantages.masked_fill(equal, 0.0)
-
-
-def group_advantages(
-    rewards: Tensor,
-    num_generations: int,
-    *,
-    scale: Literal["group", "batch", "none"],
-    estimator: str = "grpo",
-    lengths: Tensor | None = None,
-    baselines: Tensor | None = None,
-    k: int = 2,
-) -> Tensor:
-    """Advantages [B] from rewards [B], prompt-major groups of `num_generations`; `scale` is that of "grpo" alone.
-
-    NaN rewards give 0; InputError for negative ones with "maxrl".
+    group counts: the reward of the greedy completion, NaN where it has none. `k` is that of "pkpo", `scale` that of
+    "grpo"; "normalize_then_sum" knows neither `scale` nor `estimator`. InputError for negative rewards with "maxrl".
 
     With "gpg", a group that is not all equal has twice its advantages, r - 0.5, where one of two groups is:
 
-    >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 2, scale="none", estimator="gpg").tolist()
+    >>> rewards, weights = torch.tensor([[1.0], [0.0], [0.0], [0.0]]), torch.ones(1)
+    >>> multi_objective_advantages(rewards, weights, 2, scale="none", estimator="gpg").tolist()
     [1.0, -1.0, 0.0, 0.0]
 
-    With "remax", the greedy completion of the first prompt has 0.5, that of the second one 1:
+    With "remax", the greedy completion of the first prompt has 0.5, that of the second one 0:
 
-    >>> greedy = torch.tensor([0.5, 0.5, 1.0, 1.0])
-    >>> group_advantages(torch.ones(4), 2, scale="none", estimator="remax", baselines=greedy).tolist()
-    [0.5, 0.5, 0.0, 0.0]
+    >>> greedy = torch.tensor([0.5, 0.5, 0.0, 0.0])
+    >>> multi_objective_advantages(rewards, weights, 2, scale="none", estimator="remax", baselines=greedy).tolist()
+    [0.5, -0.5, 0.0, 0.0]
     """
-    groups = rewards.view(-1, num_generations)
+    if aggregation == "normalize_then_sum":
+        return _normalised_before_the_sum(per_function, weights, num_generations)
+    totals = total_rewards(per_function, weights)
+    groups = totals.view(-1, num_generations)
     advantages = centred = _centred(groups)
     if estimator == "grpo" and scale != "none":
-        advantages = centred / (nanstd(groups if scale == "group" else rewards[None]) + EPSILON)
+        advantages = centred / (nanstd(groups if scale == "group" else totals[None]) + EPSILON)
     elif estimator == "rloo":
         count = (~groups.isnan()).sum(1, keepdim=True)
         advantages = centred * count / (count - 1).clamp_min(1)
@@ -120,7 +92,7 @@ def group_advantages(
         advantages = torch.where(mean > 0, centred / mean, 0.0)
     elif estimator.startswith("reinforce_plus_plus"):
         # A group with equal rewards keeps an advantage of exactly 0: the mean of what is centred is 0 but for rounding.
-        whitened = centred if estimator == "reinforce_plus_plus_baseline" else _centred(rewards[None])
+        whitened = centred if estimator == "reinforce_plus_plus_baseline" else _centred(totals[None])
         advantages = whitened / (nanstd(whitened.view(1, -1)) + EPSILON_OF_BATCH)
     elif estimator == "opo":
         assert lengths is not None
@@ -134,6 +106,21 @@ def group_advantages(
         assert baselines is not None
         advantages = groups - baselines.view(groups.shape)[:, :1]
     return advantages.nan_to_num(0.0).flatten()
+
+
+def _normalised_before_the_sum(per_function: Tensor, weights: Tensor, num_generations: int) -> Tensor:
+    """Equals
+    total = sum over f of w_f * (r_f - mean_group(r_f)) / (std_group(r_f) + 1e-4)
+    (total - mean_batch(total)) / (std_batch(total) + 1e-4)
+    """
+    columns = per_function.T
+    groups = columns.reshape(-1, num_generations)
+    normalised = _centred(groups) / (nanstd(groups) + EPSILON)
+    total = total_rewards(normalised.view(columns.shape).T, weights)[None]
+    advantages = ((total - total.nanmean()) / (nanstd(total) + EPSILON)).nan_to_num(0.0).flatten()
+    # The mean of the batch is 0 but for rounding, which is no advantage of a group whose rewards are all equal.
+    equal = _are_equal(groups).view(len(columns), -1).all(0).repeat_interleave(num_generations)
+    return advantages.masked_fill(equal, 0.0)
 
 
 def best_of_k_advantages(groups: Tensor, k: int) -> Tensor:

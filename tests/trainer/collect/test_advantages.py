@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_grpo.trainer.collect.advantages import group_advantages, multi_objective_advantages, total_rewards
+from fused_grpo.trainer.collect.advantages import multi_objective_advantages, total_rewards
 
 NAN = float("nan")
 ORDERS = ["sum_then_normalize", "normalize_then_sum"]
@@ -85,13 +85,17 @@ def test_a_small_reward_counts_beside_a_large_one_where_each_is_normalised(aggre
     assert ((given[2] - given[0]).item() > 0.5) is heard
 
 
+def of_one_function(rewards, size, **options):
+    return multi_objective_advantages(rewards[:, None], torch.ones(1), size, **options)
+
+
 def test_advantages_are_those_of_the_group():
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0, 5.0, 5.0, 5.0])
     scale = torch.tensor([1.0, 0.0, 0.0, 1.0]).std() + 1e-4
     expected = torch.tensor([0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0]) / scale
-    torch.testing.assert_close(group_advantages(rewards, 4, scale="group"), expected)
-    torch.testing.assert_close(group_advantages(rewards, 4, scale="none"), expected * scale)
-    torch.testing.assert_close(group_advantages(rewards, 4, scale="batch"), expected * scale / (rewards.std() + 1e-4))
+    torch.testing.assert_close(of_one_function(rewards, 4, scale="group"), expected)
+    torch.testing.assert_close(of_one_function(rewards, 4, scale="none"), expected * scale)
+    torch.testing.assert_close(of_one_function(rewards, 4, scale="batch"), expected * scale / (rewards.std() + 1e-4))
 
 
 @pytest.mark.parametrize("aggregation", ORDERS)
@@ -103,7 +107,7 @@ def test_equal_rewards_give_no_advantage_for_any_rounding_of_their_mean(aggregat
 
 
 def test_unscored_completions_take_no_part_in_their_group():
-    advantages = group_advantages(torch.tensor([NAN, 1.0, 3.0, NAN, NAN, NAN]), 3, scale="none")
+    advantages = of_one_function(torch.tensor([NAN, 1.0, 3.0, NAN, NAN, NAN]), 3, scale="none")
     torch.testing.assert_close(advantages, torch.tensor([0.0, -1.0, 1.0, 0.0, 0.0, 0.0]))
 
 
