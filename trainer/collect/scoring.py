@@ -358,31 +358,12 @@ def rollout_metrics(
         **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
         **({"rollouts/dropped": float(failed)} if failed else {}),
         **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
-        **(pass_rates([facts.per_function for facts in processes], num_generations) if passes else {}),
+        **(pass_rates(per_function, num_generations) if passes else {}),
     }
 
 
-def pass_names(num_generations: int) -> dict[str, int]:
-    """The metrics of so many completions per prompt, with their k: powers of 2, and all of them.
-
-    >>> pass_names(6)
-    {'pass@1': 1, 'pass@2': 2, 'pass@4': 4, 'pass@6': 6}
-    """
-    powers = (2**exponent for exponent in range(num_generations.bit_length()))
-    return {f"pass@{k}": k for k in (*powers, num_generations)}
-
-
-def pass_at(k: int, n: int, right: int) -> float:
-    """The probability that a sample of k of n completions, of which so many are right, has a right one.
-
-    >>> pass_at(2, 4, 1)  # 3 of the 6 pairs
-    0.5
-    """
-    return 1 - math.comb(n - right, k) / math.comb(n, k)
-
-
-def pass_rates(per_function: Sequence[Tensor], num_generations: int) -> dict[str, float]:
-    """pass@k for every k of `pass_names`: the probability that one of k completions of a prompt is right.
+def pass_rates(per_function: Tensor, n: int) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ... and n: the probability that one of k completions of a prompt is right.
 
     It is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374), equation 1, from the c of n completions to which
     the first reward function gives FULL_REWARD or more; NaN where no prompt was scored:
@@ -390,16 +371,21 @@ def pass_rates(per_function: Sequence[Tensor], num_generations: int) -> dict[str
         pass@k = mean over prompts of 1 - C(n - c, k) / C(n, k)
 
     Args:
-        per_function: rewards [B, F] of each process, whole groups of `num_generations`, one after the other; NaN: not
-            scored. A prompt none of whose completions was scored does not count, any other such completion is wrong.
+        per_function: rewards [B, F], groups of n one after the other; NaN: not scored. A prompt none of whose
+            completions was scored does not count, any other such completion is wrong.
+
+    Of the 6 pairs of four completions, 3 have the one that is right:
+
+    >>> pass_rates(torch.tensor([[0.0], [1.0], [0.0], [0.0]]), 4)
+    {'pass@1': 0.25, 'pass@2': 0.5, 'pass@4': 1.0}
     """
-    groups = [group for part in per_function for group in part[:, 0].view(-1, num_generations)]
-    scored = [group for group in groups if not group.isnan().all()]
-    right = [int((group >= FULL_REWARD).sum()) for group in scored]
-    return {
-        name: fmean(pass_at(k, num_generations, count) for count in right) if right else math.nan
-        for name, k in pass_names(num_generations).items()
+    scored = [group for group in per_function[:, 0].view(-1, n) if not group.isnan().all()]
+    counts = [int((group >= FULL_REWARD).sum()) for group in scored]
+    shares = {
+        k: [1 - math.comb(n - right, k) / math.comb(n, k) for right in counts]
+        for k in (*(2**exponent for exponent in range(n.bit_length())), n)
     }
+    return {f"pass@{k}": fmean(of_prompts) if of_prompts else math.nan for k, of_prompts in shares.items()}
 
 
 def _std(values: Tensor) -> Tensor:
