@@ -60,9 +60,9 @@ BUGS = {
     ),
     "further rounds are sampled anew while a queue waits": (
         "trainer/collect/collector.py",
-        "more = self._with_unequal_rewards(self._round(engine, phases, trainer_state, draw()))",
+        "more = self._with_unequal_rewards(self._round(engine, phases, draw()))",
         "drawn = (lambda rows, complete: (rows, complete()))(*self._next_batch(engine))\n"
-        "            more = self._with_unequal_rewards(self._round(engine, phases, trainer_state, drawn))",
+        "            more = self._with_unequal_rewards(self._round(engine, phases, drawn))",
         RESUMED,
     ),
     "a checkpoint has the first batch of the queue alone": (

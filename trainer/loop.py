@@ -170,7 +170,7 @@ class GRPOTrainer(TransformersFace):
             super().__init__(start, policy, learner, self._training_state)
             self.train_dataset, self.eval_dataset = dataset, eval_dataset
             self.max_steps, self.epochs = start.max_steps, start.epochs
-            self.collector = Collector(start, self.sampler, learner)
+            self.collector = Collector(start, self.sampler, learner, self.events)
             self.weight_check = WeightCheck(args, policy, accelerator.device, own_weights=own_weights)
             self.buffer: RolloutBuffer | None = None
             self.stop, self.lock = StopOnSignal(), RunLock()
@@ -255,7 +255,7 @@ class GRPOTrainer(TransformersFace):
         for name, dataset in chosen_eval_sets(prompted, self.eval_dataset).items():
             self._open_engine()
             self._sync_engine()
-            result = self.collector.evaluate(self.engine, dataset, trainer_state=self.state)
+            result = self.collector.evaluate(self.engine, dataset)
             with all_ranks_succeed(self.accelerator, "logging the evaluation"):
                 self.engine.sleep()
                 rewards = result.rewards(self.rewards.names, of_set=name)
@@ -348,8 +348,7 @@ class GRPOTrainer(TransformersFace):
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, and more where `dynamic_sampling` replaces groups."""
         self._open_engine()
-        draw = partial(self._draw, phases)
-        scored = self.scored = self.collector.collect(self.engine, phases, draw=draw, trainer_state=self.state)
+        scored = self.scored = self.collector.collect(self.engine, phases, draw=partial(self._draw, phases))
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
             if not self.collector.queue:
                 self.engine.sleep()

@@ -24,6 +24,7 @@ from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.types import Sample
 
 Drawn = tuple[list[Row], list[Sample]]  # rows of the dataset, and the completions of their prompts, group by group
+Draw = Callable[[], Drawn | None]  # None: there is no queue
 
 
 class Prefetched(NamedTuple):

@@ -13,12 +13,10 @@ and each samples its part. Rewards are gathered, so advantages are always those 
 Groups for which the engine or a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose
 rewards are all equal. With `mask_truncated_completions`, truncated completions are counted, but not in the loss.
 
-With `generate_ahead=k`, a vLLM server samples while the optimizer learns. Each collection takes the oldest batch of a
-queue (batch_queue.py), requests another one from the current weights, and scores. So batch n was sampled from the
-weights of min(n, k) generations before, never from older ones (`off_policy_steps`), and the loss corrects for it
-(`vllm_importance_sampling_correction`): the old policy is the current one, and rho is its ratio to the policy that
-sampled. Further rounds of `dynamic_sampling` take from the queue too, and it is filled again. So what is sampled
-depends on samples and steps alone, not on time.
+With `generate_ahead=k`, each collection takes the oldest batch of a queue (batch_queue.py), further rounds of
+`dynamic_sampling` too, and requests another one from the current weights. Batch n was sampled from the weights of
+min(n, k) generations before (`off_policy_steps`), and the loss corrects for it: the old policy is the current one, and
+rho of `vllm_importance_sampling_correction` its ratio to the policy that sampled.
 
 For ReMax, a second `generate` call gives a greedy completion of each prompt, to the rank with the first part of its
 group. It is the `greedy` of the samples there, is scored after them, and takes no further part: its reward is their
@@ -54,7 +52,7 @@ from fused_grpo.trainer.batching.rollout_buffer import (
 )
 from fused_grpo.trainer.collect import token_baseline
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, spread
-from fused_grpo.trainer.collect.batch_queue import BatchQueue, Drawn
+from fused_grpo.trainer.collect.batch_queue import BatchQueue, Draw, Drawn
 from fused_grpo.trainer.collect.scoring import (
     Evaluation,
     RolloutFacts,
@@ -74,6 +72,7 @@ from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
 from fused_grpo.trainer.episodes.play import EpisodeEngine
 from fused_grpo.trainer.learner import Learner
+from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import Phases
 from fused_grpo.trainer.models.weight_stream import copied
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
@@ -82,9 +81,10 @@ from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with
 class Collector:
     """Draws prompts, has an engine complete them, scores the completions and makes batches for a learner of them."""
 
-    def __init__(self, start: Start, sampler: PromptSampler, learner: Learner) -> None:
+    def __init__(self, start: Start, sampler: PromptSampler, learner: Learner, events: Events) -> None:
         self.args, self.accelerator, self.sampler, self.learner = start.args, learner.accelerator, sampler, learner
         self.rewards, self.tokenizer, self.prompt_limit = start.rewards, start.tokenizer, start.limit
+        self.events = events  # whose state reward functions may ask for
         self.group_part = self.args.group_part(self.accelerator.num_processes)
         self.has_greedy = self.args.advantage_estimator == "remax"
         self.generate_calls = self.num_tokens = 0  # tokens over all ranks; a prompt counts with each completion
@@ -99,14 +99,7 @@ class Collector:
             rows, complete = self._next_batch(engine)
             return rows, complete()
 
-    def collect(
-        self,
-        engine: RolloutEngine,
-        phases: Phases,
-        *,
-        draw: Callable[[], Drawn | None] = lambda: None,
-        trainer_state: Any = None,
-    ) -> Scored:
+    def collect(self, engine: RolloutEngine, phases: Phases, *, draw: Draw = lambda: None) -> Scored:
         """The samples of a batch, with rewards, advantages and the metrics of all ranks.
 
         `draw` is called before each round, on all ranks. It may return what `Collector.draw` has; otherwise that is
@@ -116,12 +109,12 @@ class Collector:
             RewardError: a reward function failed and `reward_failure` is not "drop", or no group is left.
             UnavailableError: the engine failed and `rollout_failure` is not "drop", or no group is left.
         """
-        scored = self._scored(engine, phases, draw, trainer_state)
+        scored = self._scored(engine, phases, draw)
         with phases("reward"):
             facts = gather_object([RolloutFacts.of(scored)])
             advantages = self._advantages(facts, self.args.num_generations)
         self.num_tokens += sum(one.num_tokens for one in facts)
-        metrics = self._metrics(facts, self.args.num_generations) | scored.metrics
+        metrics = rollout_metrics(facts, self.rewards.names, self.args, size=self.args.num_generations) | scored.metrics
         metrics |= {"num_tokens": float(self.num_tokens)} | self.sampler.metrics()
         return replace(scored.with_advantages(advantages), metrics=metrics)
 
@@ -146,7 +139,7 @@ class Collector:
             metrics=scored.metrics,
         )
 
-    def evaluate(self, engine: RolloutEngine, dataset: Any, *, trainer_state: Any = None) -> Evaluation:
+    def evaluate(self, engine: RolloutEngine, dataset: Any) -> Evaluation:
         """Rewards over a dataset: of one greedy completion each, or of `num_generations_eval` sampled ones.
 
         A collective: each rank completes and scores its part of the rows, and all of them return the figures of all.
@@ -164,9 +157,10 @@ class Collector:
             if own := rows[first:end]:
                 placed = replace(sampling, first_prompt=first)
                 samples = self._completing(engine, own, placed, range(first, end), batch="eval")()
-                scored = score_rollouts(samples, own, self.rewards, self.tokenizer, trainer_state=trainer_state)
+                scored = score_rollouts(samples, own, self.rewards, self.tokenizer, trainer_state=self.events.state)
         everywhere = gather_object([RolloutFacts.of(scored)])
-        metrics = self._metrics(everywhere, sampling.n, passes=count is not None)
+        passes = count is not None
+        metrics = rollout_metrics(everywhere, self.rewards.names, self.args, size=sampling.n, passes=passes)
         metrics["num_tokens"] = float(self.num_tokens)
         batch = self._learned_from(scored.with_advantages(self._advantages(everywhere, sampling.n)))
         skipped = [self.learner.can_skip and sample.in_loss and not sample.has_advantage for sample in batch]
@@ -249,11 +243,9 @@ class Collector:
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
 
-    def _scored(
-        self, engine: RolloutEngine, phases: Phases, draw: Callable[[], Drawn | None], trainer_state: Any
-    ) -> Scored:
+    def _scored(self, engine: RolloutEngine, phases: Phases, draw: Draw) -> Scored:
         """One generation, or with `dynamic_sampling` as many as fill the batch; `metrics` says how many that were."""
-        scored = self._round(engine, phases, trainer_state, draw())
+        scored = self._round(engine, phases, draw())
         if not self.args.dynamic_sampling:
             if not any_rank(self.accelerator, bool(scored.kept())):
                 of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
@@ -263,16 +255,16 @@ class Collector:
         wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
         # All ranks go on alike: they draw from one sequence of prompts.
         while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, len(scored.samples) < wanted):
-            more = self._with_unequal_rewards(self._round(engine, phases, trainer_state, draw()))
+            more = self._with_unequal_rewards(self._round(engine, phases, draw()))
             scored, rounds = Scored.joined([scored, more]), rounds + 1
         return replace(scored, samples=scored.samples[:wanted], metrics={"dynamic_sampling/rounds": float(rounds)})
 
-    def _round(self, engine: RolloutEngine, phases: Phases, trainer_state: Any, drawn: Drawn | None) -> Scored:
+    def _round(self, engine: RolloutEngine, phases: Phases, drawn: Drawn | None) -> Scored:
         with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"), self._in_place():
             rows, samples = drawn or self.draw(engine, phases)
             with phases("reward"):
-                scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
-                scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=trainer_state)
+                scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=self.events.state)
+                scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=self.events.state)
         scored = self._dropped_everywhere(scored)
         if isinstance(self.sampler, CurriculumSampler):
             ranks, size = gather_object([[sample.reward for sample in scored.samples]]), self.args.num_generations
@@ -318,12 +310,6 @@ class Collector:
         """This rank's places among the values of all ranks, each of which has as many as it has in `parts`."""
         first = sum(len(part) for part in parts[: self.accelerator.process_index])
         return slice(first, first + len(parts[self.accelerator.process_index]))
-
-    def _metrics(self, processes: Sequence[RolloutFacts], size: int, *, passes: bool = False) -> dict[str, float]:
-        args, names = self.args, self.rewards.names
-        of_batch = args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum"
-        of_batch |= args.advantage_estimator == "reinforce_plus_plus"
-        return rollout_metrics(processes, names, num_generations=size, of_batch=of_batch, passes=passes)
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
         """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""

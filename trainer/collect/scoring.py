@@ -25,6 +25,7 @@ from fused_grpo.errors import InputError, RewardError, shown
 from fused_grpo.trainer.collect.advantages import nanstd, spread, total_rewards
 from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.data.prompts import as_completion
 from fused_grpo.trainer.rewards import Rewards
@@ -299,24 +300,26 @@ class RolloutFacts(NamedTuple):
 
 
 def rollout_metrics(
-    processes: Sequence[RolloutFacts], names: Sequence[str], *, num_generations: int, of_batch: bool, passes: bool
+    processes: Sequence[RolloutFacts], names: Sequence[str], args: GRPOConfig, *, size: int, passes: bool = False
 ) -> dict[str, float]:
     """Reward and length metrics of one generated batch, over all processes.
 
     Args:
-        processes: in the order of their ranks: a group may be on several.
-        of_batch: advantages are scaled by the whole batch, which `frac_reward_zero_std` is about then.
+        processes: in the order of their ranks: a group, of `size` completions, may be on several.
+        names: of the reward functions.
         passes: `pass_rates`, too.
     """
     rewards, baselines, per_function, lengths, ended, dropped = (
         torch.cat([getattr(facts, name) for facts in processes])
         for name in ("rewards", "baselines", "per_function", "lengths", "ended", "dropped")
     )
-    groups, baselines = (values.view(-1, num_generations) for values in (rewards, baselines))
+    groups, baselines = (values.view(-1, size) for values in (rewards, baselines))
     apart = spread(groups, None if baselines.isnan().all() else baselines[:, :1])
     within, overall = nanstd(groups)[:, 0], _std(rewards[~rewards.isnan()])
     # A single completion has no spread; of a larger group, one score says nothing about it.
-    comparable = (~groups.isnan()).sum(1) > min(1, num_generations - 1)
+    comparable = (~groups.isnan()).sum(1) > min(1, size - 1)
+    of_batch = args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum"
+    of_batch |= args.advantage_estimator == "reinforce_plus_plus"
     is_equal = (overall if of_batch else apart) < EQUAL_REWARDS
     metrics = {
         "reward": rewards.nanmean(),
@@ -358,7 +361,7 @@ def rollout_metrics(
         **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
         **({"rollouts/dropped": float(failed)} if failed else {}),
         **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
-        **(pass_rates(per_function, num_generations) if passes else {}),
+        **(pass_rates(per_function, size) if passes else {}),
     }
 
 
