@@ -2,7 +2,6 @@
 
 BASELINE = "trainer/collect/token_baseline.py"
 COLLECTOR = "trainer/collect/collector.py"
-REPORT = "trainer/batching/variance_report.py"
 METRICS = "trainer/batching/micro_batch_metrics.py"
 LOSS = "fused_grpo/fused_loss.py"
 TESTS = "tests/trainer/collect/test_token_baseline.py"
@@ -92,15 +91,15 @@ BUGS = {
         [*SQUARES[:-1], "autograd and torch-dtype0 and phases"],
     ),
     "a report counts completions by their energy": (
-        REPORT,
+        METRICS,
         "sum(map(sqrt, squares)) ** 2 / total",
         "total ** 2 / sum(x * x for x in squares)",
         [TESTS, "-k", "report_is"],
     ),
     "a report is of one rank": (
-        REPORT,
-        "gather_object(own)",
-        "own",
+        METRICS,
+        "gather_object(energies)",
+        "energies",
         RANKS,
     ),
     "an effective sample size is one of weights": (

@@ -36,17 +36,12 @@ from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.micro_batch_metrics import (
     correction_weights,
     evidence,
-    merge_floats,
-    merge_metrics,
     per_sequence,
     quantile,
-    ratio_metrics,
-    ratio_sums,
-    turn_sums,
+    step_metrics,
     with_covariance_selection,
 )
-from fused_grpo.trainer.batching.micro_batches import Packing, can_skip, micro_batches, skipped_metrics
-from fused_grpo.trainer.batching.variance_report import variance_report
+from fused_grpo.trainer.batching.micro_batches import Packing, can_skip, micro_batches
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import NonFiniteSteps, any_rank
 from fused_grpo.trainer.distributed.sharding import (
@@ -67,7 +62,7 @@ from fused_grpo.trainer.models.adapters import (
 from fused_grpo.trainer.models.attention import attention_cost
 from fused_grpo.trainer.models.loading import SELF, check_teacher_model, fingerprint
 from fused_grpo.trainer.models.optimizer import EntropyController, make_optimizer, make_schedule
-from fused_grpo.trainer.models.router_replay import ROUTED, RouterReplay
+from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss, Teacher, router_loss_coefficient
 from fused_grpo.trainer.self_check import self_check, shared_layout
@@ -222,7 +217,7 @@ class Learner:
             for _ in range(len(packed), self.args.gradient_accumulation_steps):  # what is skipped fills fewer
                 event("on_substep_end")
             # Those of all ranks, so that either every rank goes on from here or none does.
-            metrics = self._metrics(batch, packed, outputs)
+            metrics = step_metrics(batch, packed, outputs, self.loss_config)
             norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm or math.inf)
             metrics["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             may_update = self.nonfinite.may_update(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
@@ -258,7 +253,7 @@ class Learner:
         # Completions of an evaluation come without the log-probs that it needs.
         options["config"] = dataclasses.replace(options["config"], score_centering="off")
         outputs = self._measured(self._unwrapped, "loss", packed, **options)
-        return self._metrics(batch, packed, outputs)["loss"]
+        return step_metrics(batch, packed, outputs, self.loss_config)["loss"]
 
     def _prepared(self, batch: list[Sample]) -> tuple[list[Sample], list[MicroBatch], dict[str, Any], float | None]:
         """The batch with its reference, its micro-batches, the loss's arguments, and as `_entropy_options` the mean."""
@@ -373,23 +368,6 @@ class Learner:
         # A step may have no token in its loss: every completion truncated and masked.
         counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
         return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))
-
-    def _metrics(
-        self, batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]
-    ) -> dict[str, float]:
-        """The loss op's metrics of the step, and TRL's of its ratios, over all ranks."""
-        reports = "squared_gradients" in outputs[0].metrics  # not of an evaluation
-        squared = [output.metrics.pop("squared_gradients") for output in outputs if reports]
-        of_step = variance_report(batch, packed, squared) if reports else {}
-        routed = [{name: output.metrics.pop(name) for name in ROUTED if name in output.metrics} for output in outputs]
-        of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
-        logprobs = [output.logprobs for output in outputs]
-        parts = zip(packed, logprobs, routed, strict=True)
-        of_ratios = merge_metrics([ratio_sums(part, own, self.loss_config) | sums for part, own, sums in parts])
-        of_turns = turn_sums(batch, packed, logprobs)
-        own = [(of_loss, of_ratios | of_turns), skipped_metrics(batch, self.loss_config)]
-        losses, ratios = zip(*gather_object(own), strict=True)
-        return merge_floats(losses) | ratio_metrics(merge_floats(ratios), self.loss_config.loss_type) | of_step
 
     def _entropy_options(self, packed: Sequence[MicroBatch]) -> tuple[dict[str, Any], float | None]:
         """The loss's config for this step; with `top_entropy_quantile` its threshold, and the mean entropy above that.

@@ -22,8 +22,10 @@ own. It is the same for any cut into micro-batches and for any number of ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
+from math import sqrt
 
 import numpy as np
 import torch
@@ -36,6 +38,7 @@ from fused_grpo._maths.formulas import LossInputs, bounded_ratio, kl_term, log_r
 from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
 from fused_grpo.loss import GRPOLossOutput, LossArguments, loss_inputs
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, joined_rows
+from fused_grpo.trainer.models.router_replay import ROUTED
 from fused_grpo.trainer.types import MicroBatch, Sample
 
 Sums = dict[str, Tensor]
@@ -44,6 +47,23 @@ SUMMED = frozenset({"loss_tokens", "loss", "policy_term", "aux_loss"})
 DIFFERENCE = "sampling/sampling_logp_difference"
 BIT_EQUAL, ROUTING = "sampling/bit_equal_fraction", "sampling/routing_disagreement"
 MOST_TURNS = 8  # with metrics of their own
+
+
+def step_metrics(
+    batch: Sequence[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput], config: GRPOLossConfig
+) -> dict[str, float]:
+    """The loss op's metrics of an optimizer step, and TRL's of its ratios, over all ranks. A collective."""
+    reports = "squared_gradients" in outputs[0].metrics  # not of an evaluation
+    squared = [output.metrics.pop("squared_gradients") for output in outputs if reports]
+    of_gradient = variance_report(batch, packed, squared) if reports else {}
+    routed = [{name: output.metrics.pop(name) for name in ROUTED if name in output.metrics} for output in outputs]
+    of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
+    logprobs = [output.logprobs for output in outputs]
+    parts = zip(packed, logprobs, routed, strict=True)
+    of_ratios = merge_metrics([ratio_sums(part, own, config) | sums for part, own, sums in parts])
+    own = [(of_loss, of_ratios | turn_sums(batch, packed, logprobs)), skipped_metrics(batch, config)]
+    losses, ratios = zip(*gather_object(own), strict=True)
+    return merge_floats(losses) | ratio_metrics(merge_floats(ratios), config.loss_type) | of_gradient
 
 
 @torch.no_grad()
@@ -265,3 +285,53 @@ def evidence(batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequenc
     """The batch as tensors, and the log-probs that the policy gave its tokens."""
     logprobs = per_sequence(packed, [output.logprobs for output in outputs], len(batch))
     return as_tensors(batch) | joined_rows("logprobs", logprobs, torch.float32)
+
+
+def skipped_metrics(batch: Sequence[Sample], config: GRPOLossConfig) -> tuple[dict[str, float], dict[str, float]]:
+    """(metrics, `ratio_sums`) of a micro-batch of this rank's skipped completions: none of their tokens is clipped."""
+    lengths = [sample.num_own for sample in batch if sample.skipped]
+    if not lengths:
+        return {}, {}
+    tokens, of_sequence = float(sum(lengths)), config.ratio_of_sequence
+    unclipped = dict.fromkeys(("low_sum", "low_min", "high_sum", "high_max"), 0.0)
+    ratios = {**unclipped, "ratios_sum": float(len(lengths)) if of_sequence else tokens}
+    return {"loss_tokens": tokens, "zero_gradient_fraction": 1.0}, ratios
+
+
+def variance_report(
+    batch: Sequence[Sample], packed: Sequence[MicroBatch], squared: Sequence[Tensor]
+) -> dict[str, float]:
+    """Where the gradient of an optimizer step comes from, with the squared norm [N] of each token's d loss / d logits.
+
+    Their sum over a completion is e_i, and over the completions of a prompt E_p. They stand for squared norms of
+    gradients in the weights, as in arXiv:2602.07078, with tokens taken for orthogonal. Over all ranks,
+
+        gradient/effective_sequences   (sum sqrt e_i)^2 / sum e_i: B where B completions contribute alike, 1: one does
+        gradient/effective_groups      (sum sqrt E_p)^2 / sum E_p: the same of prompts
+        gradient/largest_group_share   max E_p / sum E_p
+
+    Completions without a gradient count for nothing: how far these numbers are below those of the batch is what is lost
+    to groups with equal rewards, clipped tokens, and a few completions that dominate. A collective.
+    """
+    rows = per_sequence(packed, squared, len(batch))
+    energies = [(tuple(sample.prompt_ids), row.double().sum().item()) for sample, row in zip(batch, rows, strict=True)]
+    groups, sequences = defaultdict[tuple[int, ...], float](float), list[float]()
+    for prompt, energy in gather_object(energies):
+        groups[prompt] += energy
+        sequences.append(energy)
+    total = sum(sequences)
+    return {
+        "gradient/effective_sequences": effective_number(sequences),
+        "gradient/effective_groups": effective_number(groups.values()),
+        "gradient/largest_group_share": max(groups.values(), default=0.0) / total if total else 0.0,
+    }
+
+
+def effective_number(squares: Collection[float]) -> float:
+    """Kish's effective sample size of contributions with these squared norms; 0 of none.
+
+    >>> effective_number([1.0, 1.0, 1.0, 1.0]), effective_number([9.0, 1.0, 0.0])
+    (4.0, 1.6)
+    """
+    total = sum(squares)
+    return sum(map(sqrt, squares)) ** 2 / total if total else 0.0

@@ -27,7 +27,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from fused_grpo.config import GRPOLossConfig
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import any_rank
@@ -360,14 +359,3 @@ def skip_zero_advantages(batch: list[Sample], accelerator: Accelerator) -> list[
     if not any_rank(accelerator, is_learned) and True in skipped:
         skipped[skipped.index(True)] = False
     return with_fields(batch, {"skipped": skipped})
-
-
-def skipped_metrics(batch: Sequence[Sample], config: GRPOLossConfig) -> tuple[dict[str, float], dict[str, float]]:
-    """(metrics, `ratio_sums`) of a micro-batch of this rank's skipped completions: none of their tokens is clipped."""
-    lengths = [sample.num_own for sample in batch if sample.skipped]
-    if not lengths:
-        return {}, {}
-    tokens, of_sequence = float(sum(lengths)), config.ratio_of_sequence
-    unclipped = dict.fromkeys(("low_sum", "low_min", "high_sum", "high_max"), 0.0)
-    ratios = {**unclipped, "ratios_sum": float(len(lengths)) if of_sequence else tokens}
-    return {"loss_tokens": tokens, "zero_gradient_fraction": 1.0}, ratios
