@@ -44,13 +44,7 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
 from fused_grpo.trainer.batching.micro_batches import Packing, can_skip, micro_batches
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import NonFiniteSteps, any_rank
-from fused_grpo.trainer.distributed.sharding import (
-    checkpoint_weights,
-    frozen_copy,
-    prepare_sharding,
-    reshard,
-    shard_frozen,
-)
+from fused_grpo.trainer.distributed.sharding import checkpoint_weights, frozen_copy, prepare_sharding, shard_frozen
 from fused_grpo.trainer.models.adapters import (
     adapter_stream,
     as_reference,
@@ -64,7 +58,7 @@ from fused_grpo.trainer.models.loading import SELF, check_teacher_model, fingerp
 from fused_grpo.trainer.models.optimizer import EntropyController, make_optimizer, make_schedule
 from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.models.weight_stream import WeightStream
-from fused_grpo.trainer.policy import PolicyLoss, Teacher, router_loss_coefficient
+from fused_grpo.trainer.policy import PolicyLoss, Teacher, evaluating, router_loss_coefficient
 from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
@@ -350,15 +344,10 @@ class Learner:
         self, policy: PolicyLoss, what: Any, packed: Sequence[MicroBatch], *, within: Context = None, **options: Any
     ) -> list[Any]:
         """`policy.measure` of each micro-batch, without dropout, and with the run's precision or `within` another."""
-        was_training = policy.training
-        policy.eval()
-        try:
-            # FSDP2 has a mixed precision of its own.
-            with within or (nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast()):
-                return [policy.measure(part, what, **options) for part in packed]
-        finally:
-            policy.train(was_training)
-            reshard(policy)
+        # FSDP2 has a mixed precision of its own.
+        precision = within or (nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast())
+        with evaluating(policy), precision:
+            return [policy.measure(part, what, **options) for part in packed]
 
     def _counts(self, packed: Sequence[MicroBatch], batch: list[Sample]) -> dict[str, Any]:
         """The normalisers of the whole step, over all ranks: of all micro-batches, and of what is in none of them."""
