@@ -273,7 +273,7 @@ class Learner:
 
     def with_old_logprobs(self, batch: list[Sample]) -> list[Sample]:
         """The batch with the log-probs of the current policy, for a step that is made after the policy has moved."""
-        return self._with_logprobs(batch, "old_logprobs", self._unwrapped)
+        return with_fields(batch, {"old_logprobs": self._logprobs(batch, self._unwrapped)})
 
     def _with_reference(self, batch: list[Sample]) -> list[Sample]:
         """The batch with the reference's log-probs, where there is a KL term and they have not been computed yet."""
@@ -284,14 +284,12 @@ class Learner:
             return batch
         own_experts = with_fields(batch, {"routed_experts": [None] * len(batch)})
         with self._reference_policy() as reference:
-            found = self._with_logprobs(own_experts, "ref_logprobs", reference)
-        return with_fields(batch, {"ref_logprobs": [sample.ref_logprobs for sample in found]})
+            return with_fields(batch, {"ref_logprobs": self._logprobs(own_experts, reference)})
 
-    def _with_logprobs(self, batch: list[Sample], name: str, policy: PolicyLoss) -> list[Sample]:
-        """The batch with the log-probs of a policy in the field `name`. The reference packs without virtual tokens."""
+    def _logprobs(self, batch: list[Sample], policy: PolicyLoss) -> list[Tensor]:
+        """Those of a policy for each sample. The reference packs without virtual tokens."""
         packed = self._pack(batch)
-        values = self._measured(policy, "logprobs", packed)
-        return with_fields(batch, {name: per_sequence(packed, values, len(batch))})
+        return per_sequence(packed, self._measured(policy, "logprobs", packed), len(batch))
 
     def weights(self) -> dict[str, Tensor]:
         """What is saved: the causal LM's full state dict, or the adapter's part of it. A collective.

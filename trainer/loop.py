@@ -29,7 +29,7 @@ those of Accelerate and transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -179,11 +179,7 @@ class GRPOTrainer(TransformersFace):
             self._beginning: dict[str, Any] | None = None  # where the first `train` began in the data
             # Last: no rank is in `train` before all have an engine.
             with all_ranks_succeed(accelerator, "starting the engine"):
-                self._make_engine: Callable[[], RolloutEngine] = partial(
-                    make_engine, start, policy, rollout_func=rollout_func, trainer=self
-                )
-                if rollout_engine is not None:
-                    self._make_engine = lambda: rollout_engine
+                self._make_engine = partial(make_engine, start, policy, self)
                 self.engine, self.engine_is_open = self._make_engine(), True
         self.events("on_init_end")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import TrainerControl, TrainerState, trainer_pt_utils
+from transformers import Trainer, TrainerControl, TrainerState, trainer_pt_utils
 
 from fused_grpo.errors import DataError, UnsupportedError
 from fused_grpo.trainer.batching.micro_batch_metrics import quantile
@@ -92,6 +92,10 @@ class TransformersFace:
     # As in transformers' own Trainer.
     log_metrics, metrics_format = trainer_pt_utils.log_metrics, staticmethod(trainer_pt_utils.metrics_format)
     save_metrics, save_state = trainer_pt_utils.save_metrics, trainer_pt_utils.save_state
+    add_callback: Any = Trainer.add_callback
+    pop_callback: Any = Trainer.pop_callback
+    remove_callback: Any = Trainer.remove_callback
+    get_num_trainable_parameters: Any = Trainer.get_num_trainable_parameters
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> Path:
         """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`.
@@ -303,18 +307,6 @@ class TransformersFace:
             "extra": {name: [sample.logged.get(name) for sample in samples] for name in columns},
         }
 
-    def add_callback(self, callback: Any) -> None:
-        """Add a callback, a class or an instance."""
-        self.events.handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback and return it, None where there is none."""
-        return self.events.handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Remove a callback."""
-        self.events.handler.remove_callback(callback)
-
     def is_world_process_zero(self) -> bool:
         """Whether this is the first process of all."""
         return bool(self.accelerator.is_main_process)
@@ -322,10 +314,6 @@ class TransformersFace:
     def is_local_process_zero(self) -> bool:
         """Whether this is the first process of its machine."""
         return bool(self.accelerator.is_local_main_process)
-
-    def get_num_trainable_parameters(self) -> int:
-        """The number of parameters that are trained."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     @property
     def epsilon_high(self) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -346,9 +346,8 @@ def check_prompts(start: Start) -> None:
 def check_saving(start: Start) -> None:
     """What will be saved beside the weights is saved once, in a temporary folder: transformers refuses some of it."""
     parts = {"the tokenizer": start.tokenizer}
-    if isinstance(start.model, nn.Module) and not is_adapted(start.model) and start.peft_config is None:
-        parts |= {"the config": start.config, "the generation_config": start.model.generation_config}
-    elif start.model_path is not None and start.peft_config is None:
+    if start.peft_config is None and not is_adapted(start.model):
+        parts |= {"the config": start.config} if start.model_path is None else {}
         parts |= {"the generation_config": found} if (found := generation_config(start)) is not None else {}
     directory = gettempdir()
     remove_abandoned(directory)  # of a process that was killed here
@@ -492,8 +491,10 @@ def make_sampler(start: Start) -> PromptSampler:
     )
 
 
-def make_engine(start: Start, model: Any, *, rollout_func: Any, trainer: Any) -> RolloutEngine:
-    """The engine that the options ask for."""
-    args = copy(start.args)
+def make_engine(start: Start, model: Any, trainer: Any) -> RolloutEngine:
+    """The user's own engine; or the one that the options ask for, where there is a `rollout_func` around it."""
+    own, args = start.engine, copy(start.args)
+    if own is not None and not callable(own):
+        return cast("RolloutEngine", own)
     args.vllm_max_model_length = start.longest_sequence
-    return choose_engine(start.engine_name, args, model, start.tokenizer, rollout_func=rollout_func, trainer=trainer)
+    return choose_engine(start.engine_name, args, model, start.tokenizer, rollout_func=own, trainer=trainer)
