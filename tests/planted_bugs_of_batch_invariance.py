@@ -49,8 +49,8 @@ BUGS = {
     ),
     "an unknown log-prob counts as one that differs": (
         METRICS,
-        'mean("equal", "known")',
-        'mean("equal", "tokens")',
+        'BIT_EQUAL: ("equal", "known")',
+        'BIT_EQUAL: ("equal", "tokens")',
         RATIOS,
     ),
     "the console says bit-equal at any share": (

@@ -1,19 +1,12 @@
-"""What a model does, measured on a few tokens before the first step, and not concluded from its name.
+"""What a model does, measured on a few tokens before the first step, and not concluded from its name (docs/models.md).
 
     own     = log_softmax(model(ids).logits)               of two short sequences: joined to one, and the second alone
     policy  = what the loss is computed from               of the first alone, and of both in one row
 
-- If the first sequence has other log-probs than the model's own, it would be trained on something else: refused. So is
-  a model whose own log-probs change with what follows: it is not causal.
-- If the second sequence has others behind the first one, sequences get a row each. Position ids may not reach the mask,
-  and a recurrent layer has no mask.
-- If two completions behind one prompt have others than each behind its own, or layers see a window only, completions do
-  not share a prompt: the model makes something else of a mask.
-- If a router's experts cannot be replayed, where that is asked for: refused (models/router_replay.py).
-- If states in training mode depend on the seed there is dropout, and log-probs cannot be compared with the sampler's.
-
-That takes at most ten forward passes of 17 tokens or fewer, two and one or three for each layer where routers are to be
-replayed, and leaves generators, gradients and modes as they are.
+If the second sequence has other log-probs behind the first one, sequences get a row each: position ids may not reach
+the mask, and a recurrent layer has no mask. If two completions behind one prompt have others than each behind its own,
+or layers see a window only, completions do not share a prompt: the model makes something else of a mask. What is not
+the model's own, not causal or not to be replayed is refused. Generators, gradients and modes are left as they are.
 """
 
 from __future__ import annotations

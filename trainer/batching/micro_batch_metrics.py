@@ -44,7 +44,7 @@ from fused_grpo.trainer.types import MicroBatch, Sample
 Sums = dict[str, Tensor]
 # Each is a count, or divided by a count of the whole step.
 SUMMED = frozenset({"loss_tokens", "loss", "policy_term", "aux_loss"})
-DIFFERENCE = "sampling/sampling_logp_difference"
+DIFFERENCE, RATIO = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
 BIT_EQUAL, ROUTING = "sampling/bit_equal_fraction", "sampling/routing_disagreement"
 MOST_TURNS = 8  # with metrics of their own
 
@@ -102,37 +102,33 @@ def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]
     """TRL's metrics from the merged sums of a step; none of a step without sequences."""
     if "sequences_sum" not in sums:
         return {}
-
-    def mean(name: str, count: str) -> float:
-        return sums[f"{name}_sum"] / max(1.0, sums[f"{count}_sum"])
-
-    metrics: dict[str, float] = {}
-    if loss_type in (*BOUNDED, "gmpo"):
-        low, high = mean("low", "ratios"), mean("high", "ratios")
-        metrics |= {"clip_ratio/low_mean": low, "clip_ratio/low_min": sums["low_min"]}
-        metrics |= {"clip_ratio/high_mean": high, "clip_ratio/high_max": sums["high_max"]}
-        metrics["clip_ratio/region_mean"] = low + high
-    elif loss_type == "cispo":
-        metrics["cispo_clip_ratio"] = mean("high", "ratios")
-    if "kl_sum" in sums:
-        metrics["kl"] = mean("kl", "tokens")
-    if "phi_sum" in sums:
-        metrics["vespo/phi_seq_mean"] = mean("phi", "sequences")
-    if "difference_sum" in sums:
-        metrics |= {f"{DIFFERENCE}/mean": mean("difference", "known"), f"{DIFFERENCE}/max": sums["difference_max"]}
-        metrics[BIT_EQUAL] = mean("equal", "known")
+    means = {  # of what over which count
+        "kl": ("kl", "tokens"),
+        "vespo/phi_seq_mean": ("phi", "sequences"),
+        f"{DIFFERENCE}/mean": ("difference", "known"),
+        BIT_EQUAL: ("equal", "known"),
+        f"{RATIO}/mean": ("rho", "rhos"),
+        ROUTING: ("rerouted", "routed"),
+    }
+    extremes = {f"{DIFFERENCE}/max": "difference_max", f"{RATIO}/min": "rho_min", f"{RATIO}/max": "rho_max"}
     for turn in (f"turn_{number}" for number in range(1, MOST_TURNS + 1)):
-        if f"{turn}_max" in sums:
-            metrics[f"{DIFFERENCE}/{turn}/mean"] = mean(turn, f"{turn}_known")
-            metrics[f"{DIFFERENCE}/{turn}/max"] = sums[f"{turn}_max"]
+        means[f"{DIFFERENCE}/{turn}/mean"], extremes[f"{DIFFERENCE}/{turn}/max"] = (
+            (turn, f"{turn}_known"),
+            f"{turn}_max",
+        )
+    if loss_type in (*BOUNDED, "gmpo"):
+        means |= {f"clip_ratio/{side}_mean": (side, "ratios") for side in ("low", "high")}
+        extremes |= {"clip_ratio/low_min": "low_min", "clip_ratio/high_max": "high_max"}
+    elif loss_type == "cispo":
+        means["cispo_clip_ratio"] = "high", "ratios"
+    known = {name: (f"{what}_sum", f"{count}_sum") for name, (what, count) in means.items() if f"{what}_sum" in sums}
+    metrics = {name: sums[what] / max(1.0, sums[count]) for name, (what, count) in known.items()}
+    metrics |= {name: sums[extreme] for name, extreme in extremes.items() if extreme in sums}
+    if "clip_ratio/low_mean" in metrics:
+        metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
     if "rho_sum" in sums:
-        prefix = "sampling/importance_sampling_ratio"
-        metrics |= {f"{prefix}/min": sums["rho_min"], f"{prefix}/max": sums["rho_max"]}
-        metrics[f"{prefix}/mean"] = mean("rho", "rhos")
         squares = sums["rho_squares_sum"] * sums["rhos_sum"]
         metrics["sampling/effective_sample_size"] = sums["rho_sum"] ** 2 / squares if squares else 0.0
-    if "routed_sum" in sums:
-        metrics[ROUTING] = mean("rerouted", "routed")
     return metrics
 
 

@@ -70,11 +70,6 @@ def batch_table(args: GRPOConfig, *, processes: int, prompts: int | None) -> str
     return "\n".join(["an optimizer step", *(f"  {fact.text} ({fact.options})" for fact in facts)]) + "\n"
 
 
-class FirstPrompt(NamedTuple):
-    form: str
-    text: str  # that of its tokens, special ones too, with control characters escaped; of a long one start and end
-
-
 class Plan:
     """What a run begins with, after its checks; DataError where the teacher's configuration cannot be loaded."""
 
@@ -98,7 +93,7 @@ class Plan:
     def print(self) -> dict[str, str]:
         """Print banner and warnings, on the first process. Returns the banner."""
         console, facts = Console(0, quiet=not self._start.is_main), self.banner()
-        console.banner(facts if self._prompt is None else facts | {"first prompt": self._prompt.text})
+        console.banner(facts if self._prompt is None else facts | {"first prompt": self._prompt[1]})
         for text in self.warnings():
             console.warn(text)
         return facts
@@ -113,7 +108,7 @@ class Plan:
         facts = {
             "task": "+".join(start.rewards.names),
             "model": _described(start.model, start.shape),
-            "data": count if self._prompt is None else f"{count}, {self._prompt.form}",
+            "data": count if self._prompt is None else f"{count}, {self._prompt[0]}",
             "engine": self._engine,
             "precision": f"trains in {trains}" + f"; vLLM samples in {samples}" * (self._engine == "vllm"),
             "batch": ", ".join(fact.text for fact in batch_facts(args, start.processes) if fact.in_banner),
@@ -178,8 +173,11 @@ def _teacher_shape(start: Start) -> ModelShape | str | None:
     return planned_shape(config, start.teacher, None)
 
 
-def _first_prompt(start: Start) -> FirstPrompt | None:
-    """The first prompt; None where the tokenizer has no chat template, which leaves nothing to ask."""
+def _first_prompt(start: Start) -> tuple[str, str] | None:
+    """The form of the prompts, and the text of the first one's tokens, special ones too: of a long one start and end.
+
+    None where the tokenizer has no chat template, which leaves nothing to ask.
+    """
     if not _template(start.tokenizer):
         return None
     row = as_row(next(iter(read_rows(start.train, name="train_dataset"))))
@@ -187,7 +185,7 @@ def _first_prompt(start: Start) -> FirstPrompt | None:
     if not is_conversational(row):
         form = "plain text: the model's chat template is not used"
     text = rendered(row, start.tokenizer, start.limit.template)
-    return FirstPrompt(form, visible(elide_middle(text, PROMPT_CHARACTERS)))
+    return form, visible(elide_middle(text, PROMPT_CHARACTERS))
 
 
 def _described(model: Any, shape: ModelShape | None, *, is_teacher: bool = False) -> str:

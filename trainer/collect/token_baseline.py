@@ -28,12 +28,9 @@ ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 class Scores(NamedTuple):
     """A completion of n own tokens, as its group's baseline sees it."""
 
-    reward: float
-    """NaN: it has no reward, advantages of 0, and no part in the baseline."""
-    norms: Tensor
-    """rho^2 s, [n]; [0] of one that goes through no model, which takes no part either."""
-    places: Tensor
-    """[n] int64, where these tokens are in the completion."""
+    reward: float  # NaN: it has no reward, advantages of 0, and no part in the baseline
+    norms: Tensor  # rho^2 s, [n]; [0] of one that goes through no model, which takes no part either
+    places: Tensor  # [n] int64, where these tokens are in the completion
 
     @property
     def takes_part(self) -> bool:
