@@ -28,7 +28,7 @@ from fused_grpo.trainer.batching.micro_batches import Packing, pack
 from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
 from fused_grpo.trainer.models.attention import sees_all, takes_any_lengths
 from fused_grpo.trainer.policy import PolicyLoss
-from fused_grpo.trainer.types import MicroBatch, samples_from
+from fused_grpo.trainer.types import MicroBatch, Sample
 
 _log = logging.getLogger(__name__)
 
@@ -135,14 +135,8 @@ def _row(model: Any, *trees: Sequence[Sequence[int]]) -> MicroBatch:
     """The trees in one row: sequences with the same first token. All of their tokens but that are completions."""
     embedding = model.get_input_embeddings().weight
     ids = [[token % len(embedding) for token in sequence] for sequence in chain.from_iterable(trees)]
-    batch = samples_from(
-        {
-            "prompt_ids": [tokens[:1] for tokens in ids],
-            "completion_ids": [tokens[1:] for tokens in ids],
-            "finish_reason": ["stop"] * len(ids),
-            "weight_version": [0] * len(ids),
-        }
-    )
+    facts: Any = {"finish_reason": "stop", "weight_version": 0}
+    batch = [Sample(prompt_ids=tokens[:1], completion_ids=tokens[1:], **facts) for tokens in ids]
     numbers = iter(range(len(ids)))
     row = pack(
         batch, [list(islice(numbers, len(tree))) for tree in trees], Packing(one_row=True), device=embedding.device

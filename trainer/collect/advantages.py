@@ -25,12 +25,12 @@ completions scored:
 from __future__ import annotations
 
 from math import comb
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fused_grpo.errors import InputError
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
 EPSILON = 1e-4
 EPSILON_OF_BATCH = 1e-8  # only against a division by 0
@@ -45,40 +45,37 @@ def total_rewards(per_function: Tensor, weights: Tensor) -> Tensor:
 def multi_objective_advantages(
     per_function: Tensor,
     weights: Tensor,
-    num_generations: int,
+    args: GRPOConfig,
     *,
-    scale: Literal["group", "batch", "none"],
-    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
-    estimator: str = "grpo",
+    size: int,
     lengths: Tensor | None = None,
     baselines: Tensor | None = None,
-    k: int = 2,
 ) -> Tensor:
-    """Advantages [B] from rewards [B, F] (NaN: not scored by that function) and weights [F].
+    """Advantages [B] from rewards [B, F] (NaN: not scored by that function), of groups of `size`, and weights [F].
 
     "opo" needs `lengths` [B], the tokens of each completion, and "remax" `baselines` [B], of which the first one of a
-    group counts: the reward of the greedy completion, NaN where it has none. `k` is that of "pkpo", `scale` that of
-    "grpo"; "normalize_then_sum" knows neither `scale` nor `estimator`. InputError for negative rewards with "maxrl".
+    group counts: the reward of the greedy completion, NaN where it has none. InputError for negative rewards with
+    "maxrl".
 
     With "gpg", a group that is not all equal has twice its advantages, r - 0.5, where one of two groups is:
 
     >>> rewards, weights = torch.tensor([[1.0], [0.0], [0.0], [0.0]]), torch.ones(1)
-    >>> multi_objective_advantages(rewards, weights, 2, scale="none", estimator="gpg").tolist()
+    >>> multi_objective_advantages(rewards, weights, GRPOConfig(advantage_estimator="gpg"), size=2).tolist()
     [1.0, -1.0, 0.0, 0.0]
 
     With "remax", the greedy completion of the first prompt has 0.5, that of the second one 0:
 
-    >>> greedy = torch.tensor([0.5, 0.5, 0.0, 0.0])
-    >>> multi_objective_advantages(rewards, weights, 2, scale="none", estimator="remax", baselines=greedy).tolist()
+    >>> remax, greedy = GRPOConfig(advantage_estimator="remax"), torch.tensor([0.5, 0.5, 0.0, 0.0])
+    >>> multi_objective_advantages(rewards, weights, remax, size=2, baselines=greedy).tolist()
     [0.5, -0.5, 0.0, 0.0]
     """
-    if aggregation == "normalize_then_sum":
-        return _normalised_before_the_sum(per_function, weights, num_generations)
-    totals = total_rewards(per_function, weights)
-    groups = totals.view(-1, num_generations)
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        return _normalised_before_the_sum(per_function, weights, size)
+    estimator, totals = args.advantage_estimator, total_rewards(per_function, weights)
+    groups = totals.view(-1, size)
     advantages = centred = _centred(groups)
-    if estimator == "grpo" and scale != "none":
-        advantages = centred / (nanstd(groups if scale == "group" else totals[None]) + EPSILON)
+    if estimator == "grpo" and args.scale_rewards != "none":
+        advantages = centred / (nanstd(groups if args.scale_rewards == "group" else totals[None]) + EPSILON)
     elif estimator == "rloo":
         count = (~groups.isnan()).sum(1, keepdim=True)
         advantages = centred * count / (count - 1).clamp_min(1)
@@ -101,25 +98,25 @@ def multi_objective_advantages(
         scored, unequal = (~groups.isnan()).any(1).sum(), (~_are_equal(groups)).sum()
         advantages = centred * scored / unequal.clamp_min(1)
     elif estimator == "pkpo":
-        advantages = best_of_k_advantages(groups, k)
+        advantages = best_of_k_advantages(groups, args.pkpo_k)
     elif estimator == "remax":
         assert baselines is not None
         advantages = groups - baselines.view(groups.shape)[:, :1]
     return advantages.nan_to_num(0.0).flatten()
 
 
-def _normalised_before_the_sum(per_function: Tensor, weights: Tensor, num_generations: int) -> Tensor:
+def _normalised_before_the_sum(per_function: Tensor, weights: Tensor, size: int) -> Tensor:
     """Equals
     total = sum over f of w_f * (r_f - mean_group(r_f)) / (std_group(r_f) + 1e-4)
     (total - mean_batch(total)) / (std_batch(total) + 1e-4)
     """
     columns = per_function.T
-    groups = columns.reshape(-1, num_generations)
+    groups = columns.reshape(-1, size)
     normalised = _centred(groups) / (nanstd(groups) + EPSILON)
     total = total_rewards(normalised.view(columns.shape).T, weights)[None]
     advantages = ((total - total.nanmean()) / (nanstd(total) + EPSILON)).nan_to_num(0.0).flatten()
     # The mean of the batch is 0 but for rounding, which is no advantage of a group whose rewards are all equal.
-    equal = _are_equal(groups).view(len(columns), -1).all(0).repeat_interleave(num_generations)
+    equal = _are_equal(groups).view(len(columns), -1).all(0).repeat_interleave(size)
     return advantages.masked_fill(equal, 0.0)
 
 

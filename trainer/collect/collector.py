@@ -362,19 +362,16 @@ class Collector:
         options |= {"rows": list(zip(numbers, rows, strict=True)), "routers": self.learner.routers}
         return partial(checked_generate, playing, prompt_ids, sampling, **options)
 
-    def _advantages(self, facts: Sequence[RolloutFacts], num_generations: int) -> Tensor:
+    def _advantages(self, facts: Sequence[RolloutFacts], size: int) -> Tensor:
         """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""
         parts = [one.per_function for one in facts]
         advantages = multi_objective_advantages(
             torch.cat(parts),
             self.rewards.weights,
-            num_generations,
-            scale=self.args.scale_rewards,  # type: ignore[arg-type]
-            aggregation=self.args.multi_objective_aggregation,
-            estimator=self.args.advantage_estimator,
+            self.args,
+            size=size,
             lengths=torch.cat([one.num_own for one in facts]),
             baselines=torch.cat([one.baselines for one in facts]),
-            k=self.args.pkpo_k,
         )
         return advantages[self._own_places(parts)]
 
