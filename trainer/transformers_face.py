@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from transformers import Trainer, TrainerControl, TrainerState, trainer_pt_utils
 
 from fused_grpo.errors import DataError, UnsupportedError
@@ -256,7 +256,7 @@ class TransformersFace:
             rows, workers = all_rows(rows, name="eval_dataset"), 0
         size, repeats = self.args.per_device_eval_batch_size, self.args.num_generations_eval or 1
         numbers = [number for number in range(len(rows)) for _ in range(repeats)]
-        batches = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        batches = list(BatchSampler(numbers, size, drop_last=False))
         own_batches = batches[self.accelerator.process_index :: self.accelerator.num_processes]
         return DataLoader(rows, batch_sampler=own_batches, collate_fn=list, num_workers=workers)
 

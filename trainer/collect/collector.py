@@ -377,7 +377,7 @@ class Collector:
 
     def _with_token_advantages(self, samples: list[Sample]) -> list[Sample]:
         """The samples, groups one after the other, with advantages for each token, where the estimator has such."""
-        if self.args.advantage_estimator not in token_baseline.ESTIMATORS:
+        if not self.args.advantage_estimator.endswith("optimal_token_baseline"):
             return samples
         of_tools = self.args.advantage_estimator.startswith("tir")
         # A group whose rewards are equal has none, whatever the norms are; of a part of a group that is not known here.

@@ -22,8 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-
 
 class Scores(NamedTuple):
     """A completion of n own tokens, as its group's baseline sees it."""
