@@ -157,11 +157,13 @@ class Learner:
         return layout, measured[0].is_random
 
     def _make_teacher(self, alone: PolicyLoss | None, *, vocab_size: int) -> Teacher:
-        if alone is None:
-            return Teacher(self._reference_policy, self.args, vocab_size=vocab_size, fingerprint=SELF)
-        identity = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
-        module = shard_frozen(self.accelerator, alone.eval())
-        return Teacher(lambda: nullcontext(module), self.args, vocab_size=vocab_size, fingerprint=identity)
+        lend: Any = self._reference_policy
+        weights, args = SELF, self.args
+        if alone is not None:
+            weights = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
+            lend = functools.partial(nullcontext, shard_frozen(self.accelerator, alone.eval()))
+        options = {"coef": args.distillation_coef, "kind": args.distillation_kind, "beta": args.distillation_beta}
+        return Teacher(lend=lend, vocab_size=vocab_size, options=options, identity=options | {"model": weights})
 
     @property
     def routers(self) -> tuple[int, dict[int, int]] | None:

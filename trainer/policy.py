@@ -286,35 +286,19 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str | None]:
     return frozenset(None if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """Hidden states and head of the teacher for a micro-batch, as `fused_linear_grpo_loss` takes them.
+    """Hidden states and head of the teacher for a micro-batch, as `fused_linear_grpo_loss` takes them."""
 
-    Args:
-        policy: lends the teacher, a `PolicyLoss` that is not trained while it is lent.
-        vocab_size: the rows of the policy's head; a teacher may have further ones, for padding, which take no part.
-        fingerprint: of the teacher's weights; a resumed run must have the same.
-    """
-
-    def __init__(
-        self,
-        policy: Callable[[], AbstractContextManager[PolicyLoss]],
-        args: GRPOConfig,
-        *,
-        vocab_size: int,
-        fingerprint: str,
-    ) -> None:
-        self.policy, self.vocab_size = policy, vocab_size
-        self.options: dict[str, Any] = {
-            "coef": args.distillation_coef,
-            "kind": args.distillation_kind,
-            "beta": args.distillation_beta,
-        }
-        self.identity = {**self.options, "model": fingerprint}
+    lend: Callable[[], AbstractContextManager[PolicyLoss]]  # the model, which is not trained while it is lent
+    vocab_size: int  # the rows of the policy's head; a teacher may have further ones, for padding, which take no part
+    options: dict[str, Any]  # of `Distillation`
+    identity: dict[str, Any]  # what a resumed run must have the same: options, and a fingerprint of the weights
 
     @torch.no_grad()
     def __call__(self, batch: MicroBatch) -> Distillation:
         batch = dataclasses.replace(batch, routed_experts=None)
-        with self.policy() as policy, evaluating(policy):
+        with self.lend() as policy, evaluating(policy):
             hidden, weight, of_head = policy(batch, "head_inputs")
             bias = None if of_head["bias"] is None else of_head["bias"][: self.vocab_size]
             weight = weight[: self.vocab_size]

@@ -9,11 +9,9 @@ measures of ratios that the loss op does not: by sequence, times the ratio, or o
     vespo/phi_seq_mean                     mean over sequences of their weight phi
     sampling/sampling_logp_difference/*    |old log p - sampling log p|, over the tokens for which the sampler has one
     .../turn_<k>/*                         the same over turn k of completions with a mask; the last k has all after it
-    sampling/bit_equal_fraction            share of these tokens for which the two are the same number, bit for bit
     sampling/importance_sampling_ratio/*   rho of the sampling correction, after its bounds
-    sampling/effective_sample_size         (sum rho)^2 / (n sum rho^2) of n of them: 1 where all count alike
-    sampling/routing_disagreement          share of tokens times layers for which the routers choose other experts than
-                                           the sampler's did
+
+docs/trainer.md has those that TRL has not.
 
 The selection of Clip-Cov or KL-Cov depends on all tokens of the step, over all ranks, so it takes a forward pass of its
 own. It is the same for any cut into micro-batches and for any number of ranks.

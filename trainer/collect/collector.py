@@ -267,9 +267,8 @@ class Collector:
                 scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=self.events.state)
         scored = self._dropped_everywhere(scored)
         if isinstance(self.sampler, CurriculumSampler):
-            ranks, size = gather_object([[sample.reward for sample in scored.samples]]), self.args.num_generations
-            rewards = list(chain.from_iterable(ranks))  # in the order of the batch
-            groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]
+            rewards, size = gather_object([sample.reward for sample in scored.samples]), self.args.num_generations
+            groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]  # as in the batch
             self.sampler.update(self.sampler.batch, groups)
         return scored
 
