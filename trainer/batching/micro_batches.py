@@ -4,9 +4,8 @@ The loss is normalised by the counts of the whole step over all ranks, so loss a
 order of sums. docs/packing.md has the rules, their reasons, and figures.
 
 Every rank waits for the slowest. Each gets as many sequences as it had (one more or less where they do not divide
-evenly) at nearly equal cost, by the rule "longest processing time first": the costliest goes to the rank with the least
-work. Or it gets equally many whole trees, where the slowest rank has less to do then; a rank may have no sequence at
-all. The price is that token ids and log-probs of the whole batch go to every rank once per generation.
+evenly) at nearly equal cost, the longest first; or equally many whole trees, where the slowest rank has less to do
+then, and a rank may have no sequence at all.
 
 A tree is a prompt with completions of it behind, so that the prompt is computed once: positions of each go on from the
 prompt's end, and a completion sees the prompt and itself. A sequence alone is a tree, too.

@@ -8,18 +8,7 @@ With several functions there are two orders. "sum_then_normalize" (GRPO) compare
 values spread widely dominates. "normalize_then_sum" (GDPO, arXiv 2601.05242) compares each function's values by
 themselves, so that each contributes by its weight, and brings the weighted sum to the scale of the batch.
 
-`advantage_estimator` has other baselines and scales for the weighted sum, with the mean of the group m and n of its
-completions scored:
-
-    dr_grpo                        r - m                                                 arXiv:2503.20783
-    rloo                           r - mean of the other n - 1 = (r - m) * n / (n - 1)   arXiv:2402.14740
-    maxrl                          (r - m) / m, 0 where m is 0; no reward is negative    arXiv:2602.02710
-    reinforce_plus_plus            (r - mean of the batch) / std of the batch            arXiv:2501.03262
-    reinforce_plus_plus_baseline   (r - m) / std of r - m over the batch                 arXiv:2501.03262
-    opo                            r - mean of r, weighted by the completions' lengths   arXiv:2505.23585
-    gpg                            (r - m) * groups / groups whose rewards differ        arXiv:2504.02546
-    pkpo                           what r adds to the best of k completions, below       arXiv:2505.15201
-    remax                          r - r of a greedy completion of the prompt            arXiv:2310.10505
+`advantage_estimator` has other baselines and scales for the weighted sum: docs/loss.md has their formulas and papers.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """`BatchQueue`: the batches that an engine samples while the optimizer learns, in the order of their requests.
 
-With `generate_ahead=k` there are at most k of them. They are sampled one after the other, each from the weights that
-the policy has when it is requested, and learned from in the same order. None is thrown away: who samples more than is
-used and takes what comes first learns from short episodes. The loop requests as many as leave the queue, at the same
-step each time, so the run does not depend on who is faster, and a batch is never more than k generations older than the
-weights that learn from it.
-
-**Weights are swapped between batches.** The engine gets those of a request when it has finished the batch before. The
-policy may have moved by then, so they are a copy in the CPU's memory: at most k - 1 at a time, and none where the
-engine has nothing to do when they are sent. Ranks may share a server. Their threads meet in `load_weights`, in the same
-order; so a rank whose batch failed loads weights for the others, and nothing more is sampled on it.
+They are sampled one after the other, each from the weights that the policy has when it is requested, and learned from
+in the same order; the loop requests as many as leave the queue, at the same step each time. So the run does not depend
+on who is faster (docs/trainer.md). The engine gets the weights of a request when it has finished the batch before: by
+then the policy may have moved, so they are a copy in the CPU's memory, unless the engine has nothing to do. Ranks may
+share a server, and their threads meet in `load_weights`, in the same order; so a rank whose batch failed loads weights
+for the others, and nothing more is sampled on it.
 """
 
 from __future__ import annotations

@@ -14,13 +14,10 @@ Groups for which the engine or a reward function failed are not in the batch, no
 rewards are all equal. With `mask_truncated_completions`, truncated completions are counted, but not in the loss.
 
 With `generate_ahead=k`, each collection takes the oldest batch of a queue (batch_queue.py), further rounds of
-`dynamic_sampling` too, and requests another one from the current weights. Batch n was sampled from the weights of
-min(n, k) generations before (`off_policy_steps`), and the loss corrects for it: the old policy is the current one, and
-rho of `vllm_importance_sampling_correction` its ratio to the policy that sampled.
+`dynamic_sampling` too, and requests another one from the current weights.
 
 For ReMax, a second `generate` call gives a greedy completion of each prompt, to the rank with the first part of its
-group. It is the `greedy` of the samples there, is scored after them, and takes no further part: its reward is their
-baseline.
+group. It is the `greedy` of the samples there, and is scored after them.
 """
 
 from __future__ import annotations
