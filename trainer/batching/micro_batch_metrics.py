@@ -61,7 +61,7 @@ def step_metrics(
     of_ratios = merge_metrics([ratio_sums(part, own, config) | sums for part, own, sums in parts])
     own = [(of_loss, of_ratios | turn_sums(batch, packed, logprobs)), skipped_metrics(batch, config)]
     losses, ratios = zip(*gather_object(own), strict=True)
-    return merge_floats(losses) | ratio_metrics(merge_floats(ratios), config.loss_type) | of_gradient
+    return merge_metrics(losses) | ratio_metrics(merge_metrics(ratios), config.loss_type) | of_gradient
 
 
 @torch.no_grad()
@@ -208,14 +208,15 @@ def turn_differences(metrics: Mapping[str, float]) -> list[tuple[float, float]]:
     return [(metrics[f"{name}/mean"], metrics[f"{name}/max"]) for name in known]
 
 
-def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """The metrics of an optimizer step from those of its micro-batches, with one wait for the device.
+def merge_metrics(given: Sequence[Mapping[str, Tensor | float]]) -> dict[str, float]:
+    """The metrics of an optimizer step from those of its micro-batches, or of ranks, with one wait for the device.
 
     Those in SUMMED and `*_sum` are summed, `*_max` and `*_min` are extremes, all others are means weighted by
     `loss_tokens`. A micro-batch without tokens has no weight in a mean, whatever its value is. A metric that a
-    micro-batch lacks is merged over the others. The order is that in which the names first appear. `parts` are 0-d
-    tensors of one device, with `loss_tokens` among them where there are means.
+    micro-batch lacks is merged over the others. The order is that in which the names first appear. They are floats or
+    0-d tensors of one device, with `loss_tokens` among them where there are means.
     """
+    parts = [{name: torch.as_tensor(value).detach().float() for name, value in part.items()} for part in given]
     names = list(dict.fromkeys(name for part in parts for name in part))
     if not names:
         return {}
@@ -223,20 +224,15 @@ def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     return dict(zip(names, torch.stack(merged).tolist(), strict=True))
 
 
-def merge_floats(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`merge_metrics` of the ranks' own results."""
-    return merge_metrics([{name: torch.tensor(value) for name, value in part.items()} for part in parts])
-
-
-def _merge(name: str, parts: list[Mapping[str, Tensor]]) -> Tensor:
-    values = torch.stack([part[name].detach().float() for part in parts])
+def _merge(name: str, parts: list[Sums]) -> Tensor:
+    values = torch.stack([part[name] for part in parts])
     if name in SUMMED or name.endswith("_sum"):
         return values.sum()
     if name.endswith("_max"):
         return values.amax()
     if name.endswith("_min"):
         return values.amin()
-    weights = torch.stack([part["loss_tokens"].detach().float() for part in parts])
+    weights = torch.stack([part["loss_tokens"] for part in parts])
     return torch.where(weights > 0, values * weights, 0.0).sum() / weights.sum().clamp(min=1.0)
 
 

@@ -384,18 +384,14 @@ class Collector:
         norms = self.learner.score_norms(with_fields(samples, {"skipped": idle}))
         own = []
         for sample, values in zip(samples, norms, strict=True):
-            places = range(sample.num_own) if of_tools else sample.own(range(len(sample.completion_ids)))
-            own.append(token_baseline.Scores(sample.reward, values, torch.tensor(places)))
+            where = range(sample.num_own) if of_tools else sample.own(range(len(sample.completion_ids)))
+            own.append(token_baseline.Scores(sample.reward, values, torch.tensor(where)))
         parts = [own] if is_whole else gather_object([own])
         every, size = list(chain.from_iterable(parts)), self.args.num_generations
-        advantages = [
-            values
-            for first in range(0, len(every), size)
-            for values in token_baseline.token_advantages(every[first : first + size], zero_tail=of_tools)
-        ]
-        return with_fields(
-            samples, {"token_advantages": advantages if is_whole else advantages[self._own_places(parts)]}
-        )
+        whole = [every[first : first + size] for first in range(0, len(every), size)]
+        advantages = [each for group in whole for each in token_baseline.token_advantages(group, zero_tail=of_tools)]
+        places = slice(None) if is_whole else self._own_places(parts)
+        return with_fields(samples, {"token_advantages": advantages[places]})
 
     def _learned_from(self, scored: Scored) -> list[Sample]:
         """Its samples without dropped groups; with `mask_truncated_completions` those that were cut are not in loss."""

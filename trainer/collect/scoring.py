@@ -418,10 +418,7 @@ class Evaluation(NamedTuple):
         return {f"{prefix}_{name}": value for name, value in kept.items()} | speed
 
     def rewards(self, names: Sequence[str], *, of_set: str) -> dict[str, float]:
-        """The mean reward, that of each of the functions `names`, and pass rates: what `TrainResult` has.
-
-        They are "reward", "rewards/<function>/mean" and "pass@<k>", after "<set>_" where the set has a name.
-        """
+        """What `TrainResult` has: "reward", "rewards/<function>/mean" and "pass@<k>", after "<set>_" if it is named."""
         keys = ["reward", *(f"rewards/{name}/mean" for name in names)]
         keys += [name for name in self.metrics if name.startswith("pass@")]
         return {f"{of_set}_{key}" if of_set else key: self.metrics[key] for key in keys}
