@@ -67,8 +67,8 @@ BUGS = {
     ),
     "a checkpoint has the first batch of the queue alone": (
         "trainer/collect/collector.py",
-        "tables.append(as_tensors(samples) | greedy)",
-        "tables = tables or [as_tensors(samples) | greedy]",
+        "tables.append(as_tensors(samples) | {GREEDY",
+        "tables or tables.append(as_tensors(samples) | {GREEDY",
         RESUMED,
     ),
     "a resumed queue begins behind its rows": (

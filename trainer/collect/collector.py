@@ -4,8 +4,7 @@
     rollouts = engine.generate(prompts, n=g)                  # B = P * g samples with their sampling log-probs
     samples  = score_rollouts(rollouts, rows, rewards)        # each with its rewards
     advantages = multi_objective_advantages(rewards, G)       # [B], of whole groups, before anything is cut
-    batches  = split_groups(samples, steps)                   # one for each optimizer step
-    batches  = balanced across ranks, old log-probs for all but the first
+    batches  = one for each optimizer step, balanced across ranks, with old log-probs for all but the first
 
 g is G, or the part of a group that fits into a rank's share of the batch: then consecutive ranks have the same prompt,
 and each samples its part. Rewards are gathered, so advantages are always those of whole groups.
@@ -30,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, compress
+from itertools import chain, compress, pairwise
 from typing import Any
 
 import torch
@@ -39,14 +38,7 @@ from torch import Tensor
 
 from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
-from fused_grpo.trainer.batching.rollout_buffer import (
-    RolloutBuffer,
-    as_tensors,
-    from_tensors,
-    split_groups,
-    with_prefix,
-    without_prefix,
-)
+from fused_grpo.trainer.batching.rollout_buffer import GREEDY, RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.collect import token_baseline
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages, spread
 from fused_grpo.trainer.collect.batch_queue import BatchQueue, Draw, Drawn
@@ -122,7 +114,10 @@ class Collector:
         share = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         together = math.gcd(share, self.args.num_generations)
         with phases("train"):
-            batches = split_groups(self._with_token_advantages(self._learned_from(scored)), steps, together)
+            samples = self._with_token_advantages(self._learned_from(scored))
+            # As equal as they can be, with the parts of a group that belong to one step in one.
+            cuts = [len(samples) // together * step // steps * together for step in range(steps + 1)]
+            batches = [samples[first:end] for first, end in pairwise(cuts)]
             if self.learner.can_skip:
                 batches = [skip_zero_advantages(batch, self.accelerator) for batch in batches]
             batches = [balanced(batch, self.accelerator, self.learner.packing) for batch in batches]
@@ -200,8 +195,8 @@ class Collector:
             # All ranks keep theirs, or none: they draw from one sequence.
             if any_rank(self.accelerator, not is_known or any(sample.extra for sample in samples)):
                 break
-            greedy = with_prefix(as_tensors(list(greedy_of(samples).values()))) if self.has_greedy else {}
-            tables.append(as_tensors(samples) | greedy)
+            greedy = as_tensors(list(greedy_of(samples).values())) if self.has_greedy else {}
+            tables.append(as_tensors(samples) | {GREEDY + name: tensor for name, tensor in greedy.items()})
         return place, tables
 
     def load_state(self, position: dict[str, Any], tables: Sequence[dict[str, Tensor]] = (), *, step: int = 0) -> None:

@@ -79,6 +79,9 @@ class Plan:
         self._teacher, self._prompt = _teacher_shape(start), _first_prompt(start)
         self._terms = None  # of the memory of one device
         if start.shape is not None and not is_stream(start.train):
+            # Of this process, without the model that it may have loaded already; on a GPU that is not known.
+            held = process_memory() if device_memory(start.args) is None else None
+            weights = sum(p.nbytes for p in start.model.parameters()) if isinstance(start.model, nn.Module) else 0
             self._terms = memory_terms(
                 start.shape,
                 start.args,
@@ -86,7 +89,7 @@ class Plan:
                 processes=start.processes,
                 engine=self._engine if self._engine in get_args(EngineName) else "server",  # one's own: unknown
                 sampling_dtype=sampling_dtype(start.args),
-                held=_held(start),
+                held=None if held is None else max(0, held - weights),
                 teacher=self._teacher,
             )
 
@@ -156,13 +159,6 @@ class Plan:
         corrected = self._engine != "transformers" and self._args.vllm_importance_sampling_correction
         thinks = any(word in _template(self._start.tokenizer) for word in ("enable_thinking", "<think>"))
         return at_start(self._args, processes=self._start.processes, corrected=corrected, thinks=thinks)
-
-
-def _held(start: Start) -> int | None:
-    """Bytes of this process without the model that it may have loaded already; None: on a GPU, or unknown."""
-    held = process_memory() if device_memory(start.args) is None else None
-    weights = sum(p.nbytes for p in start.model.parameters()) if isinstance(start.model, nn.Module) else 0
-    return None if held is None else max(0, held - weights)
 
 
 def _teacher_shape(start: Start) -> ModelShape | str | None:
