@@ -1,6 +1,6 @@
 """The bugs of `planted_bugs.py` in the optimal token baseline and the variance report: (file, old, new, caught by)."""
 
-BASELINE = "trainer/collect/token_baseline.py"
+BASELINE = "trainer/collect/advantages.py"
 COLLECTOR = "trainer/collect/collector.py"
 METRICS = "trainer/batching/micro_batch_metrics.py"
 LOSS = "fused_grpo/fused_loss.py"
@@ -26,7 +26,7 @@ BUGS = {
     ),
     "a completion without a reward is a wrong one": (
         BASELINE,
-        "len(self.norms) > 0 and not math.isnan(self.reward)",
+        "len(self.norms) > 0 and not isnan(self.reward)",
         "len(self.norms) > 0",
         FORMULA,
     ),

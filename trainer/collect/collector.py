@@ -39,8 +39,7 @@ from torch import Tensor
 from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import GREEDY, RolloutBuffer, as_tensors, from_tensors, without_prefix
-from fused_grpo.trainer.collect import token_baseline
-from fused_grpo.trainer.collect.advantages import multi_objective_advantages, spread
+from fused_grpo.trainer.collect.advantages import Scores, multi_objective_advantages, spread, token_advantages
 from fused_grpo.trainer.collect.batch_queue import BatchQueue, Draw, Drawn
 from fused_grpo.trainer.collect.scoring import (
     Evaluation,
@@ -380,11 +379,11 @@ class Collector:
         own = []
         for sample, values in zip(samples, norms, strict=True):
             where = range(sample.num_own) if of_tools else sample.own(range(len(sample.completion_ids)))
-            own.append(token_baseline.Scores(sample.reward, values, torch.tensor(where)))
+            own.append(Scores(sample.reward, values, torch.tensor(where)))
         parts = [own] if is_whole else gather_object([own])
         every, size = list(chain.from_iterable(parts)), self.args.num_generations
         whole = [every[first : first + size] for first in range(0, len(every), size)]
-        advantages = [each for group in whole for each in token_baseline.token_advantages(group, zero_tail=of_tools)]
+        advantages = [each for group in whole for each in token_advantages(group, zero_tail=of_tools)]
         places = slice(None) if is_whole else self._own_places(parts)
         return with_fields(samples, {"token_advantages": advantages[places]})
 
