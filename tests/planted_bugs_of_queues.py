@@ -24,8 +24,8 @@ BUGS = {
     ),
     "the newest batch is learned from first": (
         "trainer/collect/batch_queue.py",
-        "self._batches.popleft()",
-        "self._batches.pop()",
+        "self.popleft()",
+        "self.pop()",
         AGE,
     ),
     "batches are sampled side by side": (

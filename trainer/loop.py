@@ -12,15 +12,11 @@
     clip, check against the engine's log-probs, optimizer.step()
     log, evaluate, save                                  # when callbacks say so: transformers' own, and yours
 
-What makes it this loop and not another:
-- **One generation per effective batch.** One call of the engine samples all that an optimizer step (times
-  `num_iterations`) learns from, so it runs at its best batch size and gradient accumulation costs no generation.
-- **No forward pass for old log-probs.** The rollouts come from the weights being trained, so the old log-probs of the
-  first iteration are the current ones; the loss returns them and later iterations use them.
-- **The engine is checked by its log-probs.** The loss compares the trainer's log-prob of each sampled token with the
-  engine's; a step whose difference is beyond rounding ends the run before the optimizer moves.
-- **It can be killed.** A checkpoint holds everything that the next step depends on, unfinished rollouts included; a
-  resumed run makes the same steps, bit for bit, as one that was not killed.
+One call of the engine samples all that an optimizer step (times `num_iterations`) learns from, at its best batch size.
+The rollouts come from the weights being trained, so the old log-probs of the first iteration are the current ones; the
+loss returns them. A step whose log-probs differ from the engine's beyond rounding ends the run before the optimizer
+moves. And it can be killed: a checkpoint holds everything that the next step depends on, unfinished rollouts included,
+so a resumed run makes the same steps, bit for bit. docs/trainer.md goes through a step.
 
 It is not a subclass of transformers.Trainer: the loop is short, and what else a script expects of a Trainer is in
 `transformers_face.py`. Devices, DDP, FSDP2, mixed precision, schedulers, trackers, callbacks and files of weights are

@@ -11,7 +11,7 @@ for the others, and nothing more is sampled on it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, NamedTuple
 
@@ -32,27 +32,20 @@ class Prefetched(NamedTuple):
     weight_version: int  # the optimizer step whose weights sample it
 
 
-class BatchQueue:
-    """Batches in flight, the oldest first. `is_closed`: what has not begun is not sampled any more."""
+class BatchQueue(deque[Prefetched]):
+    """Batches in flight, the oldest first."""
 
-    def __init__(self) -> None:
-        self._batches, self.is_closed = deque[Prefetched](), False
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Prefetched]:
-        return iter(self._batches)
+    is_closed = False  # True: what has not begun is not sampled any more
 
     @property
     def is_sampling(self) -> bool:
         """Whether a batch is not sampled yet."""
-        return not all(batch.samples.done() for batch in self._batches)
+        return not all(batch.samples.done() for batch in self)
 
     @property
     def newest_version(self) -> int:
         """The weight version of the batch that was requested last; -1: there is none."""
-        return self._batches[-1].weight_version if self._batches else -1
+        return self[-1].weight_version if self else -1
 
     def request(
         self,
@@ -64,7 +57,7 @@ class BatchQueue:
         load: Callable[[], None] | None = None,
     ) -> None:
         """Have `sample` called in a thread, behind all that was requested before; and `load` first, if it is given."""
-        earlier = self._batches[-1].samples if self._batches else None
+        earlier = self[-1].samples if self else None
 
         def work() -> list[Sample]:
             failure = None if earlier is None else earlier.exception()  # which waits
@@ -76,20 +69,20 @@ class BatchQueue:
                 raise failure
             return sample()
 
-        self._batches.append(Prefetched(rows, in_thread(work, name="prefetch"), before, weight_version))
+        self.append(Prefetched(rows, in_thread(work, name="prefetch"), before, weight_version))
 
     def restore(self, rows: list[Row], samples: list[Sample], *, before: dict[str, Any], weight_version: int) -> None:
         """Add a batch of a checkpoint."""
         sampled = Future[list[Sample]]()
         sampled.set_result(samples)
-        self._batches.append(Prefetched(rows, sampled, before, weight_version))
+        self.append(Prefetched(rows, sampled, before, weight_version))
 
     def take(self) -> Drawn:
         """The oldest batch, which is waited for and leaves the queue; or its error, with which it stays there."""
-        drawn = self._batches[0].rows, self._batches[0].samples.result()
-        self._batches.popleft()
+        drawn = self[0].rows, self[0].samples.result()
+        self.popleft()
         return drawn
 
     def wait(self) -> None:
         """Wait until the engine has nothing to do. `take` raises its errors, if there are some."""
-        wait([batch.samples for batch in self._batches])
+        wait([batch.samples for batch in self])

@@ -102,7 +102,7 @@ class Collector:
             facts = gather_object([RolloutFacts.of(scored)])
             advantages = self._advantages(facts, self.args.num_generations)
         self.num_tokens += sum(one.num_tokens for one in facts)
-        metrics = rollout_metrics(facts, self.rewards.names, self.args, size=self.args.num_generations) | scored.metrics
+        metrics = rollout_metrics(facts, self.rewards.names, self.args) | scored.metrics
         metrics |= {"num_tokens": float(self.num_tokens)} | self.sampler.metrics()
         return replace(scored.with_advantages(advantages), metrics=metrics)
 
@@ -150,8 +150,7 @@ class Collector:
                 samples = self._completing(engine, own, placed, range(first, end), batch="eval")()
                 scored = score_rollouts(samples, own, self.rewards, self.tokenizer, trainer_state=self.events.state)
         everywhere = gather_object([RolloutFacts.of(scored)])
-        passes = count is not None
-        metrics = rollout_metrics(everywhere, self.rewards.names, self.args, size=sampling.n, passes=passes)
+        metrics = rollout_metrics(everywhere, self.rewards.names, self.args, evaluated=True)
         metrics["num_tokens"] = float(self.num_tokens)
         batch = self._learned_from(scored.with_advantages(self._advantages(everywhere, sampling.n)))
         skipped = [self.learner.can_skip and sample.in_loss and not sample.has_advantage for sample in batch]

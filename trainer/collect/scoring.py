@@ -300,15 +300,13 @@ class RolloutFacts(NamedTuple):
 
 
 def rollout_metrics(
-    processes: Sequence[RolloutFacts], names: Sequence[str], args: GRPOConfig, *, size: int, passes: bool = False
+    processes: Sequence[RolloutFacts], names: Sequence[str], args: GRPOConfig, *, evaluated: bool = False
 ) -> dict[str, float]:
-    """Reward and length metrics of one generated batch, over all processes.
+    """Reward and length metrics of one generated batch, or of an evaluation, over all processes.
 
-    Args:
-        processes: in the order of their ranks: a group, of `size` completions, may be on several.
-        names: of the reward functions.
-        passes: `pass_rates`, too.
+    They are in the order of their ranks, since a group may be on several; `names` are those of the reward functions.
     """
+    size = (args.num_generations_eval or 1) if evaluated else args.num_generations
     rewards, baselines, per_function, lengths, ended, dropped = (
         torch.cat([getattr(facts, name) for facts in processes])
         for name in ("rewards", "baselines", "per_function", "lengths", "ended", "dropped")
@@ -346,8 +344,8 @@ def rollout_metrics(
     failed = sum(facts.failed for facts in processes)
     supports = torch.stack([facts.supports for facts in processes])
     if tokens := supports[:, 0].sum():
-        metrics |= {"sampling/kept_tokens/mean": supports[:, 1].sum() / tokens}
-        metrics |= {"sampling/kept_tokens/max": supports[:, 2].amax()}
+        metrics["sampling/kept_tokens/mean"] = supports[:, 1].sum() / tokens
+        metrics["sampling/kept_tokens/max"] = supports[:, 2].amax()
     episodes = torch.cat([facts.episodes for facts in processes]).float()
     if len(episodes):
         turns, calls, failed_calls = episodes.sum(0)
@@ -361,7 +359,7 @@ def rollout_metrics(
         **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
         **({"rollouts/dropped": float(failed)} if failed else {}),
         **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
-        **(pass_rates(per_function, size) if passes else {}),
+        **(pass_rates(per_function, size) if evaluated and args.num_generations_eval is not None else {}),
     }
 
 

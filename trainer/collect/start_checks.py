@@ -409,8 +409,7 @@ def check_rewards(start: Start) -> None:
             raise InputError(f"{error} ({name})") from error
     names, best = start.rewards.names, start.args.metric_for_best_model
     nothing = RolloutFacts.of(Scored(samples=[], weight_version=0, reward_names=names))
-    count = start.args.num_generations_eval
-    found = rollout_metrics([nothing], names, start.args, size=count or 1, passes=count is not None)
+    found = rollout_metrics([nothing], names, start.args, evaluated=True)
     prefixes = [f"eval_{eval_set}_" if eval_set else "eval_" for eval_set in start.evals]
     evaluated = {prefix + name for prefix in prefixes for name in (*found, "loss", "num_tokens")}
     if best is not None and start.evals and evaluated.isdisjoint({best, f"eval_{best}"}):
