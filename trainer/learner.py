@@ -58,7 +58,7 @@ from fused_grpo.trainer.models.loading import SELF, check_teacher_model, fingerp
 from fused_grpo.trainer.models.optimizer import EntropyController, make_optimizer, make_schedule
 from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.models.weight_stream import WeightStream
-from fused_grpo.trainer.policy import PolicyLoss, Teacher, evaluating, router_loss_coefficient
+from fused_grpo.trainer.policy import PolicyLoss, Teacher, What, evaluating, router_loss_coefficient
 from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
@@ -341,7 +341,7 @@ class Learner:
         return float(distance / max(tokens, 1.0))
 
     def _measured(
-        self, policy: PolicyLoss, what: Any, packed: Sequence[MicroBatch], *, within: Context = None, **options: Any
+        self, policy: PolicyLoss, what: What, packed: Sequence[MicroBatch], *, within: Context = None, **options: Any
     ) -> list[Any]:
         """`policy.measure` of each micro-batch, without dropout, and with the run's precision or `within` another."""
         # FSDP2 has a mixed precision of its own.

@@ -42,6 +42,8 @@ from fused_grpo.trainer.models.adapters import base_model, model_inputs
 from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.types import MicroBatch
 
+What = Literal["loss", "logprobs", "scores", "entropies", "head_inputs"]
+
 
 class PolicyLoss(nn.Module):
     """A causal LM of transformers with the fused GRPO loss for a head.
@@ -79,12 +81,7 @@ class PolicyLoss(nn.Module):
         """Tie again what the model ties, where Accelerate has replaced its parameters."""
         self.model.tie_weights()
 
-    def forward(
-        self,
-        batch: MicroBatch,
-        what: Literal["loss", "logprobs", "scores", "entropies", "head_inputs"] = "loss",
-        **step: Any,
-    ) -> Any:
+    def forward(self, batch: MicroBatch, what: What = "loss", **step: Any) -> Any:
         """What the method of that name returns: whatever runs the model comes through here, where FSDP gathers it."""
         return getattr(self, f"_{what}")(batch, **step)
 
@@ -151,7 +148,7 @@ class PolicyLoss(nn.Module):
         return output._replace(loss=loss, metrics=metrics)
 
     @torch.no_grad()
-    def measure(self, batch: MicroBatch, what: Literal["loss", "logprobs", "scores", "entropies"], **step: Any) -> Any:
+    def measure(self, batch: MicroBatch, what: What, **step: Any) -> Any:
         """The loss, log-probs [N] of the completion tokens, these and score norms, or entropies [N] in nats of what
         they were drawn from, without gradients."""
         with nullcontext() if self.routing is None else self.routing:

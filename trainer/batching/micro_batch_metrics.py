@@ -48,7 +48,7 @@ MOST_TURNS = 8  # with metrics of their own
 
 
 def step_metrics(
-    batch: Sequence[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput], config: GRPOLossConfig
+    batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput], config: GRPOLossConfig
 ) -> dict[str, float]:
     """The loss op's metrics of an optimizer step, and TRL's of its ratios, over all ranks. A collective."""
     reports = "squared_gradients" in outputs[0].metrics  # not of an evaluation
@@ -288,9 +288,7 @@ def skipped_metrics(batch: Sequence[Sample], config: GRPOLossConfig) -> tuple[di
     return {"loss_tokens": tokens, "zero_gradient_fraction": 1.0}, ratios
 
 
-def variance_report(
-    batch: Sequence[Sample], packed: Sequence[MicroBatch], squared: Sequence[Tensor]
-) -> dict[str, float]:
+def variance_report(batch: list[Sample], packed: Sequence[MicroBatch], squared: list[Tensor]) -> dict[str, float]:
     """Where the gradient of an optimizer step comes from, with the squared norm [N] of each token's d loss / d logits.
 
     Their sum over a completion is e_i, and over the completions of a prompt E_p. They stand for squared norms of

@@ -33,6 +33,7 @@ from fused_grpo.trainer.models.attention import tree_cost, tree_sizes
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
 BISECTIONS = 12
+Trees = Sequence[Sequence[int]]  # of indices of a batch
 Agree = Callable[[int], int]  # the largest number of micro-batches of any rank, from the number that this rank needs
 
 
@@ -140,9 +141,7 @@ def cut_by_length(lengths: Sequence[int], max_tokens: int, packing: Packing, agr
     return cuts + [[]] * (number - len(cuts))
 
 
-def pack(
-    batch: Sequence[Sample], trees: Sequence[Sequence[int]], packing: Packing, *, device: torch.device
-) -> MicroBatch:
+def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: torch.device) -> MicroBatch:
     """Trees, each a list of samples with the same prompt, in R rows of L tokens. Completions keep their order.
 
     Tokens of a completion that are not the model's own are in the rows, where later tokens attend to them, but are not
@@ -330,7 +329,7 @@ def slowest(batch: Sequence[Sample], ranks: Sequence[Sequence[int]], packing: Pa
     return max(sum(_costs(batch, trees_of(batch, share, packing), packing)) for share in learned)
 
 
-def _costs(batch: Sequence[Sample], trees: Sequence[Sequence[int]], packing: Packing) -> list[float]:
+def _costs(batch: Sequence[Sample], trees: Trees, packing: Packing) -> list[float]:
     return [tree_cost(tree_length(batch, tree), len(tree), packing.attention) for tree in trees]
 
 

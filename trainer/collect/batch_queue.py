@@ -21,6 +21,8 @@ from fused_grpo.trainer.types import Sample
 
 Drawn = tuple[list[Row], list[Sample]]  # rows of the dataset, and the completions of their prompts, group by group
 Draw = Callable[[], Drawn | None]  # None: there is no queue
+Complete = Callable[[], list[Sample]]
+Load = Callable[[], None] | None
 
 
 class Prefetched(NamedTuple):
@@ -48,13 +50,7 @@ class BatchQueue(deque[Prefetched]):
         return self[-1].weight_version if self else -1
 
     def request(
-        self,
-        rows: list[Row],
-        sample: Callable[[], list[Sample]],
-        *,
-        before: dict[str, Any],
-        weight_version: int,
-        load: Callable[[], None] | None = None,
+        self, rows: list[Row], sample: Complete, *, before: dict[str, Any], weight_version: int, load: Load = None
     ) -> None:
         """Have `sample` called in a thread, behind all that was requested before; and `load` first, if it is given."""
         earlier = self[-1].samples if self else None

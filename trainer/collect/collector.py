@@ -25,7 +25,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import GREEDY, RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.collect.advantages import Scores, multi_objective_advantages, spread, token_advantages
-from fused_grpo.trainer.collect.batch_queue import BatchQueue, Draw, Drawn
+from fused_grpo.trainer.collect.batch_queue import BatchQueue, Complete, Draw, Drawn
 from fused_grpo.trainer.collect.scoring import (
     Evaluation,
     RolloutFacts,
@@ -308,7 +308,7 @@ class Collector:
         is_unequal = (apart >= EQUAL_REWARDS).repeat_interleave(self.group_part).tolist()
         return replace(scored, samples=list(compress(scored.samples, is_unequal)))
 
-    def _next_batch(self, engine: RolloutEngine) -> tuple[list[Row], Callable[[], list[Sample]]]:
+    def _next_batch(self, engine: RolloutEngine) -> tuple[list[Row], Complete]:
         """The next rows of the dataset, and what completes their prompts; the seed is another one on each rank."""
         rows, ranks = self.sampler.next_batch(), self.accelerator.num_processes
         seed = (self.args.seed * 1_000_003 + self.generate_calls) * ranks + self.accelerator.process_index
@@ -340,7 +340,7 @@ class Collector:
 
     def _completing(
         self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams, numbers: Sequence[int], *, batch: str
-    ) -> Callable[[], list[Sample]]:
+    ) -> Complete:
         """What completes the prompts of these rows: with tools or environments, in episodes."""
         prompt_ids = self.prompt_limit.encode(rows, numbers)
         playing: SamplingEngine = engine
