@@ -109,6 +109,8 @@ class Learner:
         self.can_skip = can_skip(args, router_coefficient=self.router_coefficient)
         routing = RouterReplay(base_model(model), replaces=args.router_replay)
         self.routing = routing if routing.layers or args.router_replay else None
+        # The number of layers, and of experts in those that have some.
+        self.routers = None if self.routing is None else (routing.num_layers, routing.layers)
         policy = PolicyLoss(
             model,
             self.loss_config,
@@ -164,11 +166,6 @@ class Learner:
             lend = functools.partial(nullcontext, shard_frozen(self.accelerator, alone.eval()))
         options = {"coef": args.distillation_coef, "kind": args.distillation_kind, "beta": args.distillation_beta}
         return Teacher(lend=lend, vocab_size=vocab_size, options=options, identity=options | {"model": weights})
-
-    @property
-    def routers(self) -> tuple[int, dict[int, int]] | None:
-        """The number of layers, and of experts in those that have some; None: in none."""
-        return None if self.routing is None else (self.routing.num_layers, self.routing.layers)
 
     def restart(self) -> None:
         """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""

@@ -199,7 +199,6 @@ class TransformersFace:
     def _card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | Sequence[str] | None = None
     ) -> CardFacts:
-        """What the model card says."""
         return CardFacts(
             name=model_name or self.args.hub_model_id or self.output_dir.name,
             rewards=self.rewards.names,

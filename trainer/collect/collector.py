@@ -74,6 +74,8 @@ class Collector:
         self.rewards, self.tokenizer, self.prompt_limit = start.rewards, start.tokenizer, start.limit
         self.events = events  # whose state reward functions may ask for
         self.group_part = self.args.group_part(self.accelerator.num_processes)
+        self.steps = self.args.optimizer_steps_per_generation(self.accelerator.num_processes)  # in each iteration
+        self.steps_per_batch = self.steps * self.args.num_iterations
         self.has_greedy = self.args.advantage_estimator == "remax"
         self.generate_calls = self.num_tokens = 0  # tokens over all ranks; a prompt counts with each completion
         self.queue = BatchQueue()
@@ -108,14 +110,13 @@ class Collector:
 
     def buffer(self, scored: Scored, phases: Phases) -> RolloutBuffer:
         """The batches of all optimizer steps, balanced across ranks and with the old log-probs that they need."""
-        steps = self.args.optimizer_steps_per_generation(self.accelerator.num_processes)
         # Parts of groups, where an optimizer step has fewer sequences than a group.
         share = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         together = math.gcd(share, self.args.num_generations)
         with phases("train"):
             samples = self._with_token_advantages(self._learned_from(scored))
             # As equal as they can be, with the parts of a group that belong to one step in one.
-            cuts = [len(samples) // together * step // steps * together for step in range(steps + 1)]
+            cuts = [len(samples) // together * step // self.steps * together for step in range(self.steps + 1)]
             batches = [samples[first:end] for first, end in pairwise(cuts)]
             if self.learner.can_skip:
                 batches = [skip_zero_advantages(batch, self.accelerator) for batch in batches]
@@ -172,11 +173,6 @@ class Collector:
             load = partial(checked_load_weights, engine, weights, version=step)
         before = self._position()
         self.queue.request(*self._next_batch(engine), before=before, weight_version=step, load=load)
-
-    @property
-    def steps_per_batch(self) -> int:
-        """Optimizer steps that are made with a generated batch."""
-        return self.args.optimizer_steps_per_generation(self.accelerator.num_processes) * self.args.num_iterations
 
     def state(self, *, wait: bool = True) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
         """The position in the data and the prefetched samples: JSON, the same on every rank, and a table of each batch.
@@ -354,13 +350,9 @@ class Collector:
     def _advantages(self, facts: Sequence[RolloutFacts], size: int) -> Tensor:
         """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""
         parts = [one.per_function for one in facts]
+        lengths, baselines = (torch.cat([getattr(one, name) for one in facts]) for name in ("num_own", "baselines"))
         advantages = multi_objective_advantages(
-            torch.cat(parts),
-            self.rewards.weights,
-            self.args,
-            size=size,
-            lengths=torch.cat([one.num_own for one in facts]),
-            baselines=torch.cat([one.baselines for one in facts]),
+            torch.cat(parts), self.rewards.weights, self.args, size=size, lengths=lengths, baselines=baselines
         )
         return advantages[self._own_places(parts)]
 
