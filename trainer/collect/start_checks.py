@@ -95,30 +95,18 @@ class Start:
     replaced: list[Path] = field(default_factory=list)  # of another run in the output directory
     rewards: Rewards = field(init=False)
 
-    @property
-    def processes(self) -> int:
-        """How many train."""
-        return self.args.world_size if self.accelerator is None else self.accelerator.num_processes
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes."""
-        return self.accelerator is None or bool(self.accelerator.is_main_process)
+    def __post_init__(self) -> None:
+        one = self.accelerator
+        self.processes = self.args.world_size if one is None else one.num_processes
+        self.is_main = one is None or bool(one.is_main_process)  # the process that writes
+        # Of a model that is yet to be loaded.
+        self.model_path = str(self.model) if isinstance(self.model, str | Path) else None
+        self.has_streams = any(map(is_stream, self.sets.values()))  # which cannot be read before the run
 
     @property
     def sets(self) -> dict[str, Any]:
         """All datasets, under the names that errors have."""
         return {"train_dataset": self.train} | {set_name(name): rows for name, rows in self.evals.items()}
-
-    @property
-    def model_path(self) -> str | None:
-        """The path or hub id of a model that is yet to be loaded."""
-        return str(self.model) if isinstance(self.model, str | Path) else None
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether a set cannot be read before the run."""
-        return any(map(is_stream, self.sets.values()))
 
     @property
     def longest_sequence(self) -> int | None:
