@@ -137,6 +137,7 @@ class Learner:
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
+        self._unwrapped: PolicyLoss = accelerator.unwrap_model(self.policy)
         self.reference = None if frozen is None else shard_frozen(accelerator, frozen, self.policy)
         self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=head_rows)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
@@ -311,17 +312,8 @@ class Learner:
     @contextmanager
     def _reference_policy(self) -> Iterator[PolicyLoss]:
         """The frozen copy; where only an adapter is trained, the policy without its adapter."""
-        if self.reference is not None:
-            yield self.reference
-            return
-        policy = self._unwrapped
-        with as_reference(policy.model):
-            yield policy
-
-    @property
-    def _unwrapped(self) -> PolicyLoss:
-        policy: PolicyLoss = self.accelerator.unwrap_model(self.policy)
-        return policy
+        with nullcontext() if self.reference is not None else as_reference(self._unwrapped.model):
+            yield self.reference or self._unwrapped
 
     def _pack(self, batch: list[Sample]) -> list[MicroBatch]:
         prompts = with_virtual_places([sample.prompt_ids for sample in batch], self._unwrapped.model)
