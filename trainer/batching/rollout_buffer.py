@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fused_grpo.trainer.types import FinishReason, Sample, samples_from
 
-# Fields with a row of values: lists of numbers, or tensors for those of _TENSORS.
+# Fields with a row of values: tensors, or lists of numbers for those of _LISTS.
 ROWS = {
     "prompt_ids": torch.int64,
     "completion_ids": torch.int64,
@@ -36,8 +36,7 @@ ROWS = {
     "support_logprobs": torch.float32,
     "routed_experts": None,  # as it is
 }
-_TENSORS = {"old_logprobs", "ref_logprobs", "token_advantages", "support_ids", "support_sizes", "support_logprobs"}
-_TENSORS |= {"routed_experts"}
+_LISTS = {"prompt_ids", "completion_ids", "completion_mask", "sampling_logprobs"}
 # Fields with one value. Of a finish reason that is its place in FinishReason, of a failure that there is one; without
 # lists of likely tokens there is no `is_top_k`.
 VALUES = {
@@ -128,5 +127,5 @@ def from_tensors(table: Mapping[str, Tensor]) -> list[Sample]:
     for name in ROWS:
         if f"{name}.values" in table:
             rows = table[f"{name}.values"].split(table[f"{name}.lengths"].tolist())
-            columns[name] = list(rows) if name in _TENSORS else [row.tolist() for row in rows]
+            columns[name] = [row.tolist() for row in rows] if name in _LISTS else list(rows)
     return samples_from(columns)

@@ -6,7 +6,7 @@ No weight is loaded for it. What cannot be known yet (the size of a model that n
 from __future__ import annotations
 
 import textwrap
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from torch import nn
 
@@ -28,16 +28,11 @@ from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, devi
 PROMPT_CHARACTERS = 400  # of the prompt that is shown
 
 
-class Fact(NamedTuple):
-    """One fact about the batch, with the options that decide it."""
+def batch_facts(args: GRPOConfig, processes: int) -> list[tuple[str, str, bool]]:
+    """How sequences become optimizer steps: facts, the options that decide each, and whether the banner has it.
 
-    text: str
-    options: str
-    in_banner: bool = True
-
-
-def batch_facts(args: GRPOConfig, processes: int) -> list[Fact]:
-    """How sequences become optimizer steps; InputError where they are no whole groups."""
+    InputError where they are no whole groups.
+    """
     group, micro_batch, uses = args.num_generations, args.per_device_train_batch_size, args.num_iterations
     micro_batches, steps = args.gradient_accumulation_steps, args.optimizer_steps_per_generation(processes)
     generated = args.prompts_per_generation(processes) * group
@@ -50,24 +45,24 @@ def batch_facts(args: GRPOConfig, processes: int) -> list[Fact]:
     each = f" on each of {processes} processes" * (processes > 1)
     at_a_time = f"generated for {_counted(steps, 'step')} at a time: {in_prompts(generated)}"
     return [
-        Fact(in_prompts(generated // steps), "num_generations"),
-        Fact(split + each, "gradient_accumulation_steps, per_device_train_batch_size"),
-        Fact(at_a_time, "steps_per_generation", steps > 1),
-        Fact(f"used {_counted(uses, 'time')}", "num_iterations", uses > 1),
-        *([Fact(baselines, "advantage_estimator")] if args.advantage_estimator == "remax" else []),
+        (in_prompts(generated // steps), "num_generations", True),
+        (split + each, "gradient_accumulation_steps, per_device_train_batch_size", True),
+        (at_a_time, "steps_per_generation", steps > 1),
+        (f"used {_counted(uses, 'time')}", "num_iterations", uses > 1),
+        *([(baselines, "advantage_estimator", True)] if args.advantage_estimator == "remax" else []),
     ]
 
 
 def batch_table(args: GRPOConfig, *, processes: int, prompts: int | None) -> str:
     """The facts with their options, and the steps of the run. `prompts`: of the dataset; None: it has no length."""
-    facts = batch_facts(args, processes)
+    facts = [(text, options) for text, options, _ in batch_facts(args, processes)]
     if prompts is not None:
         steps, epochs = planned_steps(args, prompts, processes)
         facts += [
-            Fact(f"one epoch: {prompts} prompts = {float(1 / epochs.per_step):.4g} optimizer steps", "dataset"),
-            Fact(f"the run: {steps} optimizer steps", "num_train_epochs" if args.max_steps < 0 else "max_steps"),
+            (f"one epoch: {prompts} prompts = {float(1 / epochs.per_step):.4g} optimizer steps", "dataset"),
+            (f"the run: {steps} optimizer steps", "num_train_epochs" if args.max_steps < 0 else "max_steps"),
         ]
-    return "\n".join(["an optimizer step", *(f"  {fact.text} ({fact.options})" for fact in facts)]) + "\n"
+    return "\n".join(["an optimizer step", *(f"  {text} ({options})" for text, options in facts)]) + "\n"
 
 
 class Plan:
@@ -114,7 +109,7 @@ class Plan:
             "data": count if self._prompt is None else f"{count}, {self._prompt[0]}",
             "engine": self._engine,
             "precision": f"trains in {trains}" + f"; vLLM samples in {samples}" * (self._engine == "vllm"),
-            "batch": ", ".join(fact.text for fact in batch_facts(args, start.processes) if fact.in_banner),
+            "batch": ", ".join(text for text, _, is_shown in batch_facts(args, start.processes) if is_shown),
             "run": f"{start.max_steps:,} optimizer steps",
             "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
         }
