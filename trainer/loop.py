@@ -50,14 +50,7 @@ from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.derived_options import fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
-from fused_grpo.trainer.distributed.failures import (
-    StopOnSignal,
-    agree,
-    all_ranks_succeed,
-    any_rank,
-    barrier,
-    report_failure,
-)
+from fused_grpo.trainer.distributed.failures import StopOnSignal, all_ranks_succeed, any_rank, barrier, report_failure
 from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
@@ -332,7 +325,7 @@ class GRPOTrainer(TransformersFace):
 
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run."""
-        agree(self.accelerator, self.control)
+        self._agree()
         # All epochs may end before `max_steps`, where a callback has left out the rest of one.
         is_last = self.step >= self.max_steps or self.epochs.at(self.step) >= self.epochs.total
         return is_last or self.control.should_training_stop
@@ -401,14 +394,14 @@ class GRPOTrainer(TransformersFace):
 
     def _log_evaluate_save(self) -> None:
         """What callbacks have decided after a step or an epoch; transformers' `DefaultFlowCallback` follows `args`."""
-        agree(self.accelerator, self.control)
+        self._agree()
         if self.control.should_log:
             self.events.log_steps()
         if self.control.should_evaluate and self._evaluate():
             is_best = self.events.is_best()
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
-        agree(self.accelerator, self.control)
+        self._agree()
         if self.control.should_save:
             self._leave_epoch()
             self.save_checkpoint()
@@ -423,7 +416,7 @@ class GRPOTrainer(TransformersFace):
 
     def _end_epoch(self) -> None:
         """After the last step of an epoch or of the run, or where a callback leaves the rest of the epoch out."""
-        agree(self.accelerator, self.control)
+        self._agree()
         if self.epochs.ends_with(self.step) or self.control.should_epoch_stop or self.control.should_training_stop:
             self._leave_epoch()
             self._in_epoch = False
@@ -434,7 +427,7 @@ class GRPOTrainer(TransformersFace):
         """Save a resumable checkpoint, even with `save_only_model`, and exit: some rank has received a signal."""
         if self.control.should_log:
             self.events.log_steps()
-        agree(self.accelerator, self.control)
+        self._agree()
         self._leave_epoch()
         where = self._save_checkpoint(resumable=True)
         self.events("on_save")

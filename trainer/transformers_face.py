@@ -27,7 +27,7 @@ from fused_grpo.trainer.collect.start_checks import Start, make_sampler
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import as_completion
-from fused_grpo.trainer.distributed.failures import all_ranks_succeed
+from fused_grpo.trainer.distributed.failures import agree, all_ranks_succeed
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import without_bars
@@ -154,6 +154,9 @@ class TransformersFace:
         if self.is_world_process_zero():
             self.output_dir.mkdir(parents=True, exist_ok=True)
             write_model_card(self.output_dir, self._card(model_name, dataset_name, tags), self.args)
+
+    def _agree(self) -> None:
+        agree(self.accelerator, self.control)
 
     def _save(self, directory: Path, write_more: Callable[[Path], object] | None = None) -> Path:
         """A directory of the run: with a manifest, and replaced as a whole. `write_more` adds to its files."""
