@@ -352,7 +352,9 @@ class Learner:
 
         The threshold takes a forward pass of its own, because it depends on all tokens of the step.
         """
-        config = dataclasses.replace(self.loss_config, entropy_coef=self.entropy.applied)
+        config = self.loss_config
+        if self.entropy.applied != config.entropy_coef:
+            config = dataclasses.replace(config, entropy_coef=self.entropy.applied)
         if config.top_entropy_quantile == 1.0:
             return {"config": config}, None
         own_entropies = torch.cat(self._measured(self._unwrapped, "entropies", packed)).cpu()
