@@ -103,7 +103,7 @@ class Collector:
         with phases("reward"):
             facts = gather_object([RolloutFacts.of(scored)])
             advantages = self._advantages(facts, self.args.num_generations)
-        self.num_tokens += sum(one.num_tokens for one in facts)
+        self.num_tokens += sum(one.scored.num_tokens for one in facts)
         metrics = rollout_metrics(facts, self.rewards.names, self.args) | scored.metrics
         metrics |= {"num_tokens": float(self.num_tokens)} | self.sampler.metrics()
         return replace(scored.with_advantages(advantages), metrics=metrics)

@@ -260,6 +260,7 @@ def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
 class RolloutFacts(NamedTuple):
     """What one process knows of its B completions, small enough to send to the others."""
 
+    scored: Scored  # without its samples
     rewards: Tensor  # [B]
     baselines: Tensor  # [B] of ReMax, NaN: not scored, not of this rank, or none
     per_function: Tensor  # [B, F]
@@ -267,10 +268,6 @@ class RolloutFacts(NamedTuple):
     lengths: Tensor  # [b] of the same, without the groups for which the engine failed
     ended: Tensor  # [b] bool
     dropped: Tensor  # [B] bool, of the groups for which the engine or a reward function failed
-    num_tokens: int  # of prompts and completions
-    failed: int  # completions of groups for which the engine failed
-    seconds: dict[str, float]  # by reward function
-    logged: dict[str, float]  # by reward functions
     supports: Tensor  # [3], of truncated sampling: tokens, and the sum and the largest of the sizes of their supports
     episodes: Tensor  # [e, 3], of those of several turns: turns, calls of tools, and calls that failed
 
@@ -281,6 +278,7 @@ class RolloutFacts(NamedTuple):
         known = [sample.kept_sizes for sample in scored.samples if sample.kept_sizes is not None]
         sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *known])
         return cls(
+            scored=replace(scored, samples=[], failure=None),
             rewards=torch.tensor([sample.reward for sample in scored.samples], dtype=torch.float32),
             baselines=torch.tensor([sample.baseline for sample in scored.samples], dtype=torch.float32),
             per_function=scored.per_function,
@@ -288,10 +286,6 @@ class RolloutFacts(NamedTuple):
             lengths=torch.tensor([sample.num_own for sample in sound], dtype=torch.float32),
             ended=torch.tensor([sample.finish_reason == "stop" for sample in sound], dtype=torch.bool),
             dropped=scored.dropped,
-            num_tokens=scored.num_tokens,
-            failed=scored.num_failed,
-            seconds=scored.seconds,
-            logged=scored.logged,
             supports=torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float(),
             episodes=torch.tensor(
                 [(one.turns, len(one.calls), sum(call.failed for call in one.calls)) for one in episodes]
@@ -331,7 +325,7 @@ def rollout_metrics(
     for name, values in zip(names, per_function.unbind(1), strict=True):
         scored = values[~values.isnan()]
         metrics |= {f"rewards/{name}/mean": scored.mean(), f"rewards/{name}/std": _std(scored)}
-        metrics[f"time/reward/{name}"] = torch.tensor(max(facts.seconds.get(name, 0.0) for facts in processes))
+        metrics[f"time/reward/{name}"] = torch.tensor(max(facts.scored.seconds.get(name, 0.0) for facts in processes))
     for kind, counts in (("length", lengths), ("terminated_length", lengths[ended])):
         counts = counts if len(counts) else torch.zeros(1)
         metrics |= {f"completions/{stat}_{kind}": getattr(counts, stat)() for stat in ("mean", "min", "max")}
@@ -339,9 +333,9 @@ def rollout_metrics(
     # What a function logs is taken for a mean over the completions that it was given.
     logged: dict[str, list[tuple[float, float]]] = {}
     for facts in processes:
-        for name, value in facts.logged.items():
+        for name, value in facts.scored.logged.items():
             logged.setdefault(name, []).append((value, len(facts.rewards) / len(rewards)))
-    failed = sum(facts.failed for facts in processes)
+    failed = sum(facts.scored.num_failed for facts in processes)
     supports = torch.stack([facts.supports for facts in processes])
     if tokens := supports[:, 0].sum():
         metrics["sampling/kept_tokens/mean"] = supports[:, 1].sum() / tokens
