@@ -70,7 +70,14 @@ class TransformersFace:
             log=lambda *entry: self.log(*entry),
         )
         self.scored: Scored | None = None  # the newest generated batch
-        self.use_vllm = start.engine_name != "transformers"
+        self.use_vllm, self.aux_loss_enabled = start.engine_name != "transformers", bool(learner.router_coefficient)
+        reference = learner.reference  # None, too, where it is the policy without its adapter
+        self.ref_model: Any = None if reference is None else self.accelerator.unwrap_model(reference).model
+        self.reward_processing_classes = [getattr(function, "tokenizer", None) for function in self.rewards.functions]
+        rules, environments = start.rules, getattr(start.rules, "environments", None)
+        self.environment_factories = None if environments is None else environments.factories  # a single one by None
+        of_each = [] if environments is None else environments.tools_of.values()
+        self.tools = [] if rules is None else list(dict.fromkeys(chain(rules.tools, *of_each)))
         self.output_dir, self.results = Path(self.args.output_dir), Results()
         self.hub_model_id: str | None = None  # of the last upload
         self.output = RunOutput(self.args, 0, is_main=False, facts={})  # before a run begins nothing is shown
@@ -323,41 +330,11 @@ class TransformersFace:
         return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
 
     @property
-    def aux_loss_enabled(self) -> bool:
-        """Whether the router of a mixture of experts has a loss."""
-        return bool(self.learner.router_coefficient)
-
-    @property
-    def ref_model(self) -> Any:
-        """The reference model; None where there is none, or where it is the policy without its adapter."""
-        reference = self.learner.reference
-        return None if reference is None else self.accelerator.unwrap_model(reference).model
-
-    @property
-    def reward_processing_classes(self) -> list[Any]:
-        """The tokenizers of reward models; None for functions."""
-        return [getattr(function, "tokenizer", None) for function in self.rewards.functions]
-
-    @property
-    def tools(self) -> list[Any]:
-        """The functions that the model may call; those of all environments."""
-        if self.start.rules is None:
-            return []
-        of_each = [] if self.start.rules.environments is None else self.start.rules.environments.tools_of.values()
-        return list(dict.fromkeys(chain(self.start.rules.tools, *of_each)))
-
-    @property
     def environments(self) -> list[Any] | None:
         """Those of the newest generated batch, one for each completion; None before it, and without any."""
         if self.environment_factories is None or self.scored is None:
             return None
         return [sample.episode.environment for sample in self.scored.samples if sample.episode is not None]
-
-    @property
-    def environment_factories(self) -> dict[str | None, Any] | None:
-        """By name, a single one by None; None without environments."""
-        environments = getattr(self.start.rules, "environments", None)
-        return None if environments is None else environments.factories
 
     _env_tools: Any = _part("start.rules.environments.tools_of")
     _environment_pool: Any = _part("start.rules.environments.pool")
