@@ -151,10 +151,9 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
     chosen = list(chain.from_iterable(trees))
     samples = [batch[index] for index in chosen]
     lengths = [tree_length(batch, tree) for tree in trees]
-    row_length = max(1, sum(lengths) if packing.one_row else max(lengths, default=1))
-    starts, num_rows = (
-        ([0, *accumulate(lengths)][:-1], 1) if packing.one_row else place(lengths, row_length, share=packing.share_rows)
-    )
+    one_row, share = packing.one_row, packing.share_rows
+    row_length = max(1, sum(lengths) if one_row else max(lengths, default=1))
+    starts, num_rows = ([0, *accumulate(lengths)][:-1], 1) if one_row else place(lengths, row_length, share=share)
     input_ids = torch.zeros(num_rows * row_length, dtype=torch.int64)
     position_ids, attention_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
     # Where trees have several completions there is a mask, in which padding sees itself alone. Else padding continues
@@ -203,7 +202,7 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
         ref_logprobs=per_token("ref_logprobs"),
         **_support(batch, samples, device),
         routed_experts=_experts(batch, zip(starts, trees, strict=True), len(input_ids), device),
-        row_cu_seqlens=torch.tensor(row_ends, dtype=torch.int32, device=device) if packing.one_row else None,
+        row_cu_seqlens=torch.tensor(row_ends, dtype=torch.int32, device=device) if one_row else None,
         longest=max(lengths, default=1),
     )
 
