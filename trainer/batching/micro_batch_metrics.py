@@ -70,17 +70,29 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
     if not len(part.advantages):
         return {}
     inputs = inputs_of(part, config)
-    current, tokens, terms = logprobs.float(), inputs.tokens, TokenTerms.of(config)
+    current, tokens, sequences, terms = logprobs.float(), inputs.tokens, inputs.sequences, TokenTerms.of(config)
     old = current if tokens.old_logprobs is None else tokens.old_logprobs
     ratio, clipped = ratio_and_clipped(current, inputs, config)
-    sums = _clipped(clipped, inputs, of_sequence=config.ratio_of_sequence)
+    low, high = (sequences.mean(clipped & side, tokens.mask) for side in (tokens.advantages < 0, tokens.advantages > 0))
+    counts = sequences.sum(tokens.mask)
+    weights = torch.ones_like(counts) if config.ratio_of_sequence else counts
+    sums = {"low_sum": (low * weights).sum(), "low_min": low.amin()}
+    sums |= {"high_sum": (high * weights).sum(), "high_max": high.amax(), "ratios_sum": weights.sum()}
+    sums |= {"tokens_sum": counts.sum(), "sequences_sum": (counts > 0).sum()}
     if tokens.ref_logprobs is not None:
         kl = kl_term(tokens.ref_logprobs - current, terms.kl_estimator)
         sums["kl_sum"] = (kl * ratio if terms.bias_correction_kl else kl).sum()
     if config.loss_type == "vespo":
-        sums["phi_sum"] = inputs.sequences.mean(vespo_weights(current, old, inputs, config), tokens.mask).sum()
-    if tokens.sampling_logprobs is not None:
-        sums |= _sampling(old, tokens.sampling_logprobs, inputs, config)
+        sums["phi_sum"] = sequences.mean(vespo_weights(current, old, inputs, config), tokens.mask).sum()
+    if (sampling := tokens.sampling_logprobs) is not None:
+        is_known = ~sampling.isnan()
+        difference = torch.where(is_known, (old - sampling).abs(), 0.0)
+        sums |= {"difference_sum": difference.sum(), "difference_max": difference.amax()}
+        sums |= {"known_sum": is_known.sum(), "equal_sum": (old == sampling).sum()}
+        if config.sampling_correction is not None:
+            rho = _rho(old, sampling, inputs, config)
+            sums |= {"rho_sum": rho.sum(), "rho_squares_sum": rho.square().sum(), "rhos_sum": rho.new_tensor(len(rho))}
+            sums |= {"rho_min": rho.amin(), "rho_max": rho.amax()}
     return sums
 
 
@@ -128,34 +140,6 @@ def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]
         squares = sums["rho_squares_sum"] * sums["rhos_sum"]
         metrics["sampling/effective_sample_size"] = sums["rho_sum"] ** 2 / squares if squares else 0.0
     return metrics
-
-
-def _clipped(clipped: Tensor, inputs: LossInputs, *, of_sequence: bool) -> Sums:
-    tokens, sequences = inputs.tokens, inputs.sequences
-    counts = sequences.sum(tokens.mask)
-    low, high = (sequences.mean(clipped & side, tokens.mask) for side in (tokens.advantages < 0, tokens.advantages > 0))
-    weights = torch.ones_like(counts) if of_sequence else counts
-    return {
-        "low_sum": (low * weights).sum(),
-        "low_min": low.amin(),
-        "high_sum": (high * weights).sum(),
-        "high_max": high.amax(),
-        "ratios_sum": weights.sum(),
-        "tokens_sum": counts.sum(),
-        "sequences_sum": (counts > 0).sum(),
-    }
-
-
-def _sampling(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Sums:
-    is_known = ~sampling.isnan()
-    difference = torch.where(is_known, (old - sampling).abs(), 0.0)
-    sums = {"difference_sum": difference.sum(), "difference_max": difference.amax(), "known_sum": is_known.sum()}
-    sums["equal_sum"] = (old == sampling).sum()
-    if config.sampling_correction is None:
-        return sums
-    rho = _rho(old, sampling, inputs, config)
-    of_all = {"rho_sum": rho.sum(), "rho_squares_sum": rho.square().sum(), "rhos_sum": rho.new_tensor(float(len(rho)))}
-    return sums | of_all | {"rho_min": rho.amin(), "rho_max": rho.amax()}
 
 
 def _rho(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:

@@ -238,8 +238,11 @@ def _support(batch: Sequence[Sample], samples: Sequence[Sample], device: torch.d
         if sample.support_logprobs is not None:
             logprobs.append(sample.support_logprobs[entries])
     all_ids, all_sizes, all_logprobs = torch.cat(ids), torch.cat(sizes), torch.cat(logprobs)
-    if batch[0].is_top_k:
-        return {"centering": tuple(each.to(device) for each in _in_rows(all_ids, all_sizes[1:], all_logprobs))}
+    if batch[0].is_top_k:  # in rows of the longest one's length, with -1 behind the end
+        filled = torch.arange(max(1, int(all_sizes.max()))) < all_sizes[1:, None]
+        rows, values = torch.full(filled.shape, -1, dtype=torch.int64), torch.zeros(filled.shape)
+        rows[filled], values[filled] = all_ids.long(), all_logprobs
+        return {"centering": (rows.to(device), values.to(device))}
     support = all_ids.to(device), all_sizes.cumsum(0).to(device)
     is_known = batch[0].support_logprobs is not None
     return {"support": support, "centering": (None, all_logprobs.to(device)) if is_known else None}
@@ -266,14 +269,6 @@ def _experts(
     table = known.new_full((places, *known.shape[1:]), -1)
     table[torch.cat(where)] = known
     return table.to(device)
-
-
-def _in_rows(ids: Tensor, sizes: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids [K] of N tokens in rows of the longest one's length: [N, k] int64, -1 behind the end, and log-probs."""
-    filled = torch.arange(max(1, int(sizes.max()) if len(sizes) else 1)) < sizes[:, None]
-    rows, values = torch.full(filled.shape, -1, dtype=torch.int64), torch.zeros(filled.shape)
-    rows[filled], values[filled] = ids.long(), logprobs
-    return rows, values
 
 
 def place(lengths: Sequence[int], row_length: int, *, share: bool = True) -> tuple[list[int], int]:

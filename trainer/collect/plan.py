@@ -71,7 +71,12 @@ class Plan:
     def __init__(self, start: Start) -> None:
         self._start, self._args, own = start, start.args, start.engine
         self._engine: str = start.engine_name if own is None else getattr(own, "name", FunctionEngine.name)
-        self._teacher, self._prompt = _teacher_shape(start), _first_prompt(start)
+        self._prompt = _first_prompt(start)
+        # Of the teacher: "self" for the reference, None without one or of one that cannot be built.
+        self._teacher: ModelShape | str | None = SELF if start.teacher == SELF else None
+        if start.teacher is not None and start.teacher != SELF:
+            config = load_config("teacher_model", start.teacher, start.args, start.args.teacher_model_init_kwargs)
+            self._teacher = planned_shape(config, start.teacher, None)
         self._terms = None  # of the memory of one device
         if start.shape is not None and not is_stream(start.train):
             # Of this process, without the model that it may have loaded already; on a GPU that is not known.
@@ -154,14 +159,6 @@ class Plan:
         corrected = self._engine != "transformers" and self._args.vllm_importance_sampling_correction
         thinks = any(word in _template(self._start.tokenizer) for word in ("enable_thinking", "<think>"))
         return at_start(self._args, processes=self._start.processes, corrected=corrected, thinks=thinks)
-
-
-def _teacher_shape(start: Start) -> ModelShape | str | None:
-    """The shape of the teacher; "self" for the reference, None without one or of one that cannot be built."""
-    if start.teacher is None or start.teacher == SELF:
-        return SELF if start.teacher else None
-    config = load_config("teacher_model", start.teacher, start.args, start.args.teacher_model_init_kwargs)
-    return planned_shape(config, start.teacher, None)
 
 
 def _first_prompt(start: Start) -> tuple[str, str] | None:
