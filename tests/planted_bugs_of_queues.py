@@ -62,7 +62,7 @@ BUGS = {
         "trainer/collect/collector.py",
         "more = self._with_unequal_rewards(self._round(engine, phases, draw()))",
         "drawn = (lambda rows, complete: (rows, complete()))(*self._next_batch(engine))\n"
-        "            more = self._with_unequal_rewards(self._round(engine, phases, drawn))",
+        "                more = self._with_unequal_rewards(self._round(engine, phases, drawn))",
         RESUMED,
     ),
     "a checkpoint has the first batch of the queue alone": (

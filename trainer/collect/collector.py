@@ -92,19 +92,31 @@ class Collector:
     def collect(self, engine: RolloutEngine, phases: Phases, *, draw: Draw = lambda: None) -> Scored:
         """The samples of a batch, with rewards, advantages and the metrics of all ranks.
 
-        `draw` is called before each round, on all ranks. It may return what `Collector.draw` has; otherwise that is
-        called.
+        They are of one generation, or with `dynamic_sampling` of as many as fill the batch. `draw` is called before
+        each round, on all ranks. It may return what `Collector.draw` has; otherwise that is called.
 
         Raises:
             RewardError: a reward function failed and `reward_failure` is not "drop", or no group is left.
             UnavailableError: the engine failed and `rollout_failure` is not "drop", or no group is left.
         """
-        scored = self._scored(engine, phases, draw)
+        scored, of_rounds = self._round(engine, phases, draw()), dict[str, float]()
+        if self.args.dynamic_sampling:
+            wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
+            # All ranks go on alike: they draw from one sequence of prompts.
+            while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, len(scored.samples) < wanted):
+                more = self._with_unequal_rewards(self._round(engine, phases, draw()))
+                scored, rounds = Scored.joined([scored, more]), rounds + 1
+            scored = replace(scored, samples=scored.samples[:wanted])
+            of_rounds["dynamic_sampling/rounds"] = float(rounds)
+        elif not any_rank(self.accelerator, bool(scored.kept())):
+            of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
+            kind = RewardError if of_engine is None else UnavailableError
+            raise kind(f"every group of the batch was dropped; the first failure: {of_engine or scored.failure}")
         with phases("reward"):
             facts = gather_object([RolloutFacts.of(scored)])
             advantages = self._advantages(facts, self.args.num_generations)
         self.num_tokens += sum(one.scored.num_tokens for one in facts)
-        metrics = rollout_metrics(facts, self.rewards.names, self.args) | scored.metrics
+        metrics = rollout_metrics(facts, self.rewards.names, self.args) | of_rounds
         metrics |= {"num_tokens": float(self.num_tokens)} | self.sampler.metrics()
         return replace(scored.with_advantages(advantages), metrics=metrics)
 
@@ -228,22 +240,6 @@ class Collector:
 
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
-
-    def _scored(self, engine: RolloutEngine, phases: Phases, draw: Draw) -> Scored:
-        """One generation, or with `dynamic_sampling` as many as fill the batch; `metrics` says how many that were."""
-        scored = self._round(engine, phases, draw())
-        if not self.args.dynamic_sampling:
-            if not any_rank(self.accelerator, bool(scored.kept())):
-                of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
-                kind = RewardError if of_engine is None else UnavailableError
-                raise kind(f"every group of the batch was dropped; the first failure: {of_engine or scored.failure}")
-            return scored
-        wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
-        # All ranks go on alike: they draw from one sequence of prompts.
-        while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, len(scored.samples) < wanted):
-            more = self._with_unequal_rewards(self._round(engine, phases, draw()))
-            scored, rounds = Scored.joined([scored, more]), rounds + 1
-        return replace(scored, samples=scored.samples[:wanted], metrics={"dynamic_sampling/rounds": float(rounds)})
 
     def _round(self, engine: RolloutEngine, phases: Phases, drawn: Drawn | None) -> Scored:
         with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"), self._in_place():
