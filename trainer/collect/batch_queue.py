@@ -44,11 +44,6 @@ class BatchQueue(deque[Prefetched]):
         """Whether a batch is not sampled yet."""
         return not all(batch.samples.done() for batch in self)
 
-    @property
-    def newest_version(self) -> int:
-        """The weight version of the batch that was requested last; -1: there is none."""
-        return self[-1].weight_version if self else -1
-
     def request(
         self, rows: list[Row], sample: Complete, *, before: dict[str, Any], weight_version: int, load: Load = None
     ) -> None:

@@ -178,7 +178,7 @@ class Collector:
         comes does.
         """
         step, load = self.learner.step, None
-        if not is_free and self.queue.newest_version != step:
+        if not is_free and not (self.queue and self.queue[-1].weight_version == step):
             kept = self.accelerator.is_main_process or not getattr(engine, "first_rank_sends", False)
             with phases("sync"):
                 weights = copied(self.learner.served_weights(engine), kept=kept)
