@@ -281,8 +281,8 @@ class Collector:
         size = self.args.num_generations
         if "drop" not in (self.args.reward_failure, self.args.rollout_failure) or self.group_part == size:
             return scored
-        parts = gather_object([scored.dropped])
-        every = torch.cat(parts).view(-1, size).any(1).repeat_interleave(size)
+        parts = gather_object([[sample.dropped for sample in scored.samples]])
+        every = torch.tensor(list(chain.from_iterable(parts))).view(-1, size).any(1).repeat_interleave(size)
         dropped = every[self._own_places(parts)].tolist()
         pairs = zip(scored.samples, dropped, strict=True)
         return replace(scored, samples=[without_rewards(one) if drop else one for one, drop in pairs])

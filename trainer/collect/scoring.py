@@ -81,11 +81,6 @@ class Scored:
         rewards = [sample.rewards for sample in self.samples]
         return torch.tensor(rewards, dtype=torch.float32).view(len(rewards), len(self.reward_names))
 
-    @property
-    def dropped(self) -> Tensor:
-        """[B] bool, the groups that are not learned from."""
-        return torch.tensor([sample.dropped for sample in self.samples], dtype=torch.bool)
-
     def with_advantages(self, advantages: Tensor) -> Scored:
         """With the advantages [B]."""
         return replace(self, samples=with_fields(self.samples, {"advantage": advantages.tolist()}))
@@ -285,7 +280,7 @@ class RolloutFacts(NamedTuple):
             num_own=torch.tensor([sample.num_own for sample in scored.samples], dtype=torch.float32),
             lengths=torch.tensor([sample.num_own for sample in sound], dtype=torch.float32),
             ended=torch.tensor([sample.finish_reason == "stop" for sample in sound], dtype=torch.bool),
-            dropped=scored.dropped,
+            dropped=torch.tensor([sample.dropped for sample in scored.samples], dtype=torch.bool),
             supports=torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float(),
             episodes=torch.tensor(
                 [(one.turns, len(one.calls), sum(call.failed for call in one.calls)) for one in episodes]
