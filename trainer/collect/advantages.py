@@ -61,6 +61,10 @@ def multi_objective_advantages(
     group counts: the reward of the greedy completion, NaN where it has none. InputError for negative rewards with
     "maxrl".
 
+    Equals, for "normalize_then_sum", which knows no estimator:
+        total = sum over f of w_f * (r_f - mean_group(r_f)) / (std_group(r_f) + 1e-4)
+        (total - mean_batch(total)) / (std_batch(total) + 1e-4)
+
     With "gpg", a group that is not all equal has twice its advantages, r - 0.5, where one of two groups is:
 
     >>> rewards, weights = torch.tensor([[1.0], [0.0], [0.0], [0.0]]), torch.ones(1)
@@ -74,7 +78,14 @@ def multi_objective_advantages(
     [0.5, -0.5, 0.0, 0.0]
     """
     if args.multi_objective_aggregation == "normalize_then_sum":
-        return _normalised_before_the_sum(per_function, weights, size)
+        columns = per_function.T
+        groups = columns.reshape(-1, size)
+        normalised = _centred(groups) / (nanstd(groups) + EPSILON)
+        total = total_rewards(normalised.view(columns.shape).T, weights)[None]
+        advantages = ((total - total.nanmean()) / (nanstd(total) + EPSILON)).nan_to_num(0.0).flatten()
+        # The mean of the batch is 0 but for rounding, which is no advantage of a group whose rewards are all equal.
+        equal = _are_equal(groups).view(len(columns), -1).all(0).repeat_interleave(size)
+        return advantages.masked_fill(equal, 0.0)
     estimator, totals = args.advantage_estimator, total_rewards(per_function, weights)
     groups = totals.view(-1, size)
     advantages = centred = _centred(groups)
@@ -107,21 +118,6 @@ def multi_objective_advantages(
         assert baselines is not None
         advantages = groups - baselines.view(groups.shape)[:, :1]
     return advantages.nan_to_num(0.0).flatten()
-
-
-def _normalised_before_the_sum(per_function: Tensor, weights: Tensor, size: int) -> Tensor:
-    """Equals
-    total = sum over f of w_f * (r_f - mean_group(r_f)) / (std_group(r_f) + 1e-4)
-    (total - mean_batch(total)) / (std_batch(total) + 1e-4)
-    """
-    columns = per_function.T
-    groups = columns.reshape(-1, size)
-    normalised = _centred(groups) / (nanstd(groups) + EPSILON)
-    total = total_rewards(normalised.view(columns.shape).T, weights)[None]
-    advantages = ((total - total.nanmean()) / (nanstd(total) + EPSILON)).nan_to_num(0.0).flatten()
-    # The mean of the batch is 0 but for rounding, which is no advantage of a group whose rewards are all equal.
-    equal = _are_equal(groups).view(len(columns), -1).all(0).repeat_interleave(size)
-    return advantages.masked_fill(equal, 0.0)
 
 
 def best_of_k_advantages(groups: Tensor, k: int) -> Tensor:
