@@ -1,8 +1,7 @@
 """The bugs of `planted_bugs.py` in the optimal token baseline and the variance report: (file, old, new, caught by)."""
 
-BASELINE = "trainer/collect/token_baseline.py"
+BASELINE = "trainer/collect/advantages.py"
 COLLECTOR = "trainer/collect/collector.py"
-REPORT = "trainer/batching/variance_report.py"
 METRICS = "trainer/batching/micro_batch_metrics.py"
 LOSS = "fused_grpo/fused_loss.py"
 TESTS = "tests/trainer/collect/test_token_baseline.py"
@@ -27,7 +26,7 @@ BUGS = {
     ),
     "a completion without a reward is a wrong one": (
         BASELINE,
-        "len(self.norms) > 0 and not math.isnan(self.reward)",
+        "len(self.norms) > 0 and not isnan(self.reward)",
         "len(self.norms) > 0",
         FORMULA,
     ),
@@ -92,15 +91,15 @@ BUGS = {
         [*SQUARES[:-1], "autograd and torch-dtype0 and phases"],
     ),
     "a report counts completions by their energy": (
-        REPORT,
+        METRICS,
         "sum(map(sqrt, squares)) ** 2 / total",
         "total ** 2 / sum(x * x for x in squares)",
         [TESTS, "-k", "report_is"],
     ),
     "a report is of one rank": (
-        REPORT,
-        "gather_object(own)",
-        "own",
+        METRICS,
+        "gather_object(energies)",
+        "energies",
         RANKS,
     ),
     "an effective sample size is one of weights": (

@@ -13,8 +13,8 @@ RATIOS = ["tests/trainer/batching/test_ratio_metrics.py", "-k", "where_it_is_kno
 BUGS = {
     "sequences keep their company": (
         "trainer/learner.py",
-        "            self.args.sequences_per_micro_batch,\n",
-        "            self.args.per_device_train_batch_size,\n",
+        "sequences=args.sequences_per_micro_batch,",
+        "sequences=args.per_device_train_batch_size,",
         ALONE,
     ),
     "the option is read the other way round": (
@@ -49,8 +49,8 @@ BUGS = {
     ),
     "an unknown log-prob counts as one that differs": (
         METRICS,
-        'mean("equal", "known")',
-        'mean("equal", "tokens")',
+        'BIT_EQUAL: ("equal", "known")',
+        'BIT_EQUAL: ("equal", "tokens")',
         RATIOS,
     ),
     "the console says bit-equal at any share": (

@@ -16,13 +16,13 @@ BUGS = {
         STEPS,
     ),
     "the coefficient of the divergence is ignored": (
-        "trainer/policy.py",
+        "trainer/learner.py",
         '"coef": args.distillation_coef,',
         '"coef": 1.0,',
         STEPS,
     ),
     "the kind of the divergence is ignored": (
-        "trainer/policy.py",
+        "trainer/learner.py",
         '"kind": args.distillation_kind,',
         '"kind": "reverse_kl",',
         STEPS,

@@ -25,8 +25,8 @@ BUGS = {
     ),
     "the newest batch is learned from first": (
         "trainer/collect/batch_queue.py",
-        "self._batches.popleft()",
-        "self._batches.pop()",
+        "self.popleft()",
+        "self.pop()",
         AGE,
     ),
     "batches are sampled side by side": (
@@ -43,7 +43,7 @@ BUGS = {
     ),
     "an engine that is not free keeps its weights": (
         "trainer/collect/collector.py",
-        "if not is_free and self.queue.newest_version != step:",
+        "if not is_free and not (self.queue and self.queue[-1].weight_version == step):",
         "if False:",
         AGE,
     ),
@@ -61,15 +61,15 @@ BUGS = {
     ),
     "further rounds are sampled anew while a queue waits": (
         "trainer/collect/collector.py",
-        "more = self._with_unequal_rewards(self._round(engine, phases, trainer_state, draw()))",
+        "more = self._with_unequal_rewards(self._round(engine, phases, draw()))",
         "drawn = (lambda rows, complete: (rows, complete()))(*self._next_batch(engine))\n"
-        "            more = self._with_unequal_rewards(self._round(engine, phases, trainer_state, drawn))",
+        "                more = self._with_unequal_rewards(self._round(engine, phases, drawn))",
         RESUMED,
     ),
     "a checkpoint has the first batch of the queue alone": (
         "trainer/collect/collector.py",
-        "tables.append(as_tensors(samples) | greedy)",
-        "tables = tables or [as_tensors(samples) | greedy]",
+        "tables.append(as_tensors(samples) | {GREEDY",
+        "tables or tables.append(as_tensors(samples) | {GREEDY",
         RESUMED,
     ),
     "a resumed queue begins behind its rows": (

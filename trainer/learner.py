@@ -36,26 +36,15 @@ from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.micro_batch_metrics import (
     correction_weights,
     evidence,
-    merge_floats,
-    merge_metrics,
     per_sequence,
     quantile,
-    ratio_metrics,
-    ratio_sums,
-    turn_sums,
+    step_metrics,
     with_covariance_selection,
 )
-from fused_grpo.trainer.batching.micro_batches import can_skip, micro_batches, skipped_metrics
-from fused_grpo.trainer.batching.variance_report import variance_report
+from fused_grpo.trainer.batching.micro_batches import Packing, can_skip, micro_batches
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import NonFiniteSteps, any_rank
-from fused_grpo.trainer.distributed.sharding import (
-    checkpoint_weights,
-    frozen_copy,
-    prepare_sharding,
-    reshard,
-    shard_frozen,
-)
+from fused_grpo.trainer.distributed.sharding import checkpoint_weights, frozen_copy, prepare_sharding, shard_frozen
 from fused_grpo.trainer.models.adapters import (
     adapter_stream,
     as_reference,
@@ -67,9 +56,9 @@ from fused_grpo.trainer.models.adapters import (
 from fused_grpo.trainer.models.attention import attention_cost
 from fused_grpo.trainer.models.loading import SELF, check_teacher_model, fingerprint
 from fused_grpo.trainer.models.optimizer import EntropyController, make_optimizer, make_schedule
-from fused_grpo.trainer.models.router_replay import ROUTED, RouterReplay
+from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.models.weight_stream import WeightStream
-from fused_grpo.trainer.policy import PolicyLoss, Teacher, router_loss_coefficient
+from fused_grpo.trainer.policy import PolicyLoss, Teacher, What, evaluating, router_loss_coefficient
 from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
@@ -120,6 +109,8 @@ class Learner:
         self.can_skip = can_skip(args, router_coefficient=self.router_coefficient)
         routing = RouterReplay(base_model(model), replaces=args.router_replay)
         self.routing = routing if routing.layers or args.router_replay else None
+        # The number of layers, and of experts in those that have some.
+        self.routers = None if self.routing is None else (routing.num_layers, routing.layers)
         policy = PolicyLoss(
             model,
             self.loss_config,
@@ -131,23 +122,29 @@ class Learner:
         alone = None
         if isinstance(teacher, torch.nn.Module):
             alone = PolicyLoss(teacher, self.loss_config, temperature=args.temperature)
-        self.rows, self.is_random = self._self_check([policy] if alone is None else [policy, alone])
+        head_rows, hidden_size = base_model(model).get_output_embeddings().weight.shape
+        layout, self.is_random = self._self_check([policy] if alone is None else [policy, alone])
+        self.packing = dataclasses.replace(
+            layout,
+            attention=attention_cost(hidden_size),
+            sequences=args.sequences_per_micro_batch,
+            max_tokens=args.max_tokens_per_micro_batch,
+        )
         if args.gradient_checkpointing:
             checkpoint_activations(model, args.gradient_checkpointing_kwargs or {})
         # A copy, because the model changes.
         needs_copy = (args.beta > 0 or teacher == SELF) and not is_adapted(model)
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
-        head_rows, hidden_size = base_model(model).get_output_embeddings().weight.shape
-        self.attention = attention_cost(hidden_size)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
+        self._unwrapped: PolicyLoss = accelerator.unwrap_model(self.policy)
         self.reference = None if frozen is None else shard_frozen(accelerator, frozen, self.policy)
         self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=head_rows)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
         groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
         self.beginning = copy.deepcopy((groups, self.scheduler.state_dict()))
 
-    def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[dict[str, bool], bool]:
+    def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[Packing, bool]:
         """How rows may be shared, and whether the policy in training mode is random."""
         # By rank 0: under FSDP2 it may be the only one that has read the weights.
         checks = list(map(self_check, policies)) if self.accelerator.is_main_process else []
@@ -163,23 +160,13 @@ class Learner:
         return layout, measured[0].is_random
 
     def _make_teacher(self, alone: PolicyLoss | None, *, vocab_size: int) -> Teacher:
-        if alone is None:
-            return Teacher(self._reference_policy, self.args, vocab_size=vocab_size, fingerprint=SELF)
-        identity = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
-        module = shard_frozen(self.accelerator, alone.eval())
-        return Teacher(lambda: nullcontext(module), self.args, vocab_size=vocab_size, fingerprint=identity)
-
-    @property
-    def routers(self) -> tuple[int, dict[int, int]] | None:
-        """The number of layers, and of experts in those that have some; None: in none."""
-        return None if self.routing is None else (self.routing.num_layers, self.routing.layers)
-
-    @property
-    def costs(self) -> dict[str, Any]:
-        """Options of `balanced`: what a sample costs here."""
-        args = self.args
-        limits = {"sequences": args.sequences_per_micro_batch, "max_tokens": args.max_tokens_per_micro_batch}
-        return {"attention": self.attention, "share_prompts": self.rows["share_prompts"], **limits}
+        lend: Any = self._reference_policy
+        weights, args = SELF, self.args
+        if alone is not None:
+            weights = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
+            lend = functools.partial(nullcontext, shard_frozen(self.accelerator, alone.eval()))
+        options = {"coef": args.distillation_coef, "kind": args.distillation_kind, "beta": args.distillation_beta}
+        return Teacher(lend=lend, vocab_size=vocab_size, options=options, identity=options | {"model": weights})
 
     def restart(self) -> None:
         """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""
@@ -224,7 +211,7 @@ class Learner:
             for _ in range(len(packed), self.args.gradient_accumulation_steps):  # what is skipped fills fewer
                 event("on_substep_end")
             # Those of all ranks, so that either every rank goes on from here or none does.
-            metrics = self._metrics(batch, packed, outputs)
+            metrics = step_metrics(batch, packed, outputs, self.loss_config)
             norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm or math.inf)
             metrics["grad_norm"] = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
             may_update = self.nonfinite.may_update(metrics, self.step + 1, lambda: evidence(batch, packed, outputs))
@@ -260,7 +247,7 @@ class Learner:
         # Completions of an evaluation come without the log-probs that it needs.
         options["config"] = dataclasses.replace(options["config"], score_centering="off")
         outputs = self._measured(self._unwrapped, "loss", packed, **options)
-        return self._metrics(batch, packed, outputs)["loss"]
+        return step_metrics(batch, packed, outputs, self.loss_config)["loss"]
 
     def _prepared(self, batch: list[Sample]) -> tuple[list[Sample], list[MicroBatch], dict[str, Any], float | None]:
         """The batch with its reference, its micro-batches, the loss's arguments, and as `_entropy_options` the mean."""
@@ -286,7 +273,7 @@ class Learner:
 
     def with_old_logprobs(self, batch: list[Sample]) -> list[Sample]:
         """The batch with the log-probs of the current policy, for a step that is made after the policy has moved."""
-        return self._with_logprobs(batch, "old_logprobs", self._unwrapped)
+        return with_fields(batch, {"old_logprobs": self._logprobs(batch, self._unwrapped)})
 
     def _with_reference(self, batch: list[Sample]) -> list[Sample]:
         """The batch with the reference's log-probs, where there is a KL term and they have not been computed yet."""
@@ -297,14 +284,12 @@ class Learner:
             return batch
         own_experts = with_fields(batch, {"routed_experts": [None] * len(batch)})
         with self._reference_policy() as reference:
-            found = self._with_logprobs(own_experts, "ref_logprobs", reference)
-        return with_fields(batch, {"ref_logprobs": [sample.ref_logprobs for sample in found]})
+            return with_fields(batch, {"ref_logprobs": self._logprobs(own_experts, reference)})
 
-    def _with_logprobs(self, batch: list[Sample], name: str, policy: PolicyLoss) -> list[Sample]:
-        """The batch with the log-probs of a policy in the field `name`. The reference packs without virtual tokens."""
+    def _logprobs(self, batch: list[Sample], policy: PolicyLoss) -> list[Tensor]:
+        """Those of a policy for each sample. The reference packs without virtual tokens."""
         packed = self._pack(batch)
-        values = self._measured(policy, "logprobs", packed)
-        return with_fields(batch, {name: per_sequence(packed, values, len(batch))})
+        return per_sequence(packed, self._measured(policy, "logprobs", packed), len(batch))
 
     def weights(self) -> dict[str, Tensor]:
         """What is saved: the causal LM's full state dict, or the adapter's part of it. A collective.
@@ -327,29 +312,13 @@ class Learner:
     @contextmanager
     def _reference_policy(self) -> Iterator[PolicyLoss]:
         """The frozen copy; where only an adapter is trained, the policy without its adapter."""
-        if self.reference is not None:
-            yield self.reference
-            return
-        policy = self._unwrapped
-        with as_reference(policy.model):
-            yield policy
-
-    @property
-    def _unwrapped(self) -> PolicyLoss:
-        policy: PolicyLoss = self.accelerator.unwrap_model(self.policy)
-        return policy
+        with nullcontext() if self.reference is not None else as_reference(self._unwrapped.model):
+            yield self.reference or self._unwrapped
 
     def _pack(self, batch: list[Sample]) -> list[MicroBatch]:
         prompts = with_virtual_places([sample.prompt_ids for sample in batch], self._unwrapped.model)
-        return micro_batches(
-            with_fields(batch, {"prompt_ids": prompts}),
-            self.args.sequences_per_micro_batch,
-            **self.rows,
-            device=self.accelerator.device,
-            max_tokens=self.args.max_tokens_per_micro_batch,
-            attention=self.attention,
-            agree=lambda number: max(gather_object([number])),
-        )
+        own, device = with_fields(batch, {"prompt_ids": prompts}), self.accelerator.device
+        return micro_batches(own, self.packing, device=device, agree=lambda number: max(gather_object([number])))
 
     def rounding(self, packed: Sequence[MicroBatch], dtype: torch.dtype) -> float:
         """How far a 16-bit `dtype` moves the policy's log-probs: mean over all ranks' tokens, nats. A collective."""
@@ -361,18 +330,13 @@ class Learner:
         return float(distance / max(tokens, 1.0))
 
     def _measured(
-        self, policy: PolicyLoss, what: Any, packed: Sequence[MicroBatch], *, within: Context = None, **options: Any
+        self, policy: PolicyLoss, what: What, packed: Sequence[MicroBatch], *, within: Context = None, **options: Any
     ) -> list[Any]:
         """`policy.measure` of each micro-batch, without dropout, and with the run's precision or `within` another."""
-        was_training = policy.training
-        policy.eval()
-        try:
-            # FSDP2 has a mixed precision of its own.
-            with within or (nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast()):
-                return [policy.measure(part, what, **options) for part in packed]
-        finally:
-            policy.train(was_training)
-            reshard(policy)
+        # FSDP2 has a mixed precision of its own.
+        precision = within or (nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast())
+        with evaluating(policy), precision:
+            return [policy.measure(part, what, **options) for part in packed]
 
     def _counts(self, packed: Sequence[MicroBatch], batch: list[Sample]) -> dict[str, Any]:
         """The normalisers of the whole step, over all ranks: of all micro-batches, and of what is in none of them."""
@@ -382,23 +346,6 @@ class Learner:
         # A step may have no token in its loss: every completion truncated and masked.
         counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
         return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))
-
-    def _metrics(
-        self, batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput]
-    ) -> dict[str, float]:
-        """The loss op's metrics of the step, and TRL's of its ratios, over all ranks."""
-        reports = "squared_gradients" in outputs[0].metrics  # not of an evaluation
-        squared = [output.metrics.pop("squared_gradients") for output in outputs if reports]
-        of_step = variance_report(batch, packed, squared) if reports else {}
-        routed = [{name: output.metrics.pop(name) for name in ROUTED if name in output.metrics} for output in outputs]
-        of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
-        logprobs = [output.logprobs for output in outputs]
-        parts = zip(packed, logprobs, routed, strict=True)
-        of_ratios = merge_metrics([ratio_sums(part, own, self.loss_config) | sums for part, own, sums in parts])
-        of_turns = turn_sums(batch, packed, logprobs)
-        own = [(of_loss, of_ratios | of_turns), skipped_metrics(batch, self.loss_config)]
-        losses, ratios = zip(*gather_object(own), strict=True)
-        return merge_floats(losses) | ratio_metrics(merge_floats(ratios), self.loss_config.loss_type) | of_step
 
     def _entropy_options(self, packed: Sequence[MicroBatch]) -> tuple[dict[str, Any], float | None]:
         """The loss's config for this step; with `top_entropy_quantile` its threshold, and the mean entropy above that.

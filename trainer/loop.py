@@ -12,15 +12,11 @@
     clip, check against the engine's log-probs, optimizer.step()
     log, evaluate, save                                  # when callbacks say so: transformers' own, and yours
 
-What makes it this loop and not another:
-- **One generation per effective batch.** One call of the engine samples all that an optimizer step (times
-  `num_iterations`) learns from, so it runs at its best batch size and gradient accumulation costs no generation.
-- **No forward pass for old log-probs.** The rollouts come from the weights being trained, so the old log-probs of the
-  first iteration are the current ones; the loss returns them and later iterations use them.
-- **The engine is checked by its log-probs.** The loss compares the trainer's log-prob of each sampled token with the
-  engine's; a step whose difference is beyond rounding ends the run before the optimizer moves.
-- **It can be killed.** A checkpoint holds everything that the next step depends on, unfinished rollouts included; a
-  resumed run makes the same steps, bit for bit, as one that was not killed.
+One call of the engine samples all that an optimizer step (times `num_iterations`) learns from, at its best batch size.
+The rollouts come from the weights being trained, so the old log-probs of the first iteration are the current ones; the
+loss returns them. A step whose log-probs differ from the engine's beyond rounding ends the run before the optimizer
+moves. And it can be killed: a checkpoint holds everything that the next step depends on, unfinished rollouts included,
+so a resumed run makes the same steps, bit for bit. docs/trainer.md goes through a step.
 
 It is not a subclass of transformers.Trainer: the loop is short, and what else a script expects of a Trainer is in
 `transformers_face.py`. Devices, DDP, FSDP2, mixed precision, schedulers, trackers, callbacks and files of weights are
@@ -29,7 +25,7 @@ those of Accelerate and transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -54,14 +50,7 @@ from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.derived_options import fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
-from fused_grpo.trainer.distributed.failures import (
-    StopOnSignal,
-    agree,
-    all_ranks_succeed,
-    any_rank,
-    barrier,
-    report_failure,
-)
+from fused_grpo.trainer.distributed.failures import StopOnSignal, all_ranks_succeed, any_rank, barrier, report_failure
 from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
@@ -170,7 +159,7 @@ class GRPOTrainer(TransformersFace):
             super().__init__(start, policy, learner, self._training_state)
             self.train_dataset, self.eval_dataset = dataset, eval_dataset
             self.max_steps, self.epochs = start.max_steps, start.epochs
-            self.collector = Collector(start, self.sampler, learner)
+            self.collector = Collector(start, self.sampler, learner, self.events)
             self.weight_check = WeightCheck(args, policy, accelerator.device, own_weights=own_weights)
             self.buffer: RolloutBuffer | None = None
             self.stop, self.lock = StopOnSignal(), RunLock()
@@ -179,11 +168,7 @@ class GRPOTrainer(TransformersFace):
             self._beginning: dict[str, Any] | None = None  # where the first `train` began in the data
             # Last: no rank is in `train` before all have an engine.
             with all_ranks_succeed(accelerator, "starting the engine"):
-                self._make_engine: Callable[[], RolloutEngine] = partial(
-                    make_engine, start, policy, rollout_func=rollout_func, trainer=self
-                )
-                if rollout_engine is not None:
-                    self._make_engine = lambda: rollout_engine
+                self._make_engine = partial(make_engine, start, policy, self)
                 self.engine, self.engine_is_open = self._make_engine(), True
         self.events("on_init_end")
 
@@ -255,7 +240,7 @@ class GRPOTrainer(TransformersFace):
         for name, dataset in chosen_eval_sets(prompted, self.eval_dataset).items():
             self._open_engine()
             self._sync_engine()
-            result = self.collector.evaluate(self.engine, dataset, trainer_state=self.state)
+            result = self.collector.evaluate(self.engine, dataset)
             with all_ranks_succeed(self.accelerator, "logging the evaluation"):
                 self.engine.sleep()
                 rewards = result.rewards(self.rewards.names, of_set=name)
@@ -340,7 +325,7 @@ class GRPOTrainer(TransformersFace):
 
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run."""
-        agree(self.accelerator, self.control)
+        self._agree()
         # All epochs may end before `max_steps`, where a callback has left out the rest of one.
         is_last = self.step >= self.max_steps or self.epochs.at(self.step) >= self.epochs.total
         return is_last or self.control.should_training_stop
@@ -348,8 +333,7 @@ class GRPOTrainer(TransformersFace):
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, and more where `dynamic_sampling` replaces groups."""
         self._open_engine()
-        draw = partial(self._draw, phases)
-        scored = self.scored = self.collector.collect(self.engine, phases, draw=draw, trainer_state=self.state)
+        scored = self.scored = self.collector.collect(self.engine, phases, draw=partial(self._draw, phases))
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
             if not self.collector.queue:
                 self.engine.sleep()
@@ -410,14 +394,14 @@ class GRPOTrainer(TransformersFace):
 
     def _log_evaluate_save(self) -> None:
         """What callbacks have decided after a step or an epoch; transformers' `DefaultFlowCallback` follows `args`."""
-        agree(self.accelerator, self.control)
+        self._agree()
         if self.control.should_log:
             self.events.log_steps()
         if self.control.should_evaluate and self._evaluate():
             is_best = self.events.is_best()
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
-        agree(self.accelerator, self.control)
+        self._agree()
         if self.control.should_save:
             self._leave_epoch()
             self.save_checkpoint()
@@ -432,7 +416,7 @@ class GRPOTrainer(TransformersFace):
 
     def _end_epoch(self) -> None:
         """After the last step of an epoch or of the run, or where a callback leaves the rest of the epoch out."""
-        agree(self.accelerator, self.control)
+        self._agree()
         if self.epochs.ends_with(self.step) or self.control.should_epoch_stop or self.control.should_training_stop:
             self._leave_epoch()
             self._in_epoch = False
@@ -443,7 +427,7 @@ class GRPOTrainer(TransformersFace):
         """Save a resumable checkpoint, even with `save_only_model`, and exit: some rank has received a signal."""
         if self.control.should_log:
             self.events.log_steps()
-        agree(self.accelerator, self.control)
+        self._agree()
         self._leave_epoch()
         where = self._save_checkpoint(resumable=True)
         self.events("on_save")

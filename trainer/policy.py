@@ -8,18 +8,7 @@ because that is where FSDP gathers the weights for them.
 A teacher, from which the policy is distilled, sees micro-batches of the policy's own completions. Its hidden states
 [N, D of the teacher], made without gradients or logits, go into the pass of the loss (docs/divergence.md). It is a
 model of its own, or "self": the reference model. It gets the policy's rows, so both have to keep the sequences of a row
-apart, and it shares the policy's temperature.
-
-**The routers' loss** balances the load of a mixture-of-experts model's experts (arXiv:2101.03961, eq. 4-6). Over the
-tokens of a micro-batch and the routers of all layers, f_e is the share of the tokens that expert e is chosen for, and
-P_e its mean probability; with E experts the loss is E sum_e f_e P_e. transformers' own function computes it.
-
-It is not linear in the tokens. The loss of a step is the mean over its micro-batches, as in TRL, so the cut into
-micro-batches changes this term. It is not exactly TRL's with `max_tokens_per_micro_batch`, under accumulation, and on
-several ranks: TRL shuffles the sequences, and has the prompts of masked completions among them.
-
-**Router replay** (models/router_replay.py). Micro-batches with the sampler's experts are computed with these, and
-backward passes, too; the reference and a teacher have routers of their own.
+apart, and it shares the policy's temperature. Like the reference, it has routers of its own (models/router_replay.py).
 """
 
 from __future__ import annotations
@@ -27,8 +16,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -52,6 +41,8 @@ from fused_grpo.trainer.distributed.sharding import reshard
 from fused_grpo.trainer.models.adapters import base_model, model_inputs
 from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.types import MicroBatch
+
+What = Literal["loss", "logprobs", "scores", "entropies", "head_inputs"]
 
 
 class PolicyLoss(nn.Module):
@@ -90,12 +81,7 @@ class PolicyLoss(nn.Module):
         """Tie again what the model ties, where Accelerate has replaced its parameters."""
         self.model.tie_weights()
 
-    def forward(
-        self,
-        batch: MicroBatch,
-        what: Literal["loss", "logprobs", "scores", "entropies", "head_inputs"] = "loss",
-        **step: Any,
-    ) -> Any:
+    def forward(self, batch: MicroBatch, what: What = "loss", **step: Any) -> Any:
         """What the method of that name returns: whatever runs the model comes through here, where FSDP gathers it."""
         return getattr(self, f"_{what}")(batch, **step)
 
@@ -162,7 +148,7 @@ class PolicyLoss(nn.Module):
         return output._replace(loss=loss, metrics=metrics)
 
     @torch.no_grad()
-    def measure(self, batch: MicroBatch, what: Literal["loss", "logprobs", "scores", "entropies"], **step: Any) -> Any:
+    def measure(self, batch: MicroBatch, what: What, **step: Any) -> Any:
         """The loss, log-probs [N] of the completion tokens, these and score norms, or entropies [N] in nats of what
         they were drawn from, without gradients."""
         with nullcontext() if self.routing is None else self.routing:
@@ -216,6 +202,18 @@ class PolicyLoss(nn.Module):
         return hidden, weight_of(head), options
 
 
+@contextmanager
+def evaluating(policy: PolicyLoss) -> Iterator[None]:
+    """Without dropout; what a forward pass without a backward leaves gathered is freed at the end."""
+    was_training = policy.training
+    policy.eval()
+    try:
+        yield
+    finally:
+        policy.train(was_training)
+        reshard(policy)
+
+
 def tree_mask(seen_until: Tensor, dtype: torch.dtype) -> Tensor:
     """What to add to attention scores, [R, 1, L, L]: 0 where query q sees key k, k <= q < seen_until[k].
 
@@ -251,7 +249,11 @@ def router_loss_coefficient(model: PreTrainedModel, args: GRPOConfig) -> float:
 
 
 def router_aux_loss(model: PreTrainedModel, states: Any, attention_mask: Tensor) -> Tensor:
-    """The auxiliary loss, 0-d, of the tokens of a micro-batch.
+    """The loss that balances the load of experts, 0-d, of the tokens of a micro-batch (arXiv:2101.03961, eq. 4-6).
+
+    Over the tokens and the routers of all layers, f_e is the share of the tokens that expert e is chosen for, and P_e
+    its mean probability; with E experts the loss is E sum_e f_e P_e. It is not linear in the tokens. The loss of a step
+    is the mean over its micro-batches, as in TRL, so the cut into micro-batches changes this term.
 
     Equals, for rows that are padded only,
         model(input_ids, attention_mask=attention_mask, output_router_logits=True).aux_loss
@@ -281,45 +283,23 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str | None]:
     return frozenset(None if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """Hidden states and head of the teacher for a micro-batch, as `fused_linear_grpo_loss` takes them.
+    """Hidden states and head of the teacher for a micro-batch, as `fused_linear_grpo_loss` takes them."""
 
-    Args:
-        policy: lends the teacher, a `PolicyLoss` that is not trained while it is lent.
-        vocab_size: the rows of the policy's head; a teacher may have further ones, for padding, which take no part.
-        fingerprint: of the teacher's weights; a resumed run must have the same.
-    """
-
-    def __init__(
-        self,
-        policy: Callable[[], AbstractContextManager[PolicyLoss]],
-        args: GRPOConfig,
-        *,
-        vocab_size: int,
-        fingerprint: str,
-    ) -> None:
-        self.policy, self.vocab_size = policy, vocab_size
-        self.options: dict[str, Any] = {
-            "coef": args.distillation_coef,
-            "kind": args.distillation_kind,
-            "beta": args.distillation_beta,
-        }
-        self.identity = {**self.options, "model": fingerprint}
+    lend: Callable[[], AbstractContextManager[PolicyLoss]]  # the model, which is not trained while it is lent
+    vocab_size: int  # the rows of the policy's head; a teacher may have further ones, for padding, which take no part
+    options: dict[str, Any]  # of `Distillation`
+    identity: dict[str, Any]  # what a resumed run must have the same: options, and a fingerprint of the weights
 
     @torch.no_grad()
     def __call__(self, batch: MicroBatch) -> Distillation:
         batch = dataclasses.replace(batch, routed_experts=None)
-        with self.policy() as policy:
-            was_training = policy.training
-            policy.eval()
-            try:
-                hidden, weight, of_head = policy(batch, "head_inputs")
-            finally:
-                policy.train(was_training)
+        with self.lend() as policy, evaluating(policy):
+            hidden, weight, of_head = policy(batch, "head_inputs")
             bias = None if of_head["bias"] is None else of_head["bias"][: self.vocab_size]
             weight = weight[: self.vocab_size]
             if isinstance(policy, FSDPModule):  # the gathered head is freed with the rest
                 weight, bias = weight.clone(), None if bias is None else bias.clone()
-                reshard(policy)
         transform = {name: of_head[name] for name in ("logit_scale", "softcap")}
         return Distillation(hidden, weight, **self.options, bias=bias, **transform)

@@ -1,19 +1,12 @@
-"""What a model does, measured on a few tokens before the first step, and not concluded from its name.
+"""What a model does, measured on a few tokens before the first step, and not concluded from its name (docs/models.md).
 
     own     = log_softmax(model(ids).logits)               of two short sequences: joined to one, and the second alone
     policy  = what the loss is computed from               of the first alone, and of both in one row
 
-- If the first sequence has other log-probs than the model's own, it would be trained on something else: refused. So is
-  a model whose own log-probs change with what follows: it is not causal.
-- If the second sequence has others behind the first one, sequences get a row each. Position ids may not reach the mask,
-  and a recurrent layer has no mask.
-- If two completions behind one prompt have others than each behind its own, or layers see a window only, completions do
-  not share a prompt: the model makes something else of a mask.
-- If a router's experts cannot be replayed, where that is asked for: refused (models/router_replay.py).
-- If states in training mode depend on the seed there is dropout, and log-probs cannot be compared with the sampler's.
-
-That takes at most ten forward passes of 17 tokens or fewer, two and one or three for each layer where routers are to be
-replayed, and leaves generators, gradients and modes as they are.
+If the second sequence has other log-probs behind the first one, sequences get a row each: position ids may not reach
+the mask, and a recurrent layer has no mask. If two completions behind one prompt have others than each behind its own,
+or layers see a window only, completions do not share a prompt: the model makes something else of a mask. What is not
+the model's own, not causal or not to be replayed is refused. Generators, gradients and modes are left as they are.
 """
 
 from __future__ import annotations
@@ -31,11 +24,11 @@ from torch import Tensor
 from fused_grpo.errors import FusedGRPOError, UnsupportedError
 from fused_grpo.integrations.model_head import check_transform
 from fused_grpo.integrations.model_modes import as_it_was, has_dropout, replaced
-from fused_grpo.trainer.batching.micro_batches import pack
+from fused_grpo.trainer.batching.micro_batches import Packing, pack
 from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
 from fused_grpo.trainer.models.attention import sees_all, takes_any_lengths
 from fused_grpo.trainer.policy import PolicyLoss
-from fused_grpo.trainer.types import MicroBatch, samples_from
+from fused_grpo.trainer.types import MicroBatch, Sample
 
 _log = logging.getLogger(__name__)
 
@@ -90,10 +83,8 @@ def self_check(policy: PolicyLoss) -> Measured:
     return Measured(name, share_rows, share_rows and any_lengths, share_prompts, is_random)
 
 
-def shared_layout(
-    models: Sequence[Measured], *, share_prompts: bool | None = None, may_share: bool = True
-) -> dict[str, bool]:
-    """Options of `micro_batches` for models that get the same rows.
+def shared_layout(models: Sequence[Measured], *, share_prompts: bool | None = None, may_share: bool = True) -> Packing:
+    """How samples are packed for models that get the same rows; the limits of a micro-batch are not in it.
 
     A variable-length kernel takes its sequences in one row; so can all others, with a mask. Prompts are shared where
     all can and nothing else forbids it, unless `share_prompts` is False. UnsupportedError if it is True and one cannot.
@@ -106,7 +97,8 @@ def shared_layout(
             "to all tokens before, the same log-probs under a mask, and no loss of routers; fix: leave it out, which "
             "shares where it can"
         )
-    return {"one_row": share and one_row, "share_rows": share, "share_prompts": prompts and share_prompts is not False}
+    shared = prompts and share_prompts is not False
+    return Packing(one_row=share and one_row, share_rows=share, share_prompts=shared)
 
 
 def _compare(policy: PolicyLoss, model: Any) -> bool:
@@ -143,16 +135,12 @@ def _row(model: Any, *trees: Sequence[Sequence[int]]) -> MicroBatch:
     """The trees in one row: sequences with the same first token. All of their tokens but that are completions."""
     embedding = model.get_input_embeddings().weight
     ids = [[token % len(embedding) for token in sequence] for sequence in chain.from_iterable(trees)]
-    batch = samples_from(
-        {
-            "prompt_ids": [tokens[:1] for tokens in ids],
-            "completion_ids": [tokens[1:] for tokens in ids],
-            "finish_reason": ["stop"] * len(ids),
-            "weight_version": [0] * len(ids),
-        }
-    )
+    facts: Any = {"finish_reason": "stop", "weight_version": 0}
+    batch = [Sample(prompt_ids=tokens[:1], completion_ids=tokens[1:], **facts) for tokens in ids]
     numbers = iter(range(len(ids)))
-    row = pack(batch, [list(islice(numbers, len(tree))) for tree in trees], one_row=True, device=embedding.device)
+    row = pack(
+        batch, [list(islice(numbers, len(tree))) for tree in trees], Packing(one_row=True), device=embedding.device
+    )
     return row if takes_any_lengths(model) else replace(row, row_cu_seqlens=None)
 
 

@@ -6,7 +6,7 @@ loop makes the parts and passes them to the constructor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
-from transformers import TrainerControl, TrainerState, trainer_pt_utils
+from torch.utils.data import BatchSampler, DataLoader
+from transformers import Trainer, TrainerControl, TrainerState, trainer_pt_utils
 
 from fused_grpo.errors import DataError, UnsupportedError
 from fused_grpo.trainer.batching.micro_batch_metrics import quantile
@@ -27,7 +27,7 @@ from fused_grpo.trainer.collect.start_checks import Start, make_sampler
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler
 from fused_grpo.trainer.data.prompts import as_completion
-from fused_grpo.trainer.distributed.failures import all_ranks_succeed
+from fused_grpo.trainer.distributed.failures import agree, all_ranks_succeed
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import without_bars
@@ -70,7 +70,14 @@ class TransformersFace:
             log=lambda *entry: self.log(*entry),
         )
         self.scored: Scored | None = None  # the newest generated batch
-        self.use_vllm = start.engine_name != "transformers"
+        self.use_vllm, self.aux_loss_enabled = start.engine_name != "transformers", bool(learner.router_coefficient)
+        reference = learner.reference  # None, too, where it is the policy without its adapter
+        self.ref_model: Any = None if reference is None else self.accelerator.unwrap_model(reference).model
+        self.reward_processing_classes = [getattr(function, "tokenizer", None) for function in self.rewards.functions]
+        rules, environments = start.rules, getattr(start.rules, "environments", None)
+        self.environment_factories = None if environments is None else environments.factories  # a single one by None
+        of_each = [] if environments is None else environments.tools_of.values()
+        self.tools = [] if rules is None else list(dict.fromkeys(chain(rules.tools, *of_each)))
         self.output_dir, self.results = Path(self.args.output_dir), Results()
         self.hub_model_id: str | None = None  # of the last upload
         self.output = RunOutput(self.args, 0, is_main=False, facts={})  # before a run begins nothing is shown
@@ -92,6 +99,10 @@ class TransformersFace:
     # As in transformers' own Trainer.
     log_metrics, metrics_format = trainer_pt_utils.log_metrics, staticmethod(trainer_pt_utils.metrics_format)
     save_metrics, save_state = trainer_pt_utils.save_metrics, trainer_pt_utils.save_state
+    add_callback: Any = Trainer.add_callback
+    pop_callback: Any = Trainer.pop_callback
+    remove_callback: Any = Trainer.remove_callback
+    get_num_trainable_parameters: Any = Trainer.get_num_trainable_parameters
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> Path:
         """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`.
@@ -151,6 +162,9 @@ class TransformersFace:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             write_model_card(self.output_dir, self._card(model_name, dataset_name, tags), self.args)
 
+    def _agree(self) -> None:
+        agree(self.accelerator, self.control)
+
     def _save(self, directory: Path, write_more: Callable[[Path], object] | None = None) -> Path:
         """A directory of the run: with a manifest, and replaced as a whole. `write_more` adds to its files."""
         weights = self.learner.weights()
@@ -195,7 +209,6 @@ class TransformersFace:
     def _card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | Sequence[str] | None = None
     ) -> CardFacts:
-        """What the model card says."""
         return CardFacts(
             name=model_name or self.args.hub_model_id or self.output_dir.name,
             rewards=self.rewards.names,
@@ -230,7 +243,7 @@ class TransformersFace:
             )
         processes = self.accelerator.num_processes
         times = self.args.micro_batches_per_generation(processes) * self.args.num_iterations
-        batches = _RepeatedRows(self.sampler, self.args.group_part(processes), times)
+        batches = repeated_rows(self.sampler, self.args.group_part(processes), times)
         workers: int = vars(self.args)["dataloader_num_workers"]
         return DataLoader(self.dataset, batch_sampler=batches, collate_fn=list, num_workers=workers)
 
@@ -252,7 +265,7 @@ class TransformersFace:
             rows, workers = all_rows(rows, name="eval_dataset"), 0
         size, repeats = self.args.per_device_eval_batch_size, self.args.num_generations_eval or 1
         numbers = [number for number in range(len(rows)) for _ in range(repeats)]
-        batches = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        batches = list(BatchSampler(numbers, size, drop_last=False))
         own_batches = batches[self.accelerator.process_index :: self.accelerator.num_processes]
         return DataLoader(rows, batch_sampler=own_batches, collate_fn=list, num_workers=workers)
 
@@ -303,18 +316,6 @@ class TransformersFace:
             "extra": {name: [sample.logged.get(name) for sample in samples] for name in columns},
         }
 
-    def add_callback(self, callback: Any) -> None:
-        """Add a callback, a class or an instance."""
-        self.events.handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback and return it, None where there is none."""
-        return self.events.handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Remove a callback."""
-        self.events.handler.remove_callback(callback)
-
     def is_world_process_zero(self) -> bool:
         """Whether this is the first process of all."""
         return bool(self.accelerator.is_main_process)
@@ -323,38 +324,10 @@ class TransformersFace:
         """Whether this is the first process of its machine."""
         return bool(self.accelerator.is_local_main_process)
 
-    def get_num_trainable_parameters(self) -> int:
-        """The number of parameters that are trained."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-
     @property
     def epsilon_high(self) -> float:
         """Upper clip of the ratio."""
         return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
-
-    @property
-    def aux_loss_enabled(self) -> bool:
-        """Whether the router of a mixture of experts has a loss."""
-        return bool(self.learner.router_coefficient)
-
-    @property
-    def ref_model(self) -> Any:
-        """The reference model; None where there is none, or where it is the policy without its adapter."""
-        reference = self.learner.reference
-        return None if reference is None else self.accelerator.unwrap_model(reference).model
-
-    @property
-    def reward_processing_classes(self) -> list[Any]:
-        """The tokenizers of reward models; None for functions."""
-        return [getattr(function, "tokenizer", None) for function in self.rewards.functions]
-
-    @property
-    def tools(self) -> list[Any]:
-        """The functions that the model may call; those of all environments."""
-        if self.start.rules is None:
-            return []
-        of_each = [] if self.start.rules.environments is None else self.start.rules.environments.tools_of.values()
-        return list(dict.fromkeys(chain(self.start.rules.tools, *of_each)))
 
     @property
     def environments(self) -> list[Any] | None:
@@ -362,12 +335,6 @@ class TransformersFace:
         if self.environment_factories is None or self.scored is None:
             return None
         return [sample.episode.environment for sample in self.scored.samples if sample.episode is not None]
-
-    @property
-    def environment_factories(self) -> dict[str | None, Any] | None:
-        """By name, a single one by None; None without environments."""
-        environments = getattr(self.start.rules, "environments", None)
-        return None if environments is None else environments.factories
 
     _env_tools: Any = _part("start.rules.environments.tools_of")
     _environment_pool: Any = _part("start.rules.environments.pool")
@@ -382,31 +349,17 @@ class TransformersFace:
     reward_funcs: Any = _part("rewards.functions")
     reward_func_names: Any = _part("rewards.names")
     reward_weights: Any = _part("rewards.weights")
-    num_generations: Any = _part("args.num_generations")
-    num_iterations: Any = _part("args.num_iterations")
-    max_completion_length: Any = _part("args.max_completion_length")
-    beta: Any = _part("args.beta")
     epsilon_low: Any = _part("args.epsilon")
-    loss_type: Any = _part("args.loss_type")
-    scale_rewards: Any = _part("args.scale_rewards")
-    temperature: Any = _part("args.temperature")
-    top_p: Any = _part("args.top_p")
-    top_k: Any = _part("args.top_k")
-    min_p: Any = _part("args.min_p")
-    repetition_penalty: Any = _part("args.repetition_penalty")
-    shuffle_dataset: Any = _part("args.shuffle_dataset")
 
 
-class _RepeatedRows(Sampler[list[int]]):
-    """Each batch of a first pass `times` times, with each of its rows `each` times."""
+for _option in (
+    *("num_generations", "num_iterations", "max_completion_length", "beta", "loss_type", "scale_rewards"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "shuffle_dataset"),
+):
+    setattr(TransformersFace, _option, _part(f"args.{_option}"))
 
-    def __init__(self, sampler: PromptSampler, each: int, times: int) -> None:
-        self.sampler, self.each, self.times = sampler, each, times
 
-    def __len__(self) -> int:
-        return self.sampler.batches_per_pass * self.times
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for numbers in self.sampler.first_pass():
-            for _ in range(self.times):
-                yield [number for number in numbers for _ in range(self.each)]
+def repeated_rows(sampler: PromptSampler, each: int, times: int) -> list[list[int]]:
+    """Each batch of a first pass `times` times, with each of its row numbers `each` times."""
+    batches = ([number for number in numbers for _ in range(each)] for numbers in sampler.first_pass())
+    return [batch for batch in batches for _ in range(times)]

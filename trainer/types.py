@@ -172,23 +172,19 @@ class Rollouts:
         """The completions one by one."""
         extra = [dict(zip(self.extra, values, strict=True)) for values in zip(*self.extra.values(), strict=True)]
         repeats = len(self.completion_ids) // max(1, len(self.prompt_ids))
-        return samples_from(
-            {
-                "prompt_ids": [ids for ids in self.prompt_ids for _ in range(repeats)],
-                "completion_ids": self.completion_ids,
-                "completion_mask": self.completion_masks,
-                "sampling_logprobs": self.sampling_logprobs,
-                "support_ids": self.support_ids,
-                "support_sizes": self.support_sizes,
-                "support_logprobs": self.support_logprobs,
-                "is_top_k": [self.is_top_k] * len(self.completion_ids),
-                "routed_experts": self.routed_experts,
-                "finish_reason": self.finish_reasons,
-                "weight_version": [self.weight_version] * len(self.completion_ids),
-                "extra": extra or None,
-                "episode": self.episodes,
-            }
+        same = (
+            "completion_ids",
+            "sampling_logprobs",
+            "support_ids",
+            "support_sizes",
+            "support_logprobs",
+            "routed_experts",
         )
+        columns = {name: getattr(self, name) for name in same}
+        columns |= {name: [getattr(self, name)] * len(self.completion_ids) for name in ("is_top_k", "weight_version")}
+        columns |= {"completion_mask": self.completion_masks, "finish_reason": self.finish_reasons}
+        columns |= {"episode": self.episodes, "extra": extra or None}
+        return samples_from(columns | {"prompt_ids": [ids for ids in self.prompt_ids for _ in range(repeats)]})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from fused_grpo.bench.trainers.calling_model import AsyncLookup, Calling, Lookup
 from fused_grpo.bench.trainers.training_step import EOS, Problem, our_trainer, trl_trainer
 from fused_grpo.bench.trainers.whole_steps import SteppedTrainer
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.trainer.batching.micro_batches import micro_batches
+from fused_grpo.trainer.batching.micro_batches import Packing, micro_batches
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import MicroBatch, Rollouts, with_fields
 
@@ -131,8 +131,8 @@ def packed(problem: Problem) -> dict[str, MicroBatch]:
     ids = torch.randint(2, problem.vocab, size, generator=torch.Generator().manual_seed(0)).tolist()
     batch = with_fields(problem.batch(), {"completion_ids": ids})
     masked = with_fields(batch, {"completion_mask": [mask_of(problem)] * problem.completions})
-    options: Any = {"one_row": True, "device": torch.device(DEVICE)}
-    return {name: micro_batches(one, len(one), **options)[0] for name, one in ((OWN, masked), (ALL, batch))}
+    packing, device = Packing(one_row=True, sequences=problem.completions), torch.device(DEVICE)
+    return {name: micro_batches(one, packing, device=device)[0] for name, one in ((OWN, masked), (ALL, batch))}
 
 
 def check_gradients(policy: GivenStates, parts: Mapping[str, MicroBatch], own: Tensor) -> None:

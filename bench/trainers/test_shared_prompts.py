@@ -43,7 +43,7 @@ def actions(trainer: GRPOTrainer, problem: Problem) -> dict[str, Callable[[], ob
     learner, batch = trainer.learner, rollouts(problem)
 
     def step(*, share: bool) -> object:
-        learner.rows = learner.rows | {"share_prompts": share}
+        learner.packing = replace(learner.packing, share_prompts=share)
         return learner.learn(batch)
 
     return {SHARED: lambda: step(share=True), WHOLE: lambda: step(share=False)}

@@ -5,6 +5,7 @@ there are several, of width 32, with 4 heads of 8.
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,8 @@ def policy_difference(model: PreTrainedModel) -> float:
         sampling_logprobs=None,
         advantage=torch.zeros(len(sequences)),
     )
-    parts = micro_batches(batch, 5, **shared_layout([self_check(policy)]), device=torch.device("cpu"))
+    packing = replace(shared_layout([self_check(policy)]), sequences=5)
+    parts = micro_batches(batch, packing, device=torch.device("cpu"))
     # Those with the same first token share it.
     ours = torch.cat(per_sequence(parts, [policy.measure(part, "logprobs") for part in parts], len(batch)))
     return float((ours - torch.cat([own_logprobs(model, ids, 0.7) for ids in sequences])).abs().max())

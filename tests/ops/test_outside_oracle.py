@@ -247,7 +247,7 @@ SHAPE = {
 def test_the_models_own_logits_are_those_of_the_policy(family, options):
     import transformers
 
-    from fused_grpo.trainer.batching.micro_batches import pack
+    from fused_grpo.trainer.batching.micro_batches import Packing, pack
     from fused_grpo.trainer.policy import PolicyLoss
 
     torch.manual_seed(0)
@@ -261,7 +261,7 @@ def test_the_models_own_logits_are_those_of_the_policy(family, options):
     batch = batch_of(prompt_ids=[prompt], completion_ids=[completion], sampling_logprobs=[[0.0] * 4], advantage=[1.0])
     logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.8
     expected = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].detach()
-    micro_batch = pack(batch, [[0]], one_row=False, device=torch.device("cpu"))
+    micro_batch = pack(batch, [[0]], Packing(one_row=False), device=torch.device("cpu"))
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=0.8)
     torch.testing.assert_close(policy.measure(micro_batch, "logprobs"), expected, rtol=0, atol=1e-10)
     loss_logprobs = policy(micro_batch, num_tokens=4, num_sequences=1).logprobs

@@ -58,8 +58,8 @@ def test_each_sequence_is_a_micro_batch_of_its_own(make_trainer, invariant: bool
     learner = make_trainer(batch_invariant=invariant).learner
     packed = learner._pack(samples())
     assert [len(part.sequence_index) for part in packed] == sizes
-    assert learner.rows["share_prompts"] is not invariant
-    assert learner.costs["sequences"] == (1 if invariant else 4)
+    assert learner.packing.share_prompts is not invariant
+    assert learner.packing.sequences == (1 if invariant else 4)
     if invariant:
         places = [len(prompt) + len(ids) for prompt, ids in zip(PROMPTS, COMPLETIONS, strict=True)]
         assert [tuple(part.input_ids.shape) for part in packed] == [(1, count) for count in places]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,7 +148,8 @@ def test_neither_packing_nor_the_cut_into_micro_batches_changes_a_step(make_trai
     for options in (RUN, RUN, {**RUN, **cut}):
         cuts = {"gradient_accumulation_steps": 8 // options["per_device_train_batch_size"]}
         trainer = make_trainer(teacher_model=make_model(seed=3, **WIDER), **{**options, **cuts})
-        trainer.learner.rows["share_rows"] &= bool(found)  # of the first run, every sequence has a padded row
+        # Of the first run, every sequence has a padded row.
+        trainer.learner.packing = replace(trainer.learner.packing, share_rows=bool(found))
         trainer.train()
         found.append(numbers(trainer))
     assert found[1] == pytest.approx(found[0], rel=1e-6, abs=1e-9)

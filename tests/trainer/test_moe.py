@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from fused_grpo import GRPOLossConfig
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.batching.micro_batches import micro_batches
+from fused_grpo.trainer.batching.micro_batches import Packing, micro_batches
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.models.adapters import base_weights, merged_weights
@@ -130,7 +130,7 @@ def test_ten_steps_are_trls(saved, of_trl, ours, name, coefficient):
     options = {"router_aux_loss_coef": coefficient, "entropy_coef": 0.01 if coefficient else 0.0}
     theirs = of_trl(saved[name], **options)
     trainer, log = ours(saved[name], **options)
-    assert trainer.learner.rows["share_rows"] is MODELS[name][1]
+    assert trainer.learner.packing.share_rows is MODELS[name][1]
     assert all(("aux_loss" in line) is (coefficient != 0.0) for line in log)
     compare(theirs, (trainer, log), 1e-5)
     assert any("policy_loss" in entry for entry in theirs[1]) is bool(coefficient)
@@ -165,7 +165,7 @@ def test_each_token_counts_once_and_padding_does_not(name, layout):
         advantage=torch.zeros(4),
     )
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=1.0, router_aux_loss_coef=1.0)
-    (part,) = micro_batches(batch, 4, **layout, device=torch.device("cpu"))
+    (part,) = micro_batches(batch, Packing(sequences=4, **layout), device=torch.device("cpu"))
     output = policy(part, num_tokens=18.0, num_sequences=4.0)
     torch.testing.assert_close(output.loss, expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(output.metrics["aux_loss"], expected.detach(), rtol=1e-5, atol=0)

@@ -4,6 +4,7 @@ The padded side is what a textbook does: right-padded rows with an attention mas
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fused_grpo import GRPOLossConfig
-from fused_grpo.trainer.batching.micro_batches import micro_batches
+from fused_grpo.trainer.batching.micro_batches import Packing, micro_batches
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.self_check import self_check, shared_layout
 from fused_grpo.trainer.types import Sample
@@ -46,11 +47,11 @@ NOT_PACKED = {
     "Lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 LAYOUTS = [
-    {"one_row": True},
-    {"one_row": False},
-    {"one_row": False, "share_rows": False},
-    {"one_row": False, "max_tokens": 20},
-    {"one_row": True, "max_tokens": 20},
+    Packing(one_row=True),
+    Packing(one_row=False),
+    Packing(one_row=False, share_rows=False),
+    Packing(one_row=False, max_tokens=20),
+    Packing(one_row=True, max_tokens=20),
 ]
 
 
@@ -94,21 +95,21 @@ def padded_loss(model: PreTrainedModel, batch: list[Sample]) -> Tensor:
     return torch.cat(losses).mean()
 
 
-def row_layout(model: PreTrainedModel) -> dict[str, bool]:
+def row_layout(model: PreTrainedModel) -> Packing:
     return shared_layout([self_check(PolicyLoss(model, GRPOLossConfig(), temperature=1.0))])
 
 
-def packed_loss(model: PreTrainedModel, batch: list[Sample], layout: dict) -> Tensor:
+def packed_loss(model: PreTrainedModel, batch: list[Sample], layout: Packing) -> Tensor:
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=1.0)
     tokens, total = float(sum(map(len, column(batch, "completion_ids")))), torch.zeros(())
-    for part in micro_batches(batch, 6, **layout, device=CPU):
+    for part in micro_batches(batch, replace(layout, sequences=6), device=CPU):
         loss = policy(part, num_tokens=tokens, num_sequences=6.0).loss
         loss.backward()
         total += loss.detach()
     return total
 
 
-def assert_equal(model: PreTrainedModel, batch: list[Sample], layouts: list[dict], *, checkpointing=False) -> None:
+def assert_equal(model: PreTrainedModel, batch: list[Sample], layouts: list[Packing], *, checkpointing=False) -> None:
     plain = copy.deepcopy(model)
     expected = padded_loss(plain, batch)
     expected.backward()
@@ -128,7 +129,8 @@ def assert_equal(model: PreTrainedModel, batch: list[Sample], layouts: list[dict
 @pytest.mark.parametrize("name", PACKED)
 def test_loss_and_gradients_of_packed_rows_are_those_of_padded_ones(name, attention, batch):
     model = make(name, PACKED[name], attention)
-    assert row_layout(model).items() >= {"one_row": False, "share_rows": True}.items()
+    layout = row_layout(model)
+    assert (layout.one_row, layout.share_rows) == (False, True)
     assert_equal(model, batch, LAYOUTS)
 
 
@@ -142,15 +144,15 @@ def test_gradient_checkpointing_changes_nothing(name, attention, batch):
 def test_sequences_that_see_each_other_are_noticed_and_rows_of_one_exact(name, batch, caplog):
     model = make(name, NOT_PACKED[name])
     alone = row_layout(model)
-    assert alone.items() >= {"one_row": False, "share_rows": False}.items()
+    assert (alone.one_row, alone.share_rows) == (False, False)
     assert f"{name}ForCausalLM does not keep the sequences of a packed row apart" in caplog.text
     assert model.training
-    assert_equal(model, batch, [alone, {**alone, "max_tokens": 20}])
-    assert abs(packed_loss(model, batch, {"one_row": True}) - padded_loss(model, batch).detach()) > 1e-4
+    assert_equal(model, batch, [alone, replace(alone, max_tokens=20)])
+    assert abs(packed_loss(model, batch, Packing(one_row=True)) - padded_loss(model, batch).detach()) > 1e-4
 
 
 def test_a_model_for_another_machines_attention_is_tried_with_eager():
     model = make("Qwen2", {})
     model.config._attn_implementation = "flash_attention_2"
-    assert row_layout(model) == {"one_row": True, "share_rows": True, "share_prompts": False}
+    assert row_layout(model) == Packing(one_row=True, share_rows=True, share_prompts=False)
     assert model.config._attn_implementation == "flash_attention_2"

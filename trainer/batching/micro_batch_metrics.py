@@ -9,11 +9,9 @@ measures of ratios that the loss op does not: by sequence, times the ratio, or o
     vespo/phi_seq_mean                     mean over sequences of their weight phi
     sampling/sampling_logp_difference/*    |old log p - sampling log p|, over the tokens for which the sampler has one
     .../turn_<k>/*                         the same over turn k of completions with a mask; the last k has all after it
-    sampling/bit_equal_fraction            share of these tokens for which the two are the same number, bit for bit
     sampling/importance_sampling_ratio/*   rho of the sampling correction, after its bounds
-    sampling/effective_sample_size         (sum rho)^2 / (n sum rho^2) of n of them: 1 where all count alike
-    sampling/routing_disagreement          share of tokens times layers for which the routers choose other experts than
-                                           the sampler's did
+
+docs/trainer.md has those that TRL has not.
 
 The selection of Clip-Cov or KL-Cov depends on all tokens of the step, over all ranks, so it takes a forward pass of its
 own. It is the same for any cut into micro-batches and for any number of ranks.
@@ -22,9 +20,12 @@ own. It is the same for any cut into micro-batches and for any number of ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
+from math import sqrt
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -35,14 +36,32 @@ from fused_grpo._maths.formulas import LossInputs, bounded_ratio, kl_term, log_r
 from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
 from fused_grpo.loss import GRPOLossOutput, LossArguments, loss_inputs
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, joined_rows
+from fused_grpo.trainer.models.router_replay import ROUTED
 from fused_grpo.trainer.types import MicroBatch, Sample
 
 Sums = dict[str, Tensor]
 # Each is a count, or divided by a count of the whole step.
 SUMMED = frozenset({"loss_tokens", "loss", "policy_term", "aux_loss"})
-DIFFERENCE = "sampling/sampling_logp_difference"
+DIFFERENCE, RATIO = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
 BIT_EQUAL, ROUTING = "sampling/bit_equal_fraction", "sampling/routing_disagreement"
 MOST_TURNS = 8  # with metrics of their own
+
+
+def step_metrics(
+    batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequence[GRPOLossOutput], config: GRPOLossConfig
+) -> dict[str, float]:
+    """The loss op's metrics of an optimizer step, and TRL's of its ratios, over all ranks. A collective."""
+    reports = "squared_gradients" in outputs[0].metrics  # not of an evaluation
+    squared = [output.metrics.pop("squared_gradients") for output in outputs if reports]
+    of_gradient = variance_report(batch, packed, squared) if reports else {}
+    routed = [{name: output.metrics.pop(name) for name in ROUTED if name in output.metrics} for output in outputs]
+    of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
+    logprobs = [output.logprobs for output in outputs]
+    parts = zip(packed, logprobs, routed, strict=True)
+    of_ratios = merge_metrics([ratio_sums(part, own, config) | sums for part, own, sums in parts])
+    own = [(of_loss, of_ratios | turn_sums(batch, packed, logprobs)), skipped_metrics(batch, config)]
+    losses, ratios = zip(*gather_object(own), strict=True)
+    return merge_metrics(losses) | ratio_metrics(merge_metrics(ratios), config.loss_type) | of_gradient
 
 
 @torch.no_grad()
@@ -51,17 +70,29 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
     if not len(part.advantages):
         return {}
     inputs = inputs_of(part, config)
-    current, tokens, terms = logprobs.float(), inputs.tokens, TokenTerms.of(config)
+    current, tokens, sequences, terms = logprobs.float(), inputs.tokens, inputs.sequences, TokenTerms.of(config)
     old = current if tokens.old_logprobs is None else tokens.old_logprobs
     ratio, clipped = ratio_and_clipped(current, inputs, config)
-    sums = _clipped(clipped, inputs, of_sequence=config.ratio_of_sequence)
+    low, high = (sequences.mean(clipped & side, tokens.mask) for side in (tokens.advantages < 0, tokens.advantages > 0))
+    counts = sequences.sum(tokens.mask)
+    weights = torch.ones_like(counts) if config.ratio_of_sequence else counts
+    sums = {"low_sum": (low * weights).sum(), "low_min": low.amin()}
+    sums |= {"high_sum": (high * weights).sum(), "high_max": high.amax(), "ratios_sum": weights.sum()}
+    sums |= {"tokens_sum": counts.sum(), "sequences_sum": (counts > 0).sum()}
     if tokens.ref_logprobs is not None:
         kl = kl_term(tokens.ref_logprobs - current, terms.kl_estimator)
         sums["kl_sum"] = (kl * ratio if terms.bias_correction_kl else kl).sum()
     if config.loss_type == "vespo":
-        sums["phi_sum"] = inputs.sequences.mean(vespo_weights(current, old, inputs, config), tokens.mask).sum()
-    if tokens.sampling_logprobs is not None:
-        sums |= _sampling(old, tokens.sampling_logprobs, inputs, config)
+        sums["phi_sum"] = sequences.mean(vespo_weights(current, old, inputs, config), tokens.mask).sum()
+    if (sampling := tokens.sampling_logprobs) is not None:
+        is_known = ~sampling.isnan()
+        difference = torch.where(is_known, (old - sampling).abs(), 0.0)
+        sums |= {"difference_sum": difference.sum(), "difference_max": difference.amax()}
+        sums |= {"known_sum": is_known.sum(), "equal_sum": (old == sampling).sum()}
+        if config.sampling_correction is not None:
+            rho = _rho(old, sampling, inputs, config)
+            sums |= {"rho_sum": rho.sum(), "rho_squares_sum": rho.square().sum(), "rhos_sum": rho.new_tensor(len(rho))}
+            sums |= {"rho_min": rho.amin(), "rho_max": rho.amax()}
     return sums
 
 
@@ -81,66 +112,34 @@ def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]
     """TRL's metrics from the merged sums of a step; none of a step without sequences."""
     if "sequences_sum" not in sums:
         return {}
-
-    def mean(name: str, count: str) -> float:
-        return sums[f"{name}_sum"] / max(1.0, sums[f"{count}_sum"])
-
-    metrics: dict[str, float] = {}
-    if loss_type in (*BOUNDED, "gmpo"):
-        low, high = mean("low", "ratios"), mean("high", "ratios")
-        metrics |= {"clip_ratio/low_mean": low, "clip_ratio/low_min": sums["low_min"]}
-        metrics |= {"clip_ratio/high_mean": high, "clip_ratio/high_max": sums["high_max"]}
-        metrics["clip_ratio/region_mean"] = low + high
-    elif loss_type == "cispo":
-        metrics["cispo_clip_ratio"] = mean("high", "ratios")
-    if "kl_sum" in sums:
-        metrics["kl"] = mean("kl", "tokens")
-    if "phi_sum" in sums:
-        metrics["vespo/phi_seq_mean"] = mean("phi", "sequences")
-    if "difference_sum" in sums:
-        metrics |= {f"{DIFFERENCE}/mean": mean("difference", "known"), f"{DIFFERENCE}/max": sums["difference_max"]}
-        metrics[BIT_EQUAL] = mean("equal", "known")
+    means = {  # of what over which count
+        "kl": ("kl", "tokens"),
+        "vespo/phi_seq_mean": ("phi", "sequences"),
+        f"{DIFFERENCE}/mean": ("difference", "known"),
+        BIT_EQUAL: ("equal", "known"),
+        f"{RATIO}/mean": ("rho", "rhos"),
+        ROUTING: ("rerouted", "routed"),
+    }
+    extremes = {f"{DIFFERENCE}/max": "difference_max", f"{RATIO}/min": "rho_min", f"{RATIO}/max": "rho_max"}
     for turn in (f"turn_{number}" for number in range(1, MOST_TURNS + 1)):
-        if f"{turn}_max" in sums:
-            metrics[f"{DIFFERENCE}/{turn}/mean"] = mean(turn, f"{turn}_known")
-            metrics[f"{DIFFERENCE}/{turn}/max"] = sums[f"{turn}_max"]
+        means[f"{DIFFERENCE}/{turn}/mean"], extremes[f"{DIFFERENCE}/{turn}/max"] = (
+            (turn, f"{turn}_known"),
+            f"{turn}_max",
+        )
+    if loss_type in (*BOUNDED, "gmpo"):
+        means |= {f"clip_ratio/{side}_mean": (side, "ratios") for side in ("low", "high")}
+        extremes |= {"clip_ratio/low_min": "low_min", "clip_ratio/high_max": "high_max"}
+    elif loss_type == "cispo":
+        means["cispo_clip_ratio"] = "high", "ratios"
+    known = {name: (f"{what}_sum", f"{count}_sum") for name, (what, count) in means.items() if f"{what}_sum" in sums}
+    metrics = {name: sums[what] / max(1.0, sums[count]) for name, (what, count) in known.items()}
+    metrics |= {name: sums[extreme] for name, extreme in extremes.items() if extreme in sums}
+    if "clip_ratio/low_mean" in metrics:
+        metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
     if "rho_sum" in sums:
-        prefix = "sampling/importance_sampling_ratio"
-        metrics |= {f"{prefix}/min": sums["rho_min"], f"{prefix}/max": sums["rho_max"]}
-        metrics[f"{prefix}/mean"] = mean("rho", "rhos")
         squares = sums["rho_squares_sum"] * sums["rhos_sum"]
         metrics["sampling/effective_sample_size"] = sums["rho_sum"] ** 2 / squares if squares else 0.0
-    if "routed_sum" in sums:
-        metrics[ROUTING] = mean("rerouted", "routed")
     return metrics
-
-
-def _clipped(clipped: Tensor, inputs: LossInputs, *, of_sequence: bool) -> Sums:
-    tokens, sequences = inputs.tokens, inputs.sequences
-    counts = sequences.sum(tokens.mask)
-    low, high = (sequences.mean(clipped & side, tokens.mask) for side in (tokens.advantages < 0, tokens.advantages > 0))
-    weights = torch.ones_like(counts) if of_sequence else counts
-    return {
-        "low_sum": (low * weights).sum(),
-        "low_min": low.amin(),
-        "high_sum": (high * weights).sum(),
-        "high_max": high.amax(),
-        "ratios_sum": weights.sum(),
-        "tokens_sum": counts.sum(),
-        "sequences_sum": (counts > 0).sum(),
-    }
-
-
-def _sampling(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Sums:
-    is_known = ~sampling.isnan()
-    difference = torch.where(is_known, (old - sampling).abs(), 0.0)
-    sums = {"difference_sum": difference.sum(), "difference_max": difference.amax(), "known_sum": is_known.sum()}
-    sums["equal_sum"] = (old == sampling).sum()
-    if config.sampling_correction is None:
-        return sums
-    rho = _rho(old, sampling, inputs, config)
-    of_all = {"rho_sum": rho.sum(), "rho_squares_sum": rho.square().sum(), "rhos_sum": rho.new_tensor(float(len(rho)))}
-    return sums | of_all | {"rho_min": rho.amin(), "rho_max": rho.amax()}
 
 
 def _rho(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
@@ -193,14 +192,15 @@ def turn_differences(metrics: Mapping[str, float]) -> list[tuple[float, float]]:
     return [(metrics[f"{name}/mean"], metrics[f"{name}/max"]) for name in known]
 
 
-def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """The metrics of an optimizer step from those of its micro-batches, with one wait for the device.
+def merge_metrics(given: Sequence[Mapping[str, Tensor | float]]) -> dict[str, float]:
+    """The metrics of an optimizer step from those of its micro-batches, or of ranks, with one wait for the device.
 
     Those in SUMMED and `*_sum` are summed, `*_max` and `*_min` are extremes, all others are means weighted by
     `loss_tokens`. A micro-batch without tokens has no weight in a mean, whatever its value is. A metric that a
-    micro-batch lacks is merged over the others. The order is that in which the names first appear. `parts` are 0-d
-    tensors of one device, with `loss_tokens` among them where there are means.
+    micro-batch lacks is merged over the others. The order is that in which the names first appear. They are floats or
+    0-d tensors of one device, with `loss_tokens` among them where there are means.
     """
+    parts = [{name: torch.as_tensor(value).detach().float() for name, value in part.items()} for part in given]
     names = list(dict.fromkeys(name for part in parts for name in part))
     if not names:
         return {}
@@ -208,20 +208,15 @@ def merge_metrics(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     return dict(zip(names, torch.stack(merged).tolist(), strict=True))
 
 
-def merge_floats(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`merge_metrics` of the ranks' own results."""
-    return merge_metrics([{name: torch.tensor(value) for name, value in part.items()} for part in parts])
-
-
-def _merge(name: str, parts: list[Mapping[str, Tensor]]) -> Tensor:
-    values = torch.stack([part[name].detach().float() for part in parts])
+def _merge(name: str, parts: list[Sums]) -> Tensor:
+    values = torch.stack([part[name] for part in parts])
     if name in SUMMED or name.endswith("_sum"):
         return values.sum()
     if name.endswith("_max"):
         return values.amax()
     if name.endswith("_min"):
         return values.amin()
-    weights = torch.stack([part["loss_tokens"].detach().float() for part in parts])
+    weights = torch.stack([part["loss_tokens"] for part in parts])
     return torch.where(weights > 0, values * weights, 0.0).sum() / weights.sum().clamp(min=1.0)
 
 
@@ -246,13 +241,8 @@ def with_covariance_selection(
 
 
 def quantile(values: Tensor, share: float) -> Tensor:
-    """`torch.quantile` of [N] fp32 values, of any number of them; 0 of none."""
-    if not len(values):
-        return values.new_zeros(())
-    ordered, place = values.double().sort().values, share * (len(values) - 1)
-    below = int(place)
-    above = min(below + 1, len(values) - 1)
-    return torch.lerp(ordered[below], ordered[above], place - below).float()
+    """The quantile of [N] values, 0-d fp32 on the CPU; 0 of none. `torch.quantile` takes at most 2^24 of them."""
+    return torch.tensor(np.quantile(values.double().cpu(), share) if len(values) else 0.0, dtype=torch.float32)
 
 
 def per_sequence(packed: Sequence[MicroBatch], values: Sequence[Tensor], total: int) -> list[Tensor]:
@@ -269,3 +259,51 @@ def evidence(batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequenc
     """The batch as tensors, and the log-probs that the policy gave its tokens."""
     logprobs = per_sequence(packed, [output.logprobs for output in outputs], len(batch))
     return as_tensors(batch) | joined_rows("logprobs", logprobs, torch.float32)
+
+
+def skipped_metrics(batch: Sequence[Sample], config: GRPOLossConfig) -> tuple[dict[str, float], dict[str, float]]:
+    """(metrics, `ratio_sums`) of a micro-batch of this rank's skipped completions: none of their tokens is clipped."""
+    lengths = [sample.num_own for sample in batch if sample.skipped]
+    if not lengths:
+        return {}, {}
+    tokens, of_sequence = float(sum(lengths)), config.ratio_of_sequence
+    unclipped = dict.fromkeys(("low_sum", "low_min", "high_sum", "high_max"), 0.0)
+    ratios = {**unclipped, "ratios_sum": float(len(lengths)) if of_sequence else tokens}
+    return {"loss_tokens": tokens, "zero_gradient_fraction": 1.0}, ratios
+
+
+def variance_report(batch: list[Sample], packed: Sequence[MicroBatch], squared: list[Tensor]) -> dict[str, float]:
+    """Where the gradient of an optimizer step comes from, with the squared norm [N] of each token's d loss / d logits.
+
+    Their sum over a completion is e_i, and over the completions of a prompt E_p. They stand for squared norms of
+    gradients in the weights, as in arXiv:2602.07078, with tokens taken for orthogonal. Over all ranks,
+
+        gradient/effective_sequences   (sum sqrt e_i)^2 / sum e_i: B where B completions contribute alike, 1: one does
+        gradient/effective_groups      (sum sqrt E_p)^2 / sum E_p: the same of prompts
+        gradient/largest_group_share   max E_p / sum E_p
+
+    Completions without a gradient count for nothing: how far these numbers are below those of the batch is what is lost
+    to groups with equal rewards, clipped tokens, and a few completions that dominate. A collective.
+    """
+    rows = per_sequence(packed, squared, len(batch))
+    energies = [(tuple(sample.prompt_ids), row.double().sum().item()) for sample, row in zip(batch, rows, strict=True)]
+    groups, sequences = defaultdict[tuple[int, ...], float](float), list[float]()
+    for prompt, energy in gather_object(energies):
+        groups[prompt] += energy
+        sequences.append(energy)
+    total = sum(sequences)
+    return {
+        "gradient/effective_sequences": effective_number(sequences),
+        "gradient/effective_groups": effective_number(groups.values()),
+        "gradient/largest_group_share": max(groups.values(), default=0.0) / total if total else 0.0,
+    }
+
+
+def effective_number(squares: Collection[float]) -> float:
+    """Kish's effective sample size of contributions with these squared norms; 0 of none.
+
+    >>> effective_number([1.0, 1.0, 1.0, 1.0]), effective_number([9.0, 1.0, 0.0])
+    (4.0, 1.6)
+    """
+    total = sum(squares)
+    return sum(map(sqrt, squares)) ** 2 / total if total else 0.0

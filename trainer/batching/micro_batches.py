@@ -1,32 +1,14 @@
 """From the samples of a step to packed micro-batches: what is left out, which rank learns from what, what fits in one.
 
 The loss is normalised by the counts of the whole step over all ranks, so loss and gradients are the same but for the
-order of sums. docs/packing.md has more reasons, and figures.
-
-Left out of the forward pass are completions whose advantage is 0, as it is where all rewards of a group are equal: the
-policy term of every loss is a multiple of it. All stay where something else gives them a gradient (the KL term, the
-divergence from a teacher, the entropy bonus) or lets other tokens depend on them (thresholds and means over all tokens,
-of entropies and of covariances; the load of a router's experts). In a step without any advantage, each rank keeps one
-completion: its log-probs show whether the engine has the trainer's weights, and one without them may well be the reason
-that all rewards are equal.
+order of sums. docs/packing.md has the rules, their reasons, and figures.
 
 Every rank waits for the slowest. Each gets as many sequences as it had (one more or less where they do not divide
-evenly) at nearly equal cost, by the rule "longest processing time first": the costliest goes to the rank with the least
-work. Or it gets equally many whole trees, where the slowest rank has less to do then; a rank may have no sequence at
-all. The price is that token ids and log-probs of the whole batch go to every rank once per generation.
-
-Sequences are packed end to end in rows, and position ids keep them apart. A variable-length kernel (flash attention)
-wants one long row without a single padding token. Any other attention computes a square of the row's length, so there a
-row is as long as the longest sequence and holds as many others as fit.
+evenly) at nearly equal cost, the longest first; or equally many whole trees, where the slowest rank has less to do
+then, and a rank may have no sequence at all.
 
 A tree is a prompt with completions of it behind, so that the prompt is computed once: positions of each go on from the
-prompt's end, and a completion sees the prompt and itself. That needs a mask, which a variable-length kernel does not
-take, and a row as long as the tree: what it saves in tokens it may lose in attention, so a group is cut into as many
-trees as cost least.
-
-With a budget of tokens there are as few micro-batches as fit, of nearly equal cost: for one long row, the costliest
-sequence goes where there is least; for squares, sequences of similar lengths stay together, because a short one in a
-long row pays for the whole row. Every rank runs as many as the one that needs most: their collectives have to match.
+prompt's end, and a completion sees the prompt and itself. A sequence alone is a tree, too.
 """
 
 from __future__ import annotations
@@ -34,6 +16,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any
@@ -43,7 +26,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from fused_grpo.config import GRPOLossConfig
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import any_rank
@@ -51,74 +33,52 @@ from fused_grpo.trainer.models.attention import tree_cost, tree_sizes
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
 BISECTIONS = 12
-Trees = Callable[[Sequence[int]], list[list[int]]]  # of indices of a batch, those that share a prompt together
+Trees = Sequence[Sequence[int]]  # of indices of a batch
+Agree = Callable[[int], int]  # the largest number of micro-batches of any rank, from the number that this rank needs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How samples are packed: what the models take that get the same rows, and what a micro-batch may hold."""
+
+    one_row: bool  # True: attention takes sequences of any lengths
+    share_rows: bool = True  # False: a model does not keep the sequences of a row apart, so there is one in each row
+    share_prompts: bool = False  # True: attention takes a mask, so that completions of one prompt may share it
+    attention: float = 0.0  # the cost of attending to one token, in units of a token's cost in the rest of a layer
+    sequences: int = 1  # of a micro-batch, in order, where there is no `max_tokens`
+    max_tokens: int | None = None  # places of a micro-batch (R * L), at most; a longer sequence is alone
 
 
 def micro_batches(
-    batch: Sequence[Sample],
-    sequences: int,
-    *,
-    one_row: bool,
-    device: torch.device,
-    share_rows: bool = True,
-    share_prompts: bool = False,
-    max_tokens: int | None = None,
-    attention: float = 0.0,
-    agree: Callable[[int], int] = int,
+    batch: Sequence[Sample], packing: Packing, *, device: torch.device, agree: Agree = int
 ) -> list[MicroBatch]:
-    """Every sequence of the forward pass once, in as many micro-batches as all ranks agree on, at least one.
-
-    Args:
-        sequences: how many a micro-batch holds, in order, where there is no `max_tokens`.
-        one_row: for attention that takes sequences of any lengths.
-        share_rows: False for a model that does not keep the sequences of a row apart: one sequence a row.
-        share_prompts: True for a model that takes a mask, so that completions of one prompt may share it.
-        max_tokens: places of a micro-batch (R * L), at most; a longer sequence is alone.
-        attention: the cost of attending to one token, in units of a token's cost in the rest of a layer.
-        agree: the largest number of micro-batches of any rank, from the number that this rank needs.
-    """
-    chosen = [index for index, sample in enumerate(batch) if sample.in_forward]
-    trees: Trees = alone
-    if share_prompts:
-        trees = partial(prompt_trees, batch, attention=attention, max_tokens=max_tokens)
-    if max_tokens is None:
-        cuts = [trees(chosen[start : start + sequences]) for start in range(0, len(chosen), sequences)]
+    """Every sequence of the forward pass once, in as many micro-batches as all ranks agree on, at least one."""
+    chosen, size = [index for index, sample in enumerate(batch) if sample.in_forward], packing.sequences
+    if packing.max_tokens is None:
+        cuts = [trees_of(batch, chosen[start : start + size], packing) for start in range(0, len(chosen), size)]
         cuts += [[]] * (agree(max(1, len(cuts))) - len(cuts))
     else:
-        units = trees(chosen)
-        lengths = [tree_length(batch, unit) for unit in units]
-        if one_row:
-            places = cut_by_tokens(lengths, max_tokens, attention=attention, agree=agree)
-        else:
-            places = cut_by_length(lengths, max_tokens, attention=attention, agree=agree, share_rows=share_rows)
-        cuts = [[units[place] for place in cut] for cut in places]
-    return [pack(batch, cut, one_row=one_row, share_rows=share_rows, device=device) for cut in cuts]
+        trees = trees_of(batch, chosen, packing)
+        cut = cut_by_tokens if packing.one_row else cut_by_length
+        places = cut([tree_length(batch, tree) for tree in trees], packing.max_tokens, packing, agree)
+        cuts = [[trees[place] for place in each] for each in places]
+    return [pack(batch, cut, packing, device=device) for cut in cuts]
 
 
-def alone(chosen: Sequence[int]) -> list[list[int]]:
-    """Each of the chosen indices as a tree of its own."""
-    return [[index] for index in chosen]
-
-
-def prompt_trees(
-    batch: Sequence[Sample],
-    chosen: Sequence[int],
-    *,
-    attention: float,
-    max_tokens: int | None = None,
-    most: int | None = None,
-) -> list[list[int]]:
-    """The chosen indices, those with the same prompt together, in the trees that cost least (`tree_sizes`)."""
+def trees_of(batch: Sequence[Sample], chosen: Sequence[int], packing: Packing) -> list[list[int]]:
+    """The chosen indices, those with the same prompt in the trees that cost least; each alone where none is shared."""
+    if not packing.share_prompts:
+        return [[index] for index in chosen]
     same: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
     for index in chosen:
         prompt, experts = batch[index].prompt_ids, batch[index].routed_experts
         # What is computed once goes to the same experts.
         routing = b"" if experts is None else experts[: len(prompt)].numpy().tobytes()
         same.setdefault((tuple(prompt), routing), []).append(index)
-    trees = []
+    trees, most = [], packing.sequences if packing.max_tokens is None else None
     for (shared, _), members in same.items():
         lengths = [len(batch[index].completion_ids) for index in members]
-        sizes = tree_sizes(len(shared), lengths, attention=attention, max_tokens=max_tokens, most=most)
+        sizes = tree_sizes(len(shared), lengths, attention=packing.attention, max_tokens=packing.max_tokens, most=most)
         trees += [members[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     return trees
 
@@ -128,11 +88,9 @@ def tree_length(batch: Sequence[Sample], tree: Sequence[int]) -> int:
     return len(batch[tree[0]].prompt_ids) + sum(len(batch[index].completion_ids) for index in tree)
 
 
-def cut_by_tokens(
-    lengths: Sequence[int], max_tokens: int, *, attention: float = 0.0, agree: Callable[[int], int] = int
-) -> list[list[int]]:
+def cut_by_tokens(lengths: Sequence[int], max_tokens: int, packing: Packing, agree: Agree = int) -> list[list[int]]:
     """Micro-batches of one row each, as few as fit: the costliest sequence first, each to where there is least."""
-    costs = [tree_cost(length, 1, attention) for length in lengths]
+    costs = [tree_cost(length, 1, packing.attention) for length in lengths]
 
     def fits(cut: list[int]) -> bool:
         return len(cut) <= 1 or sum(lengths[index] for index in cut) <= max_tokens
@@ -154,14 +112,7 @@ def longest_first(costs: Sequence[float], chosen: Iterable[int], bins: int, most
     return lists
 
 
-def cut_by_length(
-    lengths: Sequence[int],
-    max_tokens: int,
-    *,
-    attention: float = 0.0,
-    agree: Callable[[int], int] = int,
-    share_rows: bool = True,
-) -> list[list[int]]:
+def cut_by_length(lengths: Sequence[int], max_tokens: int, packing: Packing, agree: Agree = int) -> list[list[int]]:
     """Micro-batches of rows as long as their longest sequence, from the longest to the shortest.
 
     As few as fit, cut where the costliest of them costs least: found by bisection over what one may cost.
@@ -169,19 +120,19 @@ def cut_by_length(
     order, longest = sorted(range(len(lengths)), key=lambda index: -lengths[index]), max(lengths, default=0)
 
     def cut_at(most: float) -> list[list[int]]:
-        cuts, rows = [list[int]()], _Rows(longest, share=share_rows)
+        cuts, rows = [list[int]()], _Rows(longest, share=packing.share_rows)
         for index in order:
             rows.take(lengths[index])
             places = rows.count * rows.length
-            if cuts[-1] and (places > max_tokens or places * (1 + attention * rows.length) > most):
+            if cuts[-1] and (places > max_tokens or places * (1 + packing.attention * rows.length) > most):
                 cuts.append([])
-                rows = _Rows(lengths[index], share=share_rows)
+                rows = _Rows(lengths[index], share=packing.share_rows)
                 rows.take(lengths[index])
             cuts[-1].append(index)
         return cuts
 
     number = agree(len(cut_at(float("inf"))))
-    enough = len(lengths) * longest * (1 + attention * longest)
+    enough = len(lengths) * longest * (1 + packing.attention * longest)
     too_little = 0.0
     for _ in range(BISECTIONS):
         middle = (too_little + enough) / 2
@@ -190,14 +141,7 @@ def cut_by_length(
     return cuts + [[]] * (number - len(cuts))
 
 
-def pack(
-    batch: Sequence[Sample],
-    trees: Sequence[Sequence[int]],
-    *,
-    one_row: bool,
-    device: torch.device,
-    share_rows: bool = True,
-) -> MicroBatch:
+def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: torch.device) -> MicroBatch:
     """Trees, each a list of samples with the same prompt, in R rows of L tokens. Completions keep their order.
 
     Tokens of a completion that are not the model's own are in the rows, where later tokens attend to them, but are not
@@ -207,8 +151,9 @@ def pack(
     chosen = list(chain.from_iterable(trees))
     samples = [batch[index] for index in chosen]
     lengths = [tree_length(batch, tree) for tree in trees]
+    one_row, share = packing.one_row, packing.share_rows
     row_length = max(1, sum(lengths) if one_row else max(lengths, default=1))
-    starts, num_rows = ([0, *accumulate(lengths)][:-1], 1) if one_row else place(lengths, row_length, share=share_rows)
+    starts, num_rows = ([0, *accumulate(lengths)][:-1], 1) if one_row else place(lengths, row_length, share=share)
     input_ids = torch.zeros(num_rows * row_length, dtype=torch.int64)
     position_ids, attention_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
     # Where trees have several completions there is a mask, in which padding sees itself alone. Else padding continues
@@ -293,8 +238,11 @@ def _support(batch: Sequence[Sample], samples: Sequence[Sample], device: torch.d
         if sample.support_logprobs is not None:
             logprobs.append(sample.support_logprobs[entries])
     all_ids, all_sizes, all_logprobs = torch.cat(ids), torch.cat(sizes), torch.cat(logprobs)
-    if batch[0].is_top_k:
-        return {"centering": tuple(each.to(device) for each in _in_rows(all_ids, all_sizes[1:], all_logprobs))}
+    if batch[0].is_top_k:  # in rows of the longest one's length, with -1 behind the end
+        filled = torch.arange(max(1, int(all_sizes.max()))) < all_sizes[1:, None]
+        rows, values = torch.full(filled.shape, -1, dtype=torch.int64), torch.zeros(filled.shape)
+        rows[filled], values[filled] = all_ids.long(), all_logprobs
+        return {"centering": (rows.to(device), values.to(device))}
     support = all_ids.to(device), all_sizes.cumsum(0).to(device)
     is_known = batch[0].support_logprobs is not None
     return {"support": support, "centering": (None, all_logprobs.to(device)) if is_known else None}
@@ -321,14 +269,6 @@ def _experts(
     table = known.new_full((places, *known.shape[1:]), -1)
     table[torch.cat(where)] = known
     return table.to(device)
-
-
-def _in_rows(ids: Tensor, sizes: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids [K] of N tokens in rows of the longest one's length: [N, k] int64, -1 behind the end, and log-probs."""
-    filled = torch.arange(max(1, int(sizes.max()) if len(sizes) else 1)) < sizes[:, None]
-    rows, values = torch.full(filled.shape, -1, dtype=torch.int64), torch.zeros(filled.shape)
-    rows[filled], values[filled] = ids.long(), logprobs
-    return rows, values
 
 
 def place(lengths: Sequence[int], row_length: int, *, share: bool = True) -> tuple[list[int], int]:
@@ -358,48 +298,33 @@ class _Rows:
         return (row + 1) * self.length - free
 
 
-def balanced(
-    batch: list[Sample],
-    accelerator: Accelerator,
-    *,
-    attention: float = 0.0,
-    share_prompts: bool = False,
-    sequences: int | None = None,
-    max_tokens: int | None = None,
-) -> list[Sample]:
-    """This rank's share of the samples of all ranks. A collective: every rank must call it.
-
-    The options are those of `micro_batches`: `sequences` at most can share a prompt, where there is no `max_tokens`.
-    """
+def balanced(batch: list[Sample], accelerator: Accelerator, packing: Packing) -> list[Sample]:
+    """This rank's share of the samples of all ranks. A collective: every rank must call it."""
     ranks = accelerator.num_processes
     if ranks == 1:
         return batch
     whole = list(chain.from_iterable(map(from_tensors, gather_object([as_tensors(batch)]))))
-    shares = by_trees(whole, ranks, attention, alone)
-    if share_prompts:
-        most = sequences if max_tokens is None else None
-        trees = partial(prompt_trees, whole, attention=attention, max_tokens=max_tokens, most=most)
-        cost = partial(slowest, whole, attention=attention, trees=trees)
-        shares = min(shares, by_trees(whole, ranks, attention, trees), key=cost)
+    ways = (by_trees(whole, ranks, way) for way in (replace(packing, share_prompts=False), packing))
+    shares = min(ways, key=partial(slowest, whole, packing=packing))
     return [whole[index] for index in sorted(shares[accelerator.process_index])]
 
 
-def by_trees(batch: Sequence[Sample], ranks: int, attention: float, trees: Trees) -> list[list[int]]:
+def by_trees(batch: Sequence[Sample], ranks: int, packing: Packing) -> list[list[int]]:
     """Indices for each rank: equally many whole trees, at nearly equal cost, then what is not in the forward pass."""
-    units = trees([index for index, sample in enumerate(batch) if sample.in_forward])
-    others = alone([index for index, sample in enumerate(batch) if not sample.in_forward])
-    shares = assignments(_costs(batch, units, attention) + [0.0] * len(others), ranks)
+    units = trees_of(batch, [index for index, sample in enumerate(batch) if sample.in_forward], packing)
+    others = [[index] for index, sample in enumerate(batch) if not sample.in_forward]
+    shares = assignments(_costs(batch, units, packing) + [0.0] * len(others), ranks)
     return [[index for place in share for index in (units + others)[place]] for share in shares]
 
 
-def slowest(batch: Sequence[Sample], ranks: Sequence[Sequence[int]], *, attention: float, trees: Trees) -> float:
+def slowest(batch: Sequence[Sample], ranks: Sequence[Sequence[int]], packing: Packing) -> float:
     """The cost of the rank that has most to do."""
     learned = ([index for index in sorted(share) if batch[index].in_forward] for share in ranks)
-    return max(sum(_costs(batch, trees(share), attention)) for share in learned)
+    return max(sum(_costs(batch, trees_of(batch, share, packing), packing)) for share in learned)
 
 
-def _costs(batch: Sequence[Sample], trees: Sequence[Sequence[int]], attention: float) -> list[float]:
-    return [tree_cost(tree_length(batch, tree), len(tree), attention) for tree in trees]
+def _costs(batch: Sequence[Sample], trees: Trees, packing: Packing) -> list[float]:
+    return [tree_cost(tree_length(batch, tree), len(tree), packing.attention) for tree in trees]
 
 
 def assignments(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -426,14 +351,3 @@ def skip_zero_advantages(batch: list[Sample], accelerator: Accelerator) -> list[
     if not any_rank(accelerator, is_learned) and True in skipped:
         skipped[skipped.index(True)] = False
     return with_fields(batch, {"skipped": skipped})
-
-
-def skipped_metrics(batch: Sequence[Sample], config: GRPOLossConfig) -> tuple[dict[str, float], dict[str, float]]:
-    """(metrics, `ratio_sums`) of a micro-batch of this rank's skipped completions: none of their tokens is clipped."""
-    lengths = [sample.num_own for sample in batch if sample.skipped]
-    if not lengths:
-        return {}, {}
-    tokens, of_sequence = float(sum(lengths)), config.ratio_of_sequence
-    unclipped = dict.fromkeys(("low_sum", "low_min", "high_sum", "high_max"), 0.0)
-    ratios = {**unclipped, "ratios_sum": float(len(lengths)) if of_sequence else tokens}
-    return {"loss_tokens": tokens, "zero_gradient_fraction": 1.0}, ratios

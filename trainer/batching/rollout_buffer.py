@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, get_args
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from fused_grpo.trainer.types import FinishReason, Sample, samples_from
 
-# Fields with a row of values: lists of numbers, or tensors for those of _TENSORS.
+# Fields with a row of values: tensors, or lists of numbers for those of _LISTS.
 ROWS = {
     "prompt_ids": torch.int64,
     "completion_ids": torch.int64,
@@ -37,8 +36,7 @@ ROWS = {
     "support_logprobs": torch.float32,
     "routed_experts": None,  # as it is
 }
-_TENSORS = {"old_logprobs", "ref_logprobs", "token_advantages", "support_ids", "support_sizes", "support_logprobs"}
-_TENSORS |= {"routed_experts"}
+_LISTS = {"prompt_ids", "completion_ids", "completion_mask", "sampling_logprobs"}
 # Fields with one value. Of a finish reason that is its place in FinishReason, of a failure that there is one; without
 # lists of likely tokens there is no `is_top_k`.
 VALUES = {
@@ -52,6 +50,7 @@ VALUES = {
     "is_top_k": torch.bool,
 }
 _REASONS = get_args(FinishReason)
+GREEDY = "greedy."  # before the names of completions that ReMax compares with, in the table of what it compares
 
 
 @dataclass
@@ -92,13 +91,6 @@ class RolloutBuffer:
         return cls(**{**numbers, "batches": batches})
 
 
-def split_groups(batch: Sequence[Sample], steps: int, together: int) -> list[list[Sample]]:
-    """`batch` in `steps` parts, as equal as they can be, with each `together` sequences of a group in one."""
-    groups = len(batch) // together
-    cuts = [groups * step // steps * together for step in range(steps + 1)]
-    return [list(batch[first:last]) for first, last in pairwise(cuts)]
-
-
 def as_tensors(batch: Sequence[Sample]) -> dict[str, Tensor]:
     """Samples as a table of tensors, for `from_tensors`."""
     columns: dict[str, list[Any]] = {name: [getattr(sample, name) for sample in batch] for name in VALUES}
@@ -113,18 +105,10 @@ def as_tensors(batch: Sequence[Sample]) -> dict[str, Tensor]:
     return table
 
 
-_GREEDY = "greedy."  # completions that ReMax compares with, in the table of those that they are compared with
-
-
-def with_prefix(table: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The table of greedy completions, under names for the table of their prompts' samples."""
-    return {_GREEDY + name: tensor for name, tensor in table.items()}
-
-
 def without_prefix(table: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(the table of the samples alone, that of their greedy completions, empty where there is none)."""
-    greedy = {name.removeprefix(_GREEDY): tensor for name, tensor in table.items() if name.startswith(_GREEDY)}
-    return {name: tensor for name, tensor in table.items() if not name.startswith(_GREEDY)}, greedy
+    greedy = {name.removeprefix(GREEDY): tensor for name, tensor in table.items() if name.startswith(GREEDY)}
+    return {name: tensor for name, tensor in table.items() if not name.startswith(GREEDY)}, greedy
 
 
 def joined_rows(name: str, rows: Sequence[Any], dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -143,5 +127,5 @@ def from_tensors(table: Mapping[str, Tensor]) -> list[Sample]:
     for name in ROWS:
         if f"{name}.values" in table:
             rows = table[f"{name}.values"].split(table[f"{name}.lengths"].tolist())
-            columns[name] = list(rows) if name in _TENSORS else [row.tolist() for row in rows]
+            columns[name] = [row.tolist() for row in rows] if name in _LISTS else list(rows)
     return samples_from(columns)

@@ -8,29 +8,33 @@ With several functions there are two orders. "sum_then_normalize" (GRPO) compare
 values spread widely dominates. "normalize_then_sum" (GDPO, arXiv 2601.05242) compares each function's values by
 themselves, so that each contributes by its weight, and brings the weighted sum to the scale of the batch.
 
-`advantage_estimator` has other baselines and scales for the weighted sum, with the mean of the group m and n of its
-completions scored:
+`advantage_estimator` has other baselines and scales for the weighted sum: docs/loss.md has their formulas and papers.
 
-    dr_grpo                        r - m                                                 arXiv:2503.20783
-    rloo                           r - mean of the other n - 1 = (r - m) * n / (n - 1)   arXiv:2402.14740
-    maxrl                          (r - m) / m, 0 where m is 0; no reward is negative    arXiv:2602.02710
-    reinforce_plus_plus            (r - mean of the batch) / std of the batch            arXiv:2501.03262
-    reinforce_plus_plus_baseline   (r - m) / std of r - m over the batch                 arXiv:2501.03262
-    opo                            r - mean of r, weighted by the completions' lengths   arXiv:2505.23585
-    gpg                            (r - m) * groups / groups whose rewards differ        arXiv:2504.02546
-    pkpo                           what r adds to the best of k completions, below       arXiv:2505.15201
-    remax                          r - r of a greedy completion of the prompt            arXiv:2310.10505
+**The optimal token baseline** (arXiv:2602.07078) is another one for each place in the completions of a group.
+With r_i the reward of completion i, s_j the squared norm of the gradient of its token j's log-prob in the logits
+(`_maths/moments.py`), and rho_j the weight of that token's sampling correction, completion i has at place t
+
+    W_it = sum over j <= t of rho_j^2 s_j        A_it = r_i - b_t        b_t = sum_i W_it r_i / sum_i W_it
+
+where b_t is a mean over the completions that reach t. Of all baselines of that kind it leaves the gradient least
+variance, with the norm of the gradient in the weights taken for that in the logits. Where a completion is longer than
+all others it is alone, and its advantages are 0. A group with equal rewards has none, in the variant below either.
+
+`tir_optimal_token_baseline` is verl's variant for tool-integrated reasoning: places count the model's own tokens alone,
+so that turns of different tools' outputs are compared, and where a completion is alone its baseline is 0.
 """
 
 from __future__ import annotations
 
-from math import comb
-from typing import Literal
+from collections.abc import Sequence
+from math import comb, isnan
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_grpo.errors import InputError
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
 EPSILON = 1e-4
 EPSILON_OF_BATCH = 1e-8  # only against a division by 0
@@ -45,68 +49,48 @@ def total_rewards(per_function: Tensor, weights: Tensor) -> Tensor:
 def multi_objective_advantages(
     per_function: Tensor,
     weights: Tensor,
-    num_generations: int,
+    args: GRPOConfig,
     *,
-    scale: Literal["group", "batch", "none"],
-    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
-    estimator: str = "grpo",
+    size: int,
     lengths: Tensor | None = None,
     baselines: Tensor | None = None,
-    k: int = 2,
 ) -> Tensor:
-    """Advantages [B] from rewards [B, F] (NaN: not scored by that function) and weights [F].
+    """Advantages [B] from rewards [B, F] (NaN: not scored by that function), of groups of `size`, and weights [F].
 
     "opo" needs `lengths` [B], the tokens of each completion, and "remax" `baselines` [B], of which the first one of a
-    group counts: the reward of the greedy completion, NaN where it has none. `k` is that of "pkpo".
+    group counts: the reward of the greedy completion, NaN where it has none. InputError for negative rewards with
+    "maxrl".
 
-    Equals, for "normalize_then_sum", which knows no `scale`:
+    Equals, for "normalize_then_sum", which knows no estimator:
         total = sum over f of w_f * (r_f - mean_group(r_f)) / (std_group(r_f) + 1e-4)
         (total - mean_batch(total)) / (std_batch(total) + 1e-4)
-    """
-    if aggregation == "sum_then_normalize":
-        totals = total_rewards(per_function, weights)
-        return group_advantages(
-            totals, num_generations, scale=scale, estimator=estimator, lengths=lengths, baselines=baselines, k=k
-        )
-    columns = per_function.T
-    groups = columns.reshape(-1, num_generations)
-    normalised = _centred(groups) / (nanstd(groups) + EPSILON)
-    total = total_rewards(normalised.view(columns.shape).T, weights)[None]
-    advantages = ((total - total.nanmean()) / (nanstd(total) + EPSILON)).nan_to_num(0.0).flatten()
-    # The mean of the batch is 0 but for rounding, which is no advantage of a group whose rewards are all equal.
-    equal = _are_equal(groups).view(len(columns), -1).all(0).repeat_interleave(num_generations)
-    return advantages.masked_fill(equal, 0.0)
-
-
-def group_advantages(
-    rewards: Tensor,
-    num_generations: int,
-    *,
-    scale: Literal["group", "batch", "none"],
-    estimator: str = "grpo",
-    lengths: Tensor | None = None,
-    baselines: Tensor | None = None,
-    k: int = 2,
-) -> Tensor:
-    """Advantages [B] from rewards [B], prompt-major groups of `num_generations`; `scale` is that of "grpo" alone.
-
-    NaN rewards give 0; InputError for negative ones with "maxrl".
 
     With "gpg", a group that is not all equal has twice its advantages, r - 0.5, where one of two groups is:
 
-    >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 2, scale="none", estimator="gpg").tolist()
+    >>> rewards, weights = torch.tensor([[1.0], [0.0], [0.0], [0.0]]), torch.ones(1)
+    >>> multi_objective_advantages(rewards, weights, GRPOConfig(advantage_estimator="gpg"), size=2).tolist()
     [1.0, -1.0, 0.0, 0.0]
 
-    With "remax", the greedy completion of the first prompt has 0.5, that of the second one 1:
+    With "remax", the greedy completion of the first prompt has 0.5, that of the second one 0:
 
-    >>> greedy = torch.tensor([0.5, 0.5, 1.0, 1.0])
-    >>> group_advantages(torch.ones(4), 2, scale="none", estimator="remax", baselines=greedy).tolist()
-    [0.5, 0.5, 0.0, 0.0]
+    >>> remax, greedy = GRPOConfig(advantage_estimator="remax"), torch.tensor([0.5, 0.5, 0.0, 0.0])
+    >>> multi_objective_advantages(rewards, weights, remax, size=2, baselines=greedy).tolist()
+    [0.5, -0.5, 0.0, 0.0]
     """
-    groups = rewards.view(-1, num_generations)
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        columns = per_function.T
+        groups = columns.reshape(-1, size)
+        normalised = _centred(groups) / (nanstd(groups) + EPSILON)
+        total = total_rewards(normalised.view(columns.shape).T, weights)[None]
+        advantages = ((total - total.nanmean()) / (nanstd(total) + EPSILON)).nan_to_num(0.0).flatten()
+        # The mean of the batch is 0 but for rounding, which is no advantage of a group whose rewards are all equal.
+        equal = _are_equal(groups).view(len(columns), -1).all(0).repeat_interleave(size)
+        return advantages.masked_fill(equal, 0.0)
+    estimator, totals = args.advantage_estimator, total_rewards(per_function, weights)
+    groups = totals.view(-1, size)
     advantages = centred = _centred(groups)
-    if estimator == "grpo" and scale != "none":
-        advantages = centred / (nanstd(groups if scale == "group" else rewards[None]) + EPSILON)
+    if estimator == "grpo" and args.scale_rewards != "none":
+        advantages = centred / (nanstd(groups if args.scale_rewards == "group" else totals[None]) + EPSILON)
     elif estimator == "rloo":
         count = (~groups.isnan()).sum(1, keepdim=True)
         advantages = centred * count / (count - 1).clamp_min(1)
@@ -120,7 +104,7 @@ def group_advantages(
         advantages = torch.where(mean > 0, centred / mean, 0.0)
     elif estimator.startswith("reinforce_plus_plus"):
         # A group with equal rewards keeps an advantage of exactly 0: the mean of what is centred is 0 but for rounding.
-        whitened = centred if estimator == "reinforce_plus_plus_baseline" else _centred(rewards[None])
+        whitened = centred if estimator == "reinforce_plus_plus_baseline" else _centred(totals[None])
         advantages = whitened / (nanstd(whitened.view(1, -1)) + EPSILON_OF_BATCH)
     elif estimator == "opo":
         assert lengths is not None
@@ -129,7 +113,7 @@ def group_advantages(
         scored, unequal = (~groups.isnan()).any(1).sum(), (~_are_equal(groups)).sum()
         advantages = centred * scored / unequal.clamp_min(1)
     elif estimator == "pkpo":
-        advantages = best_of_k_advantages(groups, k)
+        advantages = best_of_k_advantages(groups, args.pkpo_k)
     elif estimator == "remax":
         assert baselines is not None
         advantages = groups - baselines.view(groups.shape)[:, :1]
@@ -199,3 +183,46 @@ def nanstd(values: Tensor) -> Tensor:
     count = (~values.isnan()).sum(1, keepdim=True)
     squares = (values - values.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
     return (squares / (count - 1).clamp_min(1)).sqrt()
+
+
+class Scores(NamedTuple):
+    """A completion of n own tokens, as its group's baseline sees it."""
+
+    reward: float  # NaN: it has no reward, advantages of 0, and no part in the baseline
+    norms: Tensor  # rho^2 s, [n]; [0] of one that goes through no model, which takes no part either
+    places: Tensor  # [n] int64, where these tokens are in the completion
+
+    @property
+    def takes_part(self) -> bool:
+        return len(self.norms) > 0 and not isnan(self.reward)
+
+
+def token_advantages(group: Sequence[Scores], *, zero_tail: bool) -> list[Tensor]:
+    """Advantages [n] fp32 of the tokens of each completion of a group, 0 where fewer than two rewards differ.
+
+    Args:
+        zero_tail: the baseline is 0 where one completion alone is left, and not its own reward.
+
+    A right completion of one token and a wrong one of two; first tokens with norms of 1 and 3 have b_1 = 1/4:
+
+    >>> of_each = [(1.0, [1.0], [0]), (0.0, [3.0, 1.0], [0, 1])]
+    >>> group = [Scores(r, torch.tensor(norms), torch.tensor(places)) for r, norms, places in of_each]
+    >>> [advantages.tolist() for advantages in token_advantages(group, zero_tail=False)]
+    [[0.75], [-0.25, 0.0]]
+    """
+    taking = [one for one in group if one.takes_part]
+    if len({one.reward for one in taking}) < 2:  # so that the collector need not know the norms of such a group
+        return [torch.zeros(len(one.places)) for one in group]
+    length = max(int(one.places[-1]) + 1 for one in taking)
+    paths = torch.zeros(len(taking), length, dtype=torch.float64)
+    reached = torch.zeros(len(taking), length, dtype=torch.bool)
+    for row, one in enumerate(taking):
+        paths[row, one.places], reached[row, one.places] = one.norms.double().cumsum(0), True
+    # Relative to one of the rewards, which rounds less.
+    rewards = torch.tensor([one.reward for one in taking], dtype=torch.float64)[:, None]
+    relative, totals = rewards - rewards[0], paths.sum(0)
+    advantages = torch.where(totals > 0, relative - (paths * relative).sum(0) / totals, 0.0)
+    if zero_tail:
+        advantages = torch.where(reached.sum(0) == 1, rewards, advantages)
+    rows = iter(advantages)
+    return [next(rows)[one.places].float() if one.takes_part else torch.zeros(len(one.places)) for one in group]

@@ -1,21 +1,17 @@
 """`BatchQueue`: the batches that an engine samples while the optimizer learns, in the order of their requests.
 
-With `generate_ahead=k` there are at most k of them. They are sampled one after the other, each from the weights that
-the policy has when it is requested, and learned from in the same order. None is thrown away: who samples more than is
-used and takes what comes first learns from short episodes. The loop requests as many as leave the queue, at the same
-step each time, so the run does not depend on who is faster, and a batch is never more than k generations older than the
-weights that learn from it.
-
-**Weights are swapped between batches.** The engine gets those of a request when it has finished the batch before. The
-policy may have moved by then, so they are a copy in the CPU's memory: at most k - 1 at a time, and none where the
-engine has nothing to do when they are sent. Ranks may share a server. Their threads meet in `load_weights`, in the same
-order; so a rank whose batch failed loads weights for the others, and nothing more is sampled on it.
+They are sampled one after the other, each from the weights that the policy has when it is requested, and learned from
+in the same order; the loop requests as many as leave the queue, at the same step each time. So the run does not depend
+on who is faster (docs/trainer.md). The engine gets the weights of a request when it has finished the batch before: by
+then the policy may have moved, so they are a copy in the CPU's memory, unless the engine has nothing to do. Ranks may
+share a server, and their threads meet in `load_weights`, in the same order; so a rank whose batch failed loads weights
+for the others, and nothing more is sampled on it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, NamedTuple
 
@@ -24,6 +20,9 @@ from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.types import Sample
 
 Drawn = tuple[list[Row], list[Sample]]  # rows of the dataset, and the completions of their prompts, group by group
+Draw = Callable[[], Drawn | None]  # None: there is no queue
+Complete = Callable[[], list[Sample]]
+Load = Callable[[], None] | None
 
 
 class Prefetched(NamedTuple):
@@ -35,39 +34,21 @@ class Prefetched(NamedTuple):
     weight_version: int  # the optimizer step whose weights sample it
 
 
-class BatchQueue:
-    """Batches in flight, the oldest first. `is_closed`: what has not begun is not sampled any more."""
+class BatchQueue(deque[Prefetched]):
+    """Batches in flight, the oldest first."""
 
-    def __init__(self) -> None:
-        self._batches, self.is_closed = deque[Prefetched](), False
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Prefetched]:
-        return iter(self._batches)
+    is_closed = False  # True: what has not begun is not sampled any more
 
     @property
     def is_sampling(self) -> bool:
         """Whether a batch is not sampled yet."""
-        return not all(batch.samples.done() for batch in self._batches)
-
-    @property
-    def newest_version(self) -> int:
-        """The weight version of the batch that was requested last; -1: there is none."""
-        return self._batches[-1].weight_version if self._batches else -1
+        return not all(batch.samples.done() for batch in self)
 
     def request(
-        self,
-        rows: list[Row],
-        sample: Callable[[], list[Sample]],
-        *,
-        before: dict[str, Any],
-        weight_version: int,
-        load: Callable[[], None] | None = None,
+        self, rows: list[Row], sample: Complete, *, before: dict[str, Any], weight_version: int, load: Load = None
     ) -> None:
         """Have `sample` called in a thread, behind all that was requested before; and `load` first, if it is given."""
-        earlier = self._batches[-1].samples if self._batches else None
+        earlier = self[-1].samples if self else None
 
         def work() -> list[Sample]:
             failure = None if earlier is None else earlier.exception()  # which waits
@@ -79,20 +60,20 @@ class BatchQueue:
                 raise failure
             return sample()
 
-        self._batches.append(Prefetched(rows, in_thread(work, name="prefetch"), before, weight_version))
+        self.append(Prefetched(rows, in_thread(work, name="prefetch"), before, weight_version))
 
     def restore(self, rows: list[Row], samples: list[Sample], *, before: dict[str, Any], weight_version: int) -> None:
         """Add a batch of a checkpoint."""
         sampled = Future[list[Sample]]()
         sampled.set_result(samples)
-        self._batches.append(Prefetched(rows, sampled, before, weight_version))
+        self.append(Prefetched(rows, sampled, before, weight_version))
 
     def take(self) -> Drawn:
         """The oldest batch, which is waited for and leaves the queue; or its error, with which it stays there."""
-        drawn = self._batches[0].rows, self._batches[0].samples.result()
-        self._batches.popleft()
+        drawn = self[0].rows, self[0].samples.result()
+        self.popleft()
         return drawn
 
     def wait(self) -> None:
         """Wait until the engine has nothing to do. `take` raises its errors, if there are some."""
-        wait([batch.samples for batch in self._batches])
+        wait([batch.samples for batch in self])

@@ -4,8 +4,7 @@
     rollouts = engine.generate(prompts, n=g)                  # B = P * g samples with their sampling log-probs
     samples  = score_rollouts(rollouts, rows, rewards)        # each with its rewards
     advantages = multi_objective_advantages(rewards, G)       # [B], of whole groups, before anything is cut
-    batches  = split_groups(samples, steps)                   # one for each optimizer step
-    batches  = balanced across ranks, old log-probs for all but the first
+    batches  = one for each optimizer step, balanced across ranks, with old log-probs for all but the first
 
 g is G, or the part of a group that fits into a rank's share of the batch: then consecutive ranks have the same prompt,
 and each samples its part. Rewards are gathered, so advantages are always those of whole groups.
@@ -13,16 +12,11 @@ and each samples its part. Rewards are gathered, so advantages are always those 
 Groups for which the engine or a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose
 rewards are all equal. With `mask_truncated_completions`, truncated completions are counted, but not in the loss.
 
-With `generate_ahead=k`, vLLM samples while the optimizer learns. Each collection takes the oldest batch of a
-queue (batch_queue.py), requests another one from the current weights, and scores. So batch n was sampled from the
-weights of min(n, k) generations before, never from older ones (`off_policy_steps`), and the loss corrects for it
-(`vllm_importance_sampling_correction`): the old policy is the current one, and rho is its ratio to the policy that
-sampled. Further rounds of `dynamic_sampling` take from the queue too, and it is filled again. So what is sampled
-depends on samples and steps alone, not on time.
+With `generate_ahead=k`, each collection takes the oldest batch of a queue (batch_queue.py), further rounds of
+`dynamic_sampling` too, and requests another one from the current weights.
 
 For ReMax, a second `generate` call gives a greedy completion of each prompt, to the rank with the first part of its
-group. It is the `greedy` of the samples there, is scored after them, and takes no further part: its reward is their
-baseline.
+group. It is the `greedy` of the samples there, and is scored after them.
 """
 
 from __future__ import annotations
@@ -31,11 +25,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, compress
+from itertools import chain, compress, pairwise
 from typing import Any
 
 import torch
@@ -44,17 +38,9 @@ from torch import Tensor
 
 from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
-from fused_grpo.trainer.batching.rollout_buffer import (
-    RolloutBuffer,
-    as_tensors,
-    from_tensors,
-    split_groups,
-    with_prefix,
-    without_prefix,
-)
-from fused_grpo.trainer.collect import token_baseline
-from fused_grpo.trainer.collect.advantages import multi_objective_advantages, spread
-from fused_grpo.trainer.collect.batch_queue import BatchQueue, Drawn
+from fused_grpo.trainer.batching.rollout_buffer import GREEDY, RolloutBuffer, as_tensors, from_tensors, without_prefix
+from fused_grpo.trainer.collect.advantages import Scores, multi_objective_advantages, spread, token_advantages
+from fused_grpo.trainer.collect.batch_queue import BatchQueue, Complete, Draw, Drawn
 from fused_grpo.trainer.collect.scoring import (
     Evaluation,
     RolloutFacts,
@@ -74,6 +60,7 @@ from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
 from fused_grpo.trainer.episodes.play import EpisodeEngine
 from fused_grpo.trainer.learner import Learner
+from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import Phases
 from fused_grpo.trainer.models.weight_stream import copied
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
@@ -82,10 +69,13 @@ from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with
 class Collector:
     """Draws prompts, has an engine complete them, scores the completions and makes batches for a learner of them."""
 
-    def __init__(self, start: Start, sampler: PromptSampler, learner: Learner) -> None:
+    def __init__(self, start: Start, sampler: PromptSampler, learner: Learner, events: Events) -> None:
         self.args, self.accelerator, self.sampler, self.learner = start.args, learner.accelerator, sampler, learner
         self.rewards, self.tokenizer, self.prompt_limit = start.rewards, start.tokenizer, start.limit
+        self.events = events  # whose state reward functions may ask for
         self.group_part = self.args.group_part(self.accelerator.num_processes)
+        self.steps = self.args.optimizer_steps_per_generation(self.accelerator.num_processes)  # in each iteration
+        self.steps_per_batch = self.steps * self.args.num_iterations
         self.has_greedy = self.args.advantage_estimator == "remax"
         self.generate_calls = self.num_tokens = 0  # tokens over all ranks; a prompt counts with each completion
         self.queue = BatchQueue()
@@ -99,43 +89,50 @@ class Collector:
             rows, complete = self._next_batch(engine)
             return rows, complete()
 
-    def collect(
-        self,
-        engine: RolloutEngine,
-        phases: Phases,
-        *,
-        draw: Callable[[], Drawn | None] = lambda: None,
-        trainer_state: Any = None,
-    ) -> Scored:
+    def collect(self, engine: RolloutEngine, phases: Phases, *, draw: Draw = lambda: None) -> Scored:
         """The samples of a batch, with rewards, advantages and the metrics of all ranks.
 
-        `draw` is called before each round, on all ranks. It may return what `Collector.draw` has; otherwise that is
-        called.
+        They are of one generation, or with `dynamic_sampling` of as many as fill the batch. `draw` is called before
+        each round, on all ranks. It may return what `Collector.draw` has; otherwise that is called.
 
         Raises:
             RewardError: a reward function failed and `reward_failure` is not "drop", or no group is left.
             UnavailableError: the engine failed and `rollout_failure` is not "drop", or no group is left.
         """
-        scored = self._scored(engine, phases, draw, trainer_state)
+        scored, of_rounds = self._round(engine, phases, draw()), dict[str, float]()
+        if self.args.dynamic_sampling:
+            wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
+            # All ranks go on alike: they draw from one sequence of prompts.
+            while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, len(scored.samples) < wanted):
+                more = self._with_unequal_rewards(self._round(engine, phases, draw()))
+                scored, rounds = Scored.joined([scored, more]), rounds + 1
+            scored = replace(scored, samples=scored.samples[:wanted])
+            of_rounds["dynamic_sampling/rounds"] = float(rounds)
+        elif not any_rank(self.accelerator, bool(scored.kept())):
+            of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
+            kind = RewardError if of_engine is None else UnavailableError
+            raise kind(f"every group of the batch was dropped; the first failure: {of_engine or scored.failure}")
         with phases("reward"):
             facts = gather_object([RolloutFacts.of(scored)])
             advantages = self._advantages(facts, self.args.num_generations)
-        self.num_tokens += sum(one.num_tokens for one in facts)
-        metrics = self._metrics(facts, self.args.num_generations) | scored.metrics
+        self.num_tokens += sum(one.scored.num_tokens for one in facts)
+        metrics = rollout_metrics(facts, self.rewards.names, self.args) | of_rounds
         metrics |= {"num_tokens": float(self.num_tokens)} | self.sampler.metrics()
         return replace(scored.with_advantages(advantages), metrics=metrics)
 
     def buffer(self, scored: Scored, phases: Phases) -> RolloutBuffer:
         """The batches of all optimizer steps, balanced across ranks and with the old log-probs that they need."""
-        steps = self.args.optimizer_steps_per_generation(self.accelerator.num_processes)
         # Parts of groups, where an optimizer step has fewer sequences than a group.
         share = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         together = math.gcd(share, self.args.num_generations)
         with phases("train"):
-            batches = split_groups(self._with_token_advantages(self._learned_from(scored)), steps, together)
+            samples = self._with_token_advantages(self._learned_from(scored))
+            # As equal as they can be, with the parts of a group that belong to one step in one.
+            cuts = [len(samples) // together * step // self.steps * together for step in range(self.steps + 1)]
+            batches = [samples[first:end] for first, end in pairwise(cuts)]
             if self.learner.can_skip:
                 batches = [skip_zero_advantages(batch, self.accelerator) for batch in batches]
-            batches = [balanced(batch, self.accelerator, **self.learner.costs) for batch in batches]
+            batches = [balanced(batch, self.accelerator, self.learner.packing) for batch in batches]
             # The policy will have moved when the optimizer comes to these.
             batches[1:] = [self.learner.with_old_logprobs(batch) for batch in batches[1:]]
         return RolloutBuffer(
@@ -146,7 +143,7 @@ class Collector:
             metrics=scored.metrics,
         )
 
-    def evaluate(self, engine: RolloutEngine, dataset: Any, *, trainer_state: Any = None) -> Evaluation:
+    def evaluate(self, engine: RolloutEngine, dataset: Any) -> Evaluation:
         """Rewards over a dataset: of one greedy completion each, or of `num_generations_eval` sampled ones.
 
         A collective: each rank completes and scores its part of the rows, and all of them return the figures of all.
@@ -164,9 +161,9 @@ class Collector:
             if own := rows[first:end]:
                 placed = replace(sampling, first_prompt=first)
                 samples = self._completing(engine, own, placed, range(first, end), batch="eval")()
-                scored = score_rollouts(samples, own, self.rewards, self.tokenizer, trainer_state=trainer_state)
+                scored = score_rollouts(samples, own, self.rewards, self.tokenizer, trainer_state=self.events.state)
         everywhere = gather_object([RolloutFacts.of(scored)])
-        metrics = self._metrics(everywhere, sampling.n, passes=count is not None)
+        metrics = rollout_metrics(everywhere, self.rewards.names, self.args, evaluated=True)
         metrics["num_tokens"] = float(self.num_tokens)
         batch = self._learned_from(scored.with_advantages(self._advantages(everywhere, sampling.n)))
         skipped = [self.learner.can_skip and sample.in_loss and not sample.has_advantage for sample in batch]
@@ -181,18 +178,13 @@ class Collector:
         comes does.
         """
         step, load = self.learner.step, None
-        if not is_free and self.queue.newest_version != step:
+        if not is_free and not (self.queue and self.queue[-1].weight_version == step):
             kept = self.accelerator.is_main_process or not getattr(engine, "first_rank_sends", False)
             with phases("sync"):
                 weights = copied(self.learner.served_weights(engine), kept=kept)
             load = partial(checked_load_weights, engine, weights, version=step)
         before = self._position()
         self.queue.request(*self._next_batch(engine), before=before, weight_version=step, load=load)
-
-    @property
-    def steps_per_batch(self) -> int:
-        """Optimizer steps that are made with a generated batch."""
-        return self.args.optimizer_steps_per_generation(self.accelerator.num_processes) * self.args.num_iterations
 
     def state(self, *, wait: bool = True) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
         """The position in the data and the prefetched samples: JSON, the same on every rank, and a table of each batch.
@@ -209,8 +201,8 @@ class Collector:
             # All ranks keep theirs, or none: they draw from one sequence.
             if any_rank(self.accelerator, not is_known or any(sample.extra for sample in samples)):
                 break
-            greedy = with_prefix(as_tensors(list(greedy_of(samples).values()))) if self.has_greedy else {}
-            tables.append(as_tensors(samples) | greedy)
+            greedy = as_tensors(list(greedy_of(samples).values())) if self.has_greedy else {}
+            tables.append(as_tensors(samples) | {GREEDY + name: tensor for name, tensor in greedy.items()})
         return place, tables
 
     def load_state(self, position: dict[str, Any], tables: Sequence[dict[str, Tensor]] = (), *, step: int = 0) -> None:
@@ -249,35 +241,16 @@ class Collector:
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
 
-    def _scored(
-        self, engine: RolloutEngine, phases: Phases, draw: Callable[[], Drawn | None], trainer_state: Any
-    ) -> Scored:
-        """One generation, or with `dynamic_sampling` as many as fill the batch; `metrics` says how many that were."""
-        scored = self._round(engine, phases, trainer_state, draw())
-        if not self.args.dynamic_sampling:
-            if not any_rank(self.accelerator, bool(scored.kept())):
-                of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
-                kind = RewardError if of_engine is None else UnavailableError
-                raise kind(f"every group of the batch was dropped; the first failure: {of_engine or scored.failure}")
-            return scored
-        wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
-        # All ranks go on alike: they draw from one sequence of prompts.
-        while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, len(scored.samples) < wanted):
-            more = self._with_unequal_rewards(self._round(engine, phases, trainer_state, draw()))
-            scored, rounds = Scored.joined([scored, more]), rounds + 1
-        return replace(scored, samples=scored.samples[:wanted], metrics={"dynamic_sampling/rounds": float(rounds)})
-
-    def _round(self, engine: RolloutEngine, phases: Phases, trainer_state: Any, drawn: Drawn | None) -> Scored:
+    def _round(self, engine: RolloutEngine, phases: Phases, drawn: Drawn | None) -> Scored:
         with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"), self._in_place():
             rows, samples = drawn or self.draw(engine, phases)
             with phases("reward"):
-                scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=trainer_state)
-                scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=trainer_state)
+                scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=self.events.state)
+                scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=self.events.state)
         scored = self._dropped_everywhere(scored)
         if isinstance(self.sampler, CurriculumSampler):
-            ranks, size = gather_object([[sample.reward for sample in scored.samples]]), self.args.num_generations
-            rewards = list(chain.from_iterable(ranks))  # in the order of the batch
-            groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]
+            rewards, size = gather_object([sample.reward for sample in scored.samples]), self.args.num_generations
+            groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]  # as in the batch
             self.sampler.update(self.sampler.batch, groups)
         return scored
 
@@ -308,8 +281,8 @@ class Collector:
         size = self.args.num_generations
         if "drop" not in (self.args.reward_failure, self.args.rollout_failure) or self.group_part == size:
             return scored
-        parts = gather_object([scored.dropped])
-        every = torch.cat(parts).view(-1, size).any(1).repeat_interleave(size)
+        parts = gather_object([[sample.dropped for sample in scored.samples]])
+        every = torch.tensor(list(chain.from_iterable(parts))).view(-1, size).any(1).repeat_interleave(size)
         dropped = every[self._own_places(parts)].tolist()
         pairs = zip(scored.samples, dropped, strict=True)
         return replace(scored, samples=[without_rewards(one) if drop else one for one, drop in pairs])
@@ -319,12 +292,6 @@ class Collector:
         first = sum(len(part) for part in parts[: self.accelerator.process_index])
         return slice(first, first + len(parts[self.accelerator.process_index]))
 
-    def _metrics(self, processes: Sequence[RolloutFacts], size: int, *, passes: bool = False) -> dict[str, float]:
-        args, names = self.args, self.rewards.names
-        of_batch = args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum"
-        of_batch |= args.advantage_estimator == "reinforce_plus_plus"
-        return rollout_metrics(processes, names, num_generations=size, of_batch=of_batch, passes=passes)
-
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
         """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""
         columns = [[getattr(sample, name) for sample in scored.samples] for name in ("reward", "baseline")]
@@ -333,7 +300,7 @@ class Collector:
         is_unequal = (apart >= EQUAL_REWARDS).repeat_interleave(self.group_part).tolist()
         return replace(scored, samples=list(compress(scored.samples, is_unequal)))
 
-    def _next_batch(self, engine: RolloutEngine) -> tuple[list[Row], Callable[[], list[Sample]]]:
+    def _next_batch(self, engine: RolloutEngine) -> tuple[list[Row], Complete]:
         """The next rows of the dataset, and what completes their prompts; the seed is another one on each rank."""
         rows, ranks = self.sampler.next_batch(), self.accelerator.num_processes
         seed = (self.args.seed * 1_000_003 + self.generate_calls) * ranks + self.accelerator.process_index
@@ -365,7 +332,7 @@ class Collector:
 
     def _completing(
         self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams, numbers: Sequence[int], *, batch: str
-    ) -> Callable[[], list[Sample]]:
+    ) -> Complete:
         """What completes the prompts of these rows: with tools or environments, in episodes."""
         prompt_ids = self.prompt_limit.encode(rows, numbers)
         playing: SamplingEngine = engine
@@ -376,25 +343,18 @@ class Collector:
         options |= {"rows": list(zip(numbers, rows, strict=True)), "routers": self.learner.routers}
         return partial(checked_generate, playing, prompt_ids, sampling, **options)
 
-    def _advantages(self, facts: Sequence[RolloutFacts], num_generations: int) -> Tensor:
+    def _advantages(self, facts: Sequence[RolloutFacts], size: int) -> Tensor:
         """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""
         parts = [one.per_function for one in facts]
+        lengths, baselines = (torch.cat([getattr(one, name) for one in facts]) for name in ("num_own", "baselines"))
         advantages = multi_objective_advantages(
-            torch.cat(parts),
-            self.rewards.weights,
-            num_generations,
-            scale=self.args.scale_rewards,  # type: ignore[arg-type]
-            aggregation=self.args.multi_objective_aggregation,
-            estimator=self.args.advantage_estimator,
-            lengths=torch.cat([one.num_own for one in facts]),
-            baselines=torch.cat([one.baselines for one in facts]),
-            k=self.args.pkpo_k,
+            torch.cat(parts), self.rewards.weights, self.args, size=size, lengths=lengths, baselines=baselines
         )
         return advantages[self._own_places(parts)]
 
     def _with_token_advantages(self, samples: list[Sample]) -> list[Sample]:
         """The samples, groups one after the other, with advantages for each token, where the estimator has such."""
-        if self.args.advantage_estimator not in token_baseline.ESTIMATORS:
+        if not self.args.advantage_estimator.endswith("optimal_token_baseline"):
             return samples
         of_tools = self.args.advantage_estimator.startswith("tir")
         # A group whose rewards are equal has none, whatever the norms are; of a part of a group that is not known here.
@@ -405,18 +365,14 @@ class Collector:
         norms = self.learner.score_norms(with_fields(samples, {"skipped": idle}))
         own = []
         for sample, values in zip(samples, norms, strict=True):
-            places = range(sample.num_own) if of_tools else sample.own(range(len(sample.completion_ids)))
-            own.append(token_baseline.Scores(sample.reward, values, torch.tensor(places)))
+            where = range(sample.num_own) if of_tools else sample.own(range(len(sample.completion_ids)))
+            own.append(Scores(sample.reward, values, torch.tensor(where)))
         parts = [own] if is_whole else gather_object([own])
         every, size = list(chain.from_iterable(parts)), self.args.num_generations
-        advantages = [
-            values
-            for first in range(0, len(every), size)
-            for values in token_baseline.token_advantages(every[first : first + size], zero_tail=of_tools)
-        ]
-        return with_fields(
-            samples, {"token_advantages": advantages if is_whole else advantages[self._own_places(parts)]}
-        )
+        whole = [every[first : first + size] for first in range(0, len(every), size)]
+        advantages = [each for group in whole for each in token_advantages(group, zero_tail=of_tools)]
+        places = slice(None) if is_whole else self._own_places(parts)
+        return with_fields(samples, {"token_advantages": advantages[places]})
 
     def _learned_from(self, scored: Scored) -> list[Sample]:
         """Its samples without dropped groups; with `mask_truncated_completions` those that were cut are not in loss."""

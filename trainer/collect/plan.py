@@ -6,7 +6,7 @@ No weight is loaded for it. What cannot be known yet (the size of a model that n
 from __future__ import annotations
 
 import textwrap
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from torch import nn
 
@@ -28,16 +28,11 @@ from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, devi
 PROMPT_CHARACTERS = 400  # of the prompt that is shown
 
 
-class Fact(NamedTuple):
-    """One fact about the batch, with the options that decide it."""
+def batch_facts(args: GRPOConfig, processes: int) -> list[tuple[str, str, bool]]:
+    """How sequences become optimizer steps: facts, the options that decide each, and whether the banner has it.
 
-    text: str
-    options: str
-    in_banner: bool = True
-
-
-def batch_facts(args: GRPOConfig, processes: int) -> list[Fact]:
-    """How sequences become optimizer steps; InputError where they are no whole groups."""
+    InputError where they are no whole groups.
+    """
     group, micro_batch, uses = args.num_generations, args.per_device_train_batch_size, args.num_iterations
     micro_batches, steps = args.gradient_accumulation_steps, args.optimizer_steps_per_generation(processes)
     generated = args.prompts_per_generation(processes) * group
@@ -50,29 +45,24 @@ def batch_facts(args: GRPOConfig, processes: int) -> list[Fact]:
     each = f" on each of {processes} processes" * (processes > 1)
     at_a_time = f"generated for {_counted(steps, 'step')} at a time: {in_prompts(generated)}"
     return [
-        Fact(in_prompts(generated // steps), "num_generations"),
-        Fact(split + each, "gradient_accumulation_steps, per_device_train_batch_size"),
-        Fact(at_a_time, "steps_per_generation", steps > 1),
-        Fact(f"used {_counted(uses, 'time')}", "num_iterations", uses > 1),
-        *([Fact(baselines, "advantage_estimator")] if args.advantage_estimator == "remax" else []),
+        (in_prompts(generated // steps), "num_generations", True),
+        (split + each, "gradient_accumulation_steps, per_device_train_batch_size", True),
+        (at_a_time, "steps_per_generation", steps > 1),
+        (f"used {_counted(uses, 'time')}", "num_iterations", uses > 1),
+        *([(baselines, "advantage_estimator", True)] if args.advantage_estimator == "remax" else []),
     ]
 
 
 def batch_table(args: GRPOConfig, *, processes: int, prompts: int | None) -> str:
     """The facts with their options, and the steps of the run. `prompts`: of the dataset; None: it has no length."""
-    facts = batch_facts(args, processes)
+    facts = [(text, options) for text, options, _ in batch_facts(args, processes)]
     if prompts is not None:
         steps, epochs = planned_steps(args, prompts, processes)
         facts += [
-            Fact(f"one epoch: {prompts} prompts = {float(1 / epochs.per_step):.4g} optimizer steps", "dataset"),
-            Fact(f"the run: {steps} optimizer steps", "num_train_epochs" if args.max_steps < 0 else "max_steps"),
+            (f"one epoch: {prompts} prompts = {float(1 / epochs.per_step):.4g} optimizer steps", "dataset"),
+            (f"the run: {steps} optimizer steps", "num_train_epochs" if args.max_steps < 0 else "max_steps"),
         ]
-    return "\n".join(["an optimizer step", *(f"  {fact.text} ({fact.options})" for fact in facts)]) + "\n"
-
-
-class FirstPrompt(NamedTuple):
-    form: str
-    text: str  # that of its tokens, special ones too, with control characters escaped; of a long one start and end
+    return "\n".join(["an optimizer step", *(f"  {text} ({options})" for text, options in facts)]) + "\n"
 
 
 class Plan:
@@ -81,9 +71,17 @@ class Plan:
     def __init__(self, start: Start) -> None:
         self._start, self._args, own = start, start.args, start.engine
         self._engine: str = start.engine_name if own is None else getattr(own, "name", FunctionEngine.name)
-        self._teacher, self._prompt = _teacher_shape(start), _first_prompt(start)
+        self._prompt = _first_prompt(start)
+        # Of the teacher: "self" for the reference, None without one or of one that cannot be built.
+        self._teacher: ModelShape | str | None = SELF if start.teacher == SELF else None
+        if start.teacher is not None and start.teacher != SELF:
+            config = load_config("teacher_model", start.teacher, start.args, start.args.teacher_model_init_kwargs)
+            self._teacher = planned_shape(config, start.teacher, None)
         self._terms = None  # of the memory of one device
         if start.shape is not None and not is_stream(start.train):
+            # Of this process, without the model that it may have loaded already; on a GPU that is not known.
+            held = process_memory() if device_memory(start.args) is None else None
+            weights = sum(p.nbytes for p in start.model.parameters()) if isinstance(start.model, nn.Module) else 0
             self._terms = memory_terms(
                 start.shape,
                 start.args,
@@ -91,14 +89,14 @@ class Plan:
                 processes=start.processes,
                 engine=self._engine if self._engine in get_args(EngineName) else "server",  # one's own: unknown
                 sampling_dtype=sampling_dtype(start.args),
-                held=_held(start),
+                held=None if held is None else max(0, held - weights),
                 teacher=self._teacher,
             )
 
     def print(self) -> dict[str, str]:
         """Print banner and warnings, on the first process. Returns the banner."""
         console, facts = Console(0, quiet=not self._start.is_main), self.banner()
-        console.banner(facts if self._prompt is None else facts | {"first prompt": self._prompt.text})
+        console.banner(facts if self._prompt is None else facts | {"first prompt": self._prompt[1]})
         for text in self.warnings():
             console.warn(text)
         return facts
@@ -113,10 +111,10 @@ class Plan:
         facts = {
             "task": "+".join(start.rewards.names),
             "model": _described(start.model, start.shape),
-            "data": count if self._prompt is None else f"{count}, {self._prompt.form}",
+            "data": count if self._prompt is None else f"{count}, {self._prompt[0]}",
             "engine": self._engine,
             "precision": f"trains in {trains}" + f"; vLLM samples in {samples}" * (self._engine == "vllm"),
-            "batch": ", ".join(fact.text for fact in batch_facts(args, start.processes) if fact.in_banner),
+            "batch": ", ".join(text for text, _, is_shown in batch_facts(args, start.processes) if is_shown),
             "run": f"{start.max_steps:,} optimizer steps",
             "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
         }
@@ -163,23 +161,11 @@ class Plan:
         return at_start(self._args, processes=self._start.processes, corrected=corrected, thinks=thinks)
 
 
-def _held(start: Start) -> int | None:
-    """Bytes of this process without the model that it may have loaded already; None: on a GPU, or unknown."""
-    held = process_memory() if device_memory(start.args) is None else None
-    weights = sum(p.nbytes for p in start.model.parameters()) if isinstance(start.model, nn.Module) else 0
-    return None if held is None else max(0, held - weights)
+def _first_prompt(start: Start) -> tuple[str, str] | None:
+    """The form of the prompts, and the text of the first one's tokens, special ones too: of a long one start and end.
 
-
-def _teacher_shape(start: Start) -> ModelShape | str | None:
-    """The shape of the teacher; "self" for the reference, None without one or of one that cannot be built."""
-    if start.teacher is None or start.teacher == SELF:
-        return SELF if start.teacher else None
-    config = load_config("teacher_model", start.teacher, start.args, start.args.teacher_model_init_kwargs)
-    return planned_shape(config, start.teacher, None)
-
-
-def _first_prompt(start: Start) -> FirstPrompt | None:
-    """The first prompt; None where the tokenizer has no chat template, which leaves nothing to ask."""
+    None where the tokenizer has no chat template, which leaves nothing to ask.
+    """
     if not _template(start.tokenizer):
         return None
     row = as_row(next(iter(read_rows(start.train, name="train_dataset"))))
@@ -187,7 +173,7 @@ def _first_prompt(start: Start) -> FirstPrompt | None:
     if not is_conversational(row):
         form = "plain text: the model's chat template is not used"
     text = rendered(row, start.tokenizer, start.limit.template)
-    return FirstPrompt(form, visible(elide_middle(text, PROMPT_CHARACTERS)))
+    return form, visible(elide_middle(text, PROMPT_CHARACTERS))
 
 
 def _described(model: Any, shape: ModelShape | None, *, is_teacher: bool = False) -> str:

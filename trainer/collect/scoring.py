@@ -25,6 +25,7 @@ from fused_grpo.errors import InputError, RewardError, shown
 from fused_grpo.trainer.collect.advantages import nanstd, spread, total_rewards
 from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.data.prompts import as_completion
 from fused_grpo.trainer.rewards import Rewards
@@ -79,11 +80,6 @@ class Scored:
         """Rewards [B, F] fp32; NaN: not scored by that function."""
         rewards = [sample.rewards for sample in self.samples]
         return torch.tensor(rewards, dtype=torch.float32).view(len(rewards), len(self.reward_names))
-
-    @property
-    def dropped(self) -> Tensor:
-        """[B] bool, the groups that are not learned from."""
-        return torch.tensor([sample.dropped for sample in self.samples], dtype=torch.bool)
 
     def with_advantages(self, advantages: Tensor) -> Scored:
         """With the advantages [B]."""
@@ -259,6 +255,7 @@ def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
 class RolloutFacts(NamedTuple):
     """What one process knows of its B completions, small enough to send to the others."""
 
+    scored: Scored  # without its samples
     rewards: Tensor  # [B]
     baselines: Tensor  # [B] of ReMax, NaN: not scored, not of this rank, or none
     per_function: Tensor  # [B, F]
@@ -266,10 +263,6 @@ class RolloutFacts(NamedTuple):
     lengths: Tensor  # [b] of the same, without the groups for which the engine failed
     ended: Tensor  # [b] bool
     dropped: Tensor  # [B] bool, of the groups for which the engine or a reward function failed
-    num_tokens: int  # of prompts and completions
-    failed: int  # completions of groups for which the engine failed
-    seconds: dict[str, float]  # by reward function
-    logged: dict[str, float]  # by reward functions
     supports: Tensor  # [3], of truncated sampling: tokens, and the sum and the largest of the sizes of their supports
     episodes: Tensor  # [e, 3], of those of several turns: turns, calls of tools, and calls that failed
 
@@ -280,17 +273,14 @@ class RolloutFacts(NamedTuple):
         known = [sample.kept_sizes for sample in scored.samples if sample.kept_sizes is not None]
         sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *known])
         return cls(
+            scored=replace(scored, samples=[], failure=None),
             rewards=torch.tensor([sample.reward for sample in scored.samples], dtype=torch.float32),
             baselines=torch.tensor([sample.baseline for sample in scored.samples], dtype=torch.float32),
             per_function=scored.per_function,
             num_own=torch.tensor([sample.num_own for sample in scored.samples], dtype=torch.float32),
             lengths=torch.tensor([sample.num_own for sample in sound], dtype=torch.float32),
             ended=torch.tensor([sample.finish_reason == "stop" for sample in sound], dtype=torch.bool),
-            dropped=scored.dropped,
-            num_tokens=scored.num_tokens,
-            failed=scored.num_failed,
-            seconds=scored.seconds,
-            logged=scored.logged,
+            dropped=torch.tensor([sample.dropped for sample in scored.samples], dtype=torch.bool),
             supports=torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float(),
             episodes=torch.tensor(
                 [(one.turns, len(one.calls), sum(call.failed for call in one.calls)) for one in episodes]
@@ -299,24 +289,24 @@ class RolloutFacts(NamedTuple):
 
 
 def rollout_metrics(
-    processes: Sequence[RolloutFacts], names: Sequence[str], *, num_generations: int, of_batch: bool, passes: bool
+    processes: Sequence[RolloutFacts], names: Sequence[str], args: GRPOConfig, *, evaluated: bool = False
 ) -> dict[str, float]:
-    """Reward and length metrics of one generated batch, over all processes.
+    """Reward and length metrics of one generated batch, or of an evaluation, over all processes.
 
-    Args:
-        processes: in the order of their ranks: a group may be on several.
-        of_batch: advantages are scaled by the whole batch, which `frac_reward_zero_std` is about then.
-        passes: `pass_rates`, too.
+    They are in the order of their ranks, since a group may be on several; `names` are those of the reward functions.
     """
+    size = (args.num_generations_eval or 1) if evaluated else args.num_generations
     rewards, baselines, per_function, lengths, ended, dropped = (
         torch.cat([getattr(facts, name) for facts in processes])
         for name in ("rewards", "baselines", "per_function", "lengths", "ended", "dropped")
     )
-    groups, baselines = (values.view(-1, num_generations) for values in (rewards, baselines))
+    groups, baselines = (values.view(-1, size) for values in (rewards, baselines))
     apart = spread(groups, None if baselines.isnan().all() else baselines[:, :1])
     within, overall = nanstd(groups)[:, 0], _std(rewards[~rewards.isnan()])
     # A single completion has no spread; of a larger group, one score says nothing about it.
-    comparable = (~groups.isnan()).sum(1) > min(1, num_generations - 1)
+    comparable = (~groups.isnan()).sum(1) > min(1, size - 1)
+    of_batch = args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum"
+    of_batch |= args.advantage_estimator == "reinforce_plus_plus"
     is_equal = (overall if of_batch else apart) < EQUAL_REWARDS
     metrics = {
         "reward": rewards.nanmean(),
@@ -330,7 +320,7 @@ def rollout_metrics(
     for name, values in zip(names, per_function.unbind(1), strict=True):
         scored = values[~values.isnan()]
         metrics |= {f"rewards/{name}/mean": scored.mean(), f"rewards/{name}/std": _std(scored)}
-        metrics[f"time/reward/{name}"] = torch.tensor(max(facts.seconds.get(name, 0.0) for facts in processes))
+        metrics[f"time/reward/{name}"] = torch.tensor(max(facts.scored.seconds.get(name, 0.0) for facts in processes))
     for kind, counts in (("length", lengths), ("terminated_length", lengths[ended])):
         counts = counts if len(counts) else torch.zeros(1)
         metrics |= {f"completions/{stat}_{kind}": getattr(counts, stat)() for stat in ("mean", "min", "max")}
@@ -338,13 +328,13 @@ def rollout_metrics(
     # What a function logs is taken for a mean over the completions that it was given.
     logged: dict[str, list[tuple[float, float]]] = {}
     for facts in processes:
-        for name, value in facts.logged.items():
+        for name, value in facts.scored.logged.items():
             logged.setdefault(name, []).append((value, len(facts.rewards) / len(rewards)))
-    failed = sum(facts.failed for facts in processes)
+    failed = sum(facts.scored.num_failed for facts in processes)
     supports = torch.stack([facts.supports for facts in processes])
     if tokens := supports[:, 0].sum():
-        metrics |= {"sampling/kept_tokens/mean": supports[:, 1].sum() / tokens}
-        metrics |= {"sampling/kept_tokens/max": supports[:, 2].amax()}
+        metrics["sampling/kept_tokens/mean"] = supports[:, 1].sum() / tokens
+        metrics["sampling/kept_tokens/max"] = supports[:, 2].amax()
     episodes = torch.cat([facts.episodes for facts in processes]).float()
     if len(episodes):
         turns, calls, failed_calls = episodes.sum(0)
@@ -358,31 +348,12 @@ def rollout_metrics(
         **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
         **({"rollouts/dropped": float(failed)} if failed else {}),
         **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
-        **(pass_rates([facts.per_function for facts in processes], num_generations) if passes else {}),
+        **(pass_rates(per_function, size) if evaluated and args.num_generations_eval is not None else {}),
     }
 
 
-def pass_names(num_generations: int) -> dict[str, int]:
-    """The metrics of so many completions per prompt, with their k: powers of 2, and all of them.
-
-    >>> pass_names(6)
-    {'pass@1': 1, 'pass@2': 2, 'pass@4': 4, 'pass@6': 6}
-    """
-    powers = (2**exponent for exponent in range(num_generations.bit_length()))
-    return {f"pass@{k}": k for k in (*powers, num_generations)}
-
-
-def pass_at(k: int, n: int, right: int) -> float:
-    """The probability that a sample of k of n completions, of which so many are right, has a right one.
-
-    >>> pass_at(2, 4, 1)  # 3 of the 6 pairs
-    0.5
-    """
-    return 1 - math.comb(n - right, k) / math.comb(n, k)
-
-
-def pass_rates(per_function: Sequence[Tensor], num_generations: int) -> dict[str, float]:
-    """pass@k for every k of `pass_names`: the probability that one of k completions of a prompt is right.
+def pass_rates(per_function: Tensor, n: int) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ... and n: the probability that one of k completions of a prompt is right.
 
     It is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374), equation 1, from the c of n completions to which
     the first reward function gives FULL_REWARD or more; NaN where no prompt was scored:
@@ -390,16 +361,21 @@ def pass_rates(per_function: Sequence[Tensor], num_generations: int) -> dict[str
         pass@k = mean over prompts of 1 - C(n - c, k) / C(n, k)
 
     Args:
-        per_function: rewards [B, F] of each process, whole groups of `num_generations`, one after the other; NaN: not
-            scored. A prompt none of whose completions was scored does not count, any other such completion is wrong.
+        per_function: rewards [B, F], groups of n one after the other; NaN: not scored. A prompt none of whose
+            completions was scored does not count, any other such completion is wrong.
+
+    Of the 6 pairs of four completions, 3 have the one that is right:
+
+    >>> pass_rates(torch.tensor([[0.0], [1.0], [0.0], [0.0]]), 4)
+    {'pass@1': 0.25, 'pass@2': 0.5, 'pass@4': 1.0}
     """
-    groups = [group for part in per_function for group in part[:, 0].view(-1, num_generations)]
-    scored = [group for group in groups if not group.isnan().all()]
-    right = [int((group >= FULL_REWARD).sum()) for group in scored]
-    return {
-        name: fmean(pass_at(k, num_generations, count) for count in right) if right else math.nan
-        for name, k in pass_names(num_generations).items()
+    scored = [group for group in per_function[:, 0].view(-1, n) if not group.isnan().all()]
+    counts = [int((group >= FULL_REWARD).sum()) for group in scored]
+    shares = {
+        k: [1 - math.comb(n - right, k) / math.comb(n, k) for right in counts]
+        for k in (*(2**exponent for exponent in range(n.bit_length())), n)
     }
+    return {f"pass@{k}": fmean(of_prompts) if of_prompts else math.nan for k, of_prompts in shares.items()}
 
 
 def _std(values: Tensor) -> Tensor:
@@ -429,10 +405,7 @@ class Evaluation(NamedTuple):
         return {f"{prefix}_{name}": value for name, value in kept.items()} | speed
 
     def rewards(self, names: Sequence[str], *, of_set: str) -> dict[str, float]:
-        """The mean reward, that of each of the functions `names`, and pass rates: what `TrainResult` has.
-
-        They are "reward", "rewards/<function>/mean" and "pass@<k>", after "<set>_" where the set has a name.
-        """
+        """What `TrainResult` has: "reward", "rewards/<function>/mean" and "pass@<k>", after "<set>_" if it is named."""
         keys = ["reward", *(f"rewards/{name}/mean" for name in names)]
         keys += [name for name in self.metrics if name.startswith("pass@")]
         return {f"{of_set}_{key}" if of_set else key: self.metrics[key] for key in keys}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -95,30 +95,18 @@ class Start:
     replaced: list[Path] = field(default_factory=list)  # of another run in the output directory
     rewards: Rewards = field(init=False)
 
-    @property
-    def processes(self) -> int:
-        """How many train."""
-        return self.args.world_size if self.accelerator is None else self.accelerator.num_processes
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes."""
-        return self.accelerator is None or bool(self.accelerator.is_main_process)
+    def __post_init__(self) -> None:
+        one = self.accelerator
+        self.processes = self.args.world_size if one is None else one.num_processes
+        self.is_main = one is None or bool(one.is_main_process)  # the process that writes
+        # Of a model that is yet to be loaded.
+        self.model_path = str(self.model) if isinstance(self.model, str | Path) else None
+        self.has_streams = any(map(is_stream, self.sets.values()))  # which cannot be read before the run
 
     @property
     def sets(self) -> dict[str, Any]:
         """All datasets, under the names that errors have."""
         return {"train_dataset": self.train} | {set_name(name): rows for name, rows in self.evals.items()}
-
-    @property
-    def model_path(self) -> str | None:
-        """The path or hub id of a model that is yet to be loaded."""
-        return str(self.model) if isinstance(self.model, str | Path) else None
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether a set cannot be read before the run."""
-        return any(map(is_stream, self.sets.values()))
 
     @property
     def longest_sequence(self) -> int | None:
@@ -351,9 +339,8 @@ def check_prompts(start: Start) -> None:
 def check_saving(start: Start) -> None:
     """What will be saved beside the weights is saved once, in a temporary folder: transformers refuses some of it."""
     parts = {"the tokenizer": start.tokenizer}
-    if isinstance(start.model, nn.Module) and not is_adapted(start.model) and start.peft_config is None:
-        parts |= {"the config": start.config, "the generation_config": start.model.generation_config}
-    elif start.model_path is not None and start.peft_config is None:
+    if start.peft_config is None and not is_adapted(start.model):
+        parts |= {"the config": start.config} if start.model_path is None else {}
         parts |= {"the generation_config": found} if (found := generation_config(start)) is not None else {}
     directory = gettempdir()
     remove_abandoned(directory)  # of a process that was killed here
@@ -415,8 +402,7 @@ def check_rewards(start: Start) -> None:
             raise InputError(f"{error} ({name})") from error
     names, best = start.rewards.names, start.args.metric_for_best_model
     nothing = RolloutFacts.of(Scored(samples=[], weight_version=0, reward_names=names))
-    count = start.args.num_generations_eval
-    found = rollout_metrics([nothing], names, num_generations=count or 1, of_batch=False, passes=count is not None)
+    found = rollout_metrics([nothing], names, start.args, evaluated=True)
     prefixes = [f"eval_{eval_set}_" if eval_set else "eval_" for eval_set in start.evals]
     evaluated = {prefix + name for prefix in prefixes for name in (*found, "loss", "num_tokens")}
     if best is not None and start.evals and evaluated.isdisjoint({best, f"eval_{best}"}):
@@ -497,8 +483,10 @@ def make_sampler(start: Start) -> PromptSampler:
     )
 
 
-def make_engine(start: Start, model: Any, *, rollout_func: Any, trainer: Any) -> RolloutEngine:
-    """The engine that the options ask for."""
-    args = copy(start.args)
+def make_engine(start: Start, model: Any, trainer: Any) -> RolloutEngine:
+    """The user's own engine; or the one that the options ask for, where there is a `rollout_func` around it."""
+    own, args = start.engine, copy(start.args)
+    if own is not None and not callable(own):
+        return cast("RolloutEngine", own)
     args.vllm_max_model_length = start.longest_sequence
-    return choose_engine(start.engine_name, args, model, start.tokenizer, rollout_func=rollout_func, trainer=trainer)
+    return choose_engine(start.engine_name, args, model, start.tokenizer, rollout_func=own, trainer=trainer)

@@ -14,7 +14,7 @@ from batches import batch_of, column
 from fused_grpo import GRPOLossConfig
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.batching.micro_batch_metrics import ratio_metrics, turn_differences, turn_sums
-from fused_grpo.trainer.batching.micro_batches import micro_batches, pack, skip_zero_advantages
+from fused_grpo.trainer.batching.micro_batches import Packing, micro_batches, pack, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.policy import PolicyLoss
@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_those_of_the_models_own_tokens(make_model, layou
     expected = by_hand(model, batch, loss_type)
     gradients = torch.autograd.grad(expected, list(model.parameters()))
     policy, loss = PolicyLoss(model, GRPOLossConfig(loss_type=loss_type), temperature=1.0), torch.tensor(0.0)
-    for part in micro_batches(batch, 3, **layout, device=CPU):
+    for part in micro_batches(batch, Packing(sequences=3, **layout), device=CPU):
         output = policy(part, num_tokens=8.0, num_sequences=3.0)
         output.loss.backward()
         loss += output.loss.detach()
@@ -68,7 +68,7 @@ def test_loss_and_gradients_are_those_of_the_models_own_tokens(make_model, layou
 
 
 def test_rows_hold_all_tokens_and_only_the_models_own_are_predicted():
-    packed = pack(BATCH, [[0], [1], [2]], one_row=True, device=CPU)
+    packed = pack(BATCH, [[0], [1], [2]], Packing(one_row=True), device=CPU)
     assert packed.input_ids.tolist() == [[2, 3, 8, 9, 10, 11, 12, 13, 1, 4, 5, 6, 16, 1, 7, 14, 15, 1]]
     assert packed.targets.tolist() == packed.input_ids[0, packed.predictors + 1].tolist() == [8, 9, 13, 1, 1, 14, 15, 1]
     assert packed.cu_seqlens.diff().tolist() == OWN
@@ -81,7 +81,7 @@ def test_kept_tokens_stay_with_the_tokens_that_were_sampled():
     ids = [torch.tensor([token for tokens in one for token in tokens], dtype=torch.int32) for one in kept]
     sizes = [torch.tensor(list(map(len, one)), dtype=torch.int32) for one in kept]
     batch = with_fields(BATCH, {"support_ids": ids, "support_sizes": sizes})
-    tokens, offsets = pack(batch, [[0], [1], [2]], one_row=True, device=CPU).support
+    tokens, offsets = pack(batch, [[0], [1], [2]], Packing(one_row=True), device=CPU).support
     found = [tokens[start:end].tolist() for start, end in pairwise(offsets.tolist())]
     assert found == [[8], [2, 9], [13], [], [0, 1], [14], [], [1]]
 
@@ -91,7 +91,7 @@ def test_the_sampler_is_compared_by_turn_however_the_step_is_cut():
     sampled = [[-2.1, -3.1, 0.0, 0.0, 0.0, -2.8, -4.0], [0.0, -3.1], [-2.1, math.nan, -3.2]]
     batch = with_fields(BATCH, {"sampling_logprobs": sampled})
     for sequences in (1, 3):
-        parts = micro_batches(batch, sequences, one_row=True, device=CPU)
+        parts = micro_batches(batch, Packing(one_row=True, sequences=sequences), device=CPU)
         rows = [
             torch.tensor([value for index in part.sequence_index.tolist() for value in OLD[index]]) for part in parts
         ]

@@ -10,7 +10,7 @@ from hypothesis.strategies import booleans, integers, lists
 from transformers import modeling_flash_attention_utils as flash
 
 from fused_grpo import GRPOLossConfig
-from fused_grpo.trainer.batching.micro_batches import cut_by_length, cut_by_tokens, micro_batches, pack, place
+from fused_grpo.trainer.batching.micro_batches import Packing, cut_by_length, cut_by_tokens, micro_batches, pack, place
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.engines.sampling import Support
 from fused_grpo.trainer.policy import PolicyLoss
@@ -31,7 +31,7 @@ def batch() -> list[Sample]:
 
 
 def test_packing_keeps_every_token_and_what_predicts_it(batch):
-    packed = pack(batch, [[0], [1], [2]], one_row=True, device=CPU)
+    packed = pack(batch, [[0], [1], [2]], Packing(one_row=True), device=CPU)
     assert packed.input_ids.tolist() == [[2, 3, 8, 9, 1, 4, 5, 6, 1, 7, 10, 11, 12, 1]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 4]]
     assert packed.predictors.tolist() == [1, 2, 3, 7, 9, 10, 11, 12]
@@ -47,14 +47,14 @@ def test_each_token_keeps_its_support_however_sequences_are_packed(batch, option
     sizes = [torch.tensor(list(map(len, one)), dtype=torch.int32) for one in kept]
     batch = with_fields(batch, {"support_ids": ids, "support_sizes": sizes, "skipped": [False, True, False]})
     of_sequence = []
-    for part in micro_batches(batch, 1, **{"one_row": False, "device": CPU} | options):
+    for part in micro_batches(batch, Packing(**{"one_row": False} | options), device=CPU):
         tokens, offsets = part.support
         supports = [tokens[start:end].tolist() for start, end in pairwise(offsets.tolist())]
         assert len(supports) == len(part.targets)
         ends = part.cu_seqlens.tolist()
         of_sequence += zip(part.sequence_index.tolist(), [supports[a:b] for a, b in pairwise(ends)], strict=True)
     assert sorted(of_sequence) == [(0, kept[0]), (2, kept[2])]
-    assert pack(batch, [], one_row=False, device=CPU).support[1].tolist() == [0]
+    assert pack(batch, [], Packing(one_row=False), device=CPU).support[1].tolist() == [0]
 
 
 def listed(is_top_k: bool) -> dict[str, list]:
@@ -68,7 +68,7 @@ def listed(is_top_k: bool) -> dict[str, list]:
 def test_logprobs_of_likely_tokens_are_in_the_rows_of_predicted_tokens(batch):
     masks = [[True, False, True], [True], [True] * 4]
     batch = with_fields(batch, {**listed(True), "completion_mask": masks})
-    packed = pack(batch, [[2], [0]], one_row=True, device=CPU)
+    packed = pack(batch, [[2], [0]], Packing(one_row=True), device=CPU)
     ids, logprobs = packed.centering
     assert packed.support is None
     # In the order of `targets`: the second token of the first completion is not the model's own.
@@ -77,15 +77,15 @@ def test_logprobs_of_likely_tokens_are_in_the_rows_of_predicted_tokens(batch):
     assert ids.tolist() == rows
     assert torch.equal(torch.where(ids < 0, 0.0, logprobs), torch.where(ids < 0, 0.0, -ids.float()))
     assert logprobs.isfinite().all()
-    assert pack(batch, [], one_row=False, device=CPU).centering[0].shape == (0, 1)
+    assert pack(batch, [], Packing(one_row=False), device=CPU).centering[0].shape == (0, 1)
 
 
 def test_logprobs_of_kept_tokens_are_beside_the_ids_of_supports(batch):
-    packed = pack(with_fields(batch, listed(False)), [[2], [0]], one_row=True, device=CPU)
+    packed = pack(with_fields(batch, listed(False)), [[2], [0]], Packing(one_row=True), device=CPU)
     assert packed.centering[0] is None
     assert packed.centering[1].tolist() == [-token for token in packed.support[0].tolist()]
     assert packed.support[0].tolist() == [10, 2, 11, 1, 5, 6, 8, 9, 9, 3]
-    assert pack(batch, [[0]], one_row=True, device=CPU).centering is None
+    assert pack(batch, [[0]], Packing(one_row=True), device=CPU).centering is None
 
 
 @pytest.mark.parametrize("is_top_k", [False, True])
@@ -98,7 +98,7 @@ def test_a_table_of_samples_has_the_logprobs_of_listed_tokens(batch, is_top_k):
 
 
 def test_rows_are_as_long_as_the_longest_sequence(batch):
-    packed = pack(batch, [[0], [1], [2]], one_row=False, device=CPU)
+    packed = pack(batch, [[0], [1], [2]], Packing(one_row=False), device=CPU)
     assert packed.input_ids.tolist() == [[2, 3, 8, 9, 1], [7, 10, 11, 12, 1], [4, 5, 6, 1, 0]]
     # Padding continues its row: without a second sequence in any of them, transformers needs no mask.
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 3
@@ -113,10 +113,10 @@ def test_a_row_is_shared_by_sequences_that_fit_and_may_share():
         sampling_logprobs=None,
         advantage=torch.zeros(3),
     )
-    shared = pack(short, [[0], [1], [2]], one_row=False, device=CPU)
+    shared = pack(short, [[0], [1], [2]], Packing(one_row=False), device=CPU)
     assert shared.input_ids.tolist() == [[3, 6, 7, 8, 9], [2, 5, 4, 10, 0]]
     assert shared.position_ids.tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]]
-    alone = pack(short, [[0], [1], [2]], one_row=False, share_rows=False, device=CPU)
+    alone = pack(short, [[0], [1], [2]], Packing(one_row=False, share_rows=False), device=CPU)
     assert sorted(alone.input_ids.tolist()) == [[2, 5, 0, 0, 0], [3, 6, 7, 8, 9], [4, 10, 0, 0, 0]]
     assert shared.targets.tolist() == alone.targets.tolist() == [5, 6, 7, 8, 9, 10]
     assert alone.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 3
@@ -132,7 +132,7 @@ def test_sequences_share_rows_without_overlapping(lengths):
 
 
 def test_without_a_budget_micro_batches_cover_the_batch_in_order(batch):
-    cut = micro_batches(batch, 2, one_row=False, device=CPU)
+    cut = micro_batches(batch, Packing(one_row=False, sequences=2), device=CPU)
     assert [part.advantages.tolist() for part in cut] == [[1.0, -1.0], [0.5]]
     assert [part.sequence_index.tolist() for part in cut] == [[0, 1], [2]]
     assert torch.cat([part.targets for part in cut]).tolist() == [8, 9, 1, 1, 10, 11, 12, 1]
@@ -152,7 +152,7 @@ def test_a_packed_row_gives_what_each_sequence_gives_alone(batch, make_model, at
 
 def logprobs_packed(model, batch: list[Sample], *, one_row: bool) -> torch.Tensor:
     policy = PolicyLoss(model, GRPOLossConfig(), temperature=0.8)
-    return policy.measure(pack(batch, [[0], [1], [2]], one_row=one_row, device=CPU), "logprobs")
+    return policy.measure(pack(batch, [[0], [1], [2]], Packing(one_row=one_row), device=CPU), "logprobs")
 
 
 def logprobs_alone(model, batch: list[Sample]) -> torch.Tensor:
@@ -165,8 +165,8 @@ def logprobs_alone(model, batch: list[Sample]) -> torch.Tensor:
 
 @given(LENGTHS, integers(1, 100), booleans())
 def test_micro_batches_hold_every_sequence_once_and_keep_to_the_budget(lengths, budget, share):
-    rows = cut_by_length(lengths, budget, share_rows=share)
-    row = cut_by_tokens(lengths, budget)
+    rows = cut_by_length(lengths, budget, Packing(one_row=False, share_rows=share))
+    row = cut_by_tokens(lengths, budget, Packing(one_row=True))
     for cuts in (rows, row):
         assert sorted(index for cut in cuts for index in cut) == list(range(len(lengths)))
     for cut in (cut for cut in rows if len(cut) > 1):
@@ -182,7 +182,7 @@ def test_squares_are_cut_where_the_costliest_micro_batch_costs_least(lengths, bu
         places = place([lengths[index] for index in cut], longest)[1] * longest
         return places * (1 + 0.1 * longest) if len(cut) == 1 or places <= budget else float("inf")
 
-    cuts = cut_by_length(lengths, budget, attention=0.1)
+    cuts = cut_by_length(lengths, budget, Packing(one_row=False, attention=0.1))
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     ends = combinations(range(1, len(order)), len(cuts) - 1)
     every_way = ([order[a:b] for a, b in pairwise((0, *inner, len(order)))] for inner in ends)
@@ -192,14 +192,14 @@ def test_squares_are_cut_where_the_costliest_micro_batch_costs_least(lengths, bu
 
 def test_micro_batches_of_one_row_are_nearly_equal():
     lengths = torch.randint(50, 1000, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    loads = [sum(lengths[index] for index in cut) for cut in cut_by_tokens(lengths, 4500)]
+    loads = [sum(lengths[index] for index in cut) for cut in cut_by_tokens(lengths, 4500, Packing(one_row=True))]
     assert len(loads) == -(-sum(lengths) // 4500)
     assert max(loads) <= 1.02 * sum(loads) / len(loads)
 
 
 def test_similar_lengths_stay_together_where_a_row_costs_its_square():
     lengths = torch.randint(50, 1000, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    cuts = cut_by_length(lengths, 8000, attention=1e-3)
+    cuts = cut_by_length(lengths, 8000, Packing(one_row=False, attention=1e-3))
     longest = [max(lengths[index] for index in cut) for cut in cuts]
     places = [place([lengths[i] for i in cut], length)[1] * length for cut, length in zip(cuts, longest, strict=True)]
     in_order = 4 * sum(max(lengths[start : start + 4]) ** 2 for start in range(0, 64, 4))
@@ -209,7 +209,9 @@ def test_similar_lengths_stay_together_where_a_row_costs_its_square():
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 100}, {"max_tokens": 100, "one_row": True}])
 def test_processes_run_as_many_micro_batches_as_the_one_that_needs_most(batch, options):
-    parts = micro_batches(batch, 8, **{"one_row": False, **options}, device=CPU, agree=lambda mine: mine + 4)
+    parts = micro_batches(
+        batch, Packing(**{"one_row": False, "sequences": 8} | options), device=CPU, agree=lambda mine: mine + 4
+    )
     assert len(parts) == 5
     assert sorted(index for part in parts for index in part.sequence_index.tolist()) == [0, 1, 2]
 
@@ -217,7 +219,7 @@ def test_processes_run_as_many_micro_batches_as_the_one_that_needs_most(batch, o
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_a_micro_batch_of_nothing_gives_every_parameter_a_gradient_of_zero(batch, make_model, loss_type):
     policy = PolicyLoss(make_model(), GRPOLossConfig(loss_type=loss_type), temperature=1.0)
-    output = policy(pack(batch, [], one_row=False, device=CPU), num_tokens=8.0, num_sequences=3.0)
+    output = policy(pack(batch, [], Packing(one_row=False), device=CPU), num_tokens=8.0, num_sequences=3.0)
     output.loss.backward()
     assert output.loss == 0
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in policy.parameters())
@@ -226,7 +228,7 @@ def test_a_micro_batch_of_nothing_gives_every_parameter_a_gradient_of_zero(batch
 def test_sequences_that_are_not_learned_from_are_left_out(batch):
     for in_loss, expected in (([True, False, True], [[0], [2]]), ([False] * 3, [[]])):
         some = with_fields(batch, {"in_loss": in_loss})
-        parts = micro_batches(some, 1, one_row=False, device=CPU)
+        parts = micro_batches(some, Packing(one_row=False), device=CPU)
         assert [part.sequence_index.tolist() for part in parts] == expected
         assert [len(part.targets) for part in parts] == [len(part.sampling_logprobs) for part in parts]
 
@@ -235,7 +237,7 @@ def test_numbers_of_each_token_stay_with_it(batch):
     known = [[0.1, 0.2, 0.3], [0.4], [0.5, 0.6, 0.7, 0.8]]
     changes = {"old_logprobs": [torch.tensor(v) for v in known], "sampling_logprobs": [None] * 3}
     old = with_fields(batch, changes)
-    for part in micro_batches(old, 8, one_row=False, max_tokens=5, device=CPU):
+    for part in micro_batches(old, Packing(one_row=False, max_tokens=5), device=CPU):
         index = part.sequence_index.tolist()
         assert part.sampling_logprobs is part.ref_logprobs is None
         assert part.old_logprobs.tolist() == pytest.approx([value for i in index for value in known[i]])
@@ -267,5 +269,5 @@ def test_flash_attention_knows_where_sequences_end_without_asking_a_gpu(batch, m
     model.config._attn_implementation = "flash_attention_2"
     torch.testing.assert_close(logprobs_packed(model, batch, one_row=True), expected)
     assert lengths == [(5, [0, 5, 9, 14])] * model.config.num_hidden_layers
-    assert pack(batch, [], one_row=True, device=CPU).row_cu_seqlens.tolist() == [0, 1]
-    assert pack(batch, [[0]], one_row=False, device=CPU).row_cu_seqlens is None
+    assert pack(batch, [], Packing(one_row=True), device=CPU).row_cu_seqlens.tolist() == [0, 1]
+    assert pack(batch, [[0]], Packing(one_row=False), device=CPU).row_cu_seqlens is None

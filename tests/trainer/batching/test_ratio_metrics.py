@@ -6,7 +6,7 @@ from batches import batch_of
 
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.trainer.batching.micro_batch_metrics import merge_metrics, ratio_metrics, ratio_sums
-from fused_grpo.trainer.batching.micro_batches import micro_batches
+from fused_grpo.trainer.batching.micro_batches import Packing, micro_batches
 
 NAN = float("nan")
 OLD = [[-1.0, -2.0], [-0.5], [-3.0, -1.0, -2.0]]
@@ -23,7 +23,9 @@ BATCH = batch_of(
 
 def measured(sequences: int, **options) -> dict[str, float]:
     config = GRPOLossConfig(**{"sampling_correction": "token_truncate", "sampling_clip_max": 3.0, **options})
-    parts = micro_batches(BATCH, sequences, one_row=True, device=torch.device("cpu"), agree=lambda count: count + 1)
+    parts = micro_batches(
+        BATCH, Packing(one_row=True, sequences=sequences), device=torch.device("cpu"), agree=lambda count: count + 1
+    )
     rows = [[value for index in part.sequence_index.tolist() for value in NEW[index]] for part in parts]
     sums = [ratio_sums(part, torch.tensor(row), config) for part, row in zip(parts, rows, strict=True)]
     return ratio_metrics(merge_metrics(sums), config.loss_type)

@@ -1,7 +1,7 @@
 """Completions of one prompt that share it: the same log-probs and gradients, in fewer places."""
 
 import copy
-from functools import partial
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -17,7 +17,7 @@ from fused_grpo import GRPOLossConfig
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.batching.micro_batches import alone, by_trees, micro_batches, pack, prompt_trees, slowest
+from fused_grpo.trainer.batching.micro_batches import Packing, by_trees, micro_batches, pack, slowest
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.models.attention import tree_cost, tree_sizes
 from fused_grpo.trainer.policy import PolicyLoss, tree_mask
@@ -46,12 +46,12 @@ def batch() -> list[Sample]:
 
 
 def cut(batch, *, share_prompts: bool, sequences: int = 7, **options):
-    named = {"one_row": False, "share_prompts": share_prompts, "attention": 1e-3, "device": CPU}
-    return micro_batches(batch, sequences, **named | options)
+    named = {"one_row": False, "share_prompts": share_prompts, "attention": 1e-3, "sequences": sequences}
+    return micro_batches(batch, Packing(**named | options), device=CPU)
 
 
 def test_a_tree_is_a_prompt_with_its_completions_behind(batch):
-    packed = pack(batch, [[0, 2], [1]], one_row=False, device=CPU)
+    packed = pack(batch, [[0, 2], [1]], Packing(one_row=False), device=CPU)
     assert packed.input_ids.tolist() == [[2, 3, 4, 5, 8, 9, 1, 11, 12, 13, 14, 1], [2, 3, 4, 5, 10, *[0] * 7]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, *[0] * 7]]
     assert packed.seen_until.tolist() == [[12] * 4 + [7] * 3 + [12] * 5, [5] * 5 + list(range(6, 13))]
@@ -62,7 +62,7 @@ def test_a_tree_is_a_prompt_with_its_completions_behind(batch):
 
 
 def test_a_token_sees_its_prompt_and_its_own_completion(batch):
-    packed = pack(batch, [[0, 2], [3]], one_row=True, device=CPU)
+    packed = pack(batch, [[0, 2], [3]], Packing(one_row=True), device=CPU)
     (mask,) = tree_mask(packed.seen_until, torch.float64)[0]
     owner = [None] * 4 + [0] * 3 + [2] * 5 + [3] * 6
     for query, mine in enumerate(owner):
@@ -156,7 +156,7 @@ def test_gradients_of_a_shared_place_are_added_in_one_order(make_model):
     """Else a run would not repeat itself: on a CPU, threads add what an index has gathered as they come."""
     policy = PolicyLoss(make_model(), GRPOLossConfig(), temperature=1.0)
     samples = batch_of(prompt_ids=[[2]] * 2000, completion_ids=[[3]] * 2000, sampling_logprobs=None)
-    part = pack(samples, [list(range(2000))], one_row=False, device=CPU)
+    part = pack(samples, [list(range(2000))], Packing(one_row=False), device=CPU)
     states = torch.zeros(1, part.input_ids.shape[1], 64, requires_grad=True)
     given, threads = torch.randn(2000, 64), torch.get_num_threads()
     torch.set_num_threads(2)
@@ -207,11 +207,11 @@ def groups() -> list[Sample]:
     )
 
 
-def shares(batch, **limits) -> tuple[list[list[list[int]]], list[float]]:
+def shares(batch, sequences=16, **limits) -> tuple[list[list[list[int]]], list[float]]:
     """By prompt and by sequence, for two ranks, and what each of them costs."""
-    trees = partial(prompt_trees, batch, attention=1e-3, **limits)
-    both = [by_trees(batch, 2, 1e-3, way) for way in (trees, alone)]
-    return both, [slowest(batch, ranks, attention=1e-3, trees=trees) for ranks in both]
+    packing = Packing(one_row=False, share_prompts=True, attention=1e-3, sequences=sequences, **limits)
+    both = [by_trees(batch, 2, way) for way in (packing, replace(packing, share_prompts=False))]
+    return both, [slowest(batch, ranks, packing) for ranks in both]
 
 
 def test_whole_groups_go_to_a_rank_where_that_is_less_work(groups):
@@ -227,7 +227,7 @@ def test_whole_groups_go_to_a_rank_where_that_is_less_work(groups):
 def test_ranks_are_balanced_for_the_micro_batches_that_they_run(groups):
     """Three groups on two ranks, one sequence at a time: no prompt is shared, so each rank has half of them."""
     assert sorted(map(len, shares(groups[:12])[0][0])) == [4, 8]
-    for limits in ({"most": 1}, {"max_tokens": 46}):
+    for limits in ({"sequences": 1}, {"max_tokens": 46}):
         both, costs = shares(groups[:12], **limits)
         assert [len(share) for share in both[0]] == [6, 6]
         assert costs[0] == costs[1]
@@ -235,8 +235,8 @@ def test_ranks_are_balanced_for_the_micro_batches_that_they_run(groups):
 
 @pytest.mark.parametrize("options", [{}, {"beta": 0.1}, {"top_entropy_quantile": 0.5}, {"kl_cov_ratio": 0.2}])
 def test_a_rank_without_sequences_makes_the_step_too(groups, make_model, tmp_path, options):
-    trees = partial(prompt_trees, groups[:8], attention=1e-3)
-    assert [] in by_trees(groups[:8], 3, 1e-3, trees)
+    packing = Packing(one_row=False, share_prompts=True, attention=1e-3, sequences=8)
+    assert [] in by_trees(groups[:8], 3, packing)
     args = GRPOConfig(str(tmp_path), bf16=False, **options)
     learner = Learner(make_model(), args, Accelerator(cpu=True), max_steps=1)
     batch, metrics = learner.learn(learner.with_old_logprobs([]))
@@ -257,8 +257,8 @@ def test_where_the_model_does_not_allow_it_the_option_says_so(make_model, batch,
     def layout(**options):
         model = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
         args = GRPOConfig(str(tmp_path), bf16=False, **options)
-        return Learner(model, args, Accelerator(cpu=True), max_steps=1).rows
+        return Learner(model, args, Accelerator(cpu=True), max_steps=1).packing
 
-    assert not layout()["share_prompts"]
+    assert not layout().share_prompts
     with pytest.raises(UnsupportedError, match=r"got share_prompts=True with Qwen2ForCausalLM, .* fix: leave it out"):
         layout(share_prompts=True)

@@ -94,7 +94,8 @@ def updates(make_trainer: Any, batch: list[Sample], *, share_rows: bool = True, 
     options = {"per_device_train_batch_size": 16, "optim": "sgd", "learning_rate": 0.0, **options}
     trainer = make_trainer(**options)
     learner, model, gradients, metrics, places = trainer.learner, trainer.model, [], [], []
-    learner.rows = {"one_row": one_row, "share_rows": share_rows, "share_prompts": False}
+    layout = {"one_row": one_row, "share_rows": share_rows, "share_prompts": False}
+    learner.packing = dataclasses.replace(learner.packing, **layout)
     watch(model, places)
 
     def keep(name: str) -> None:
@@ -165,7 +166,9 @@ def equal_for_small_numbers(prompts: list[str], completions: list[str], **column
 def test_a_run_computes_what_is_left_once_and_old_log_probs_of_later_steps(make_trainer, served_engine):
     options = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "max_steps": 2}
     trainer, places = make_trainer(equal_for_small_numbers, engine=served_engine, **options), []
-    trainer.learner.rows = {"one_row": True, "share_rows": True, "share_prompts": False}
+    trainer.learner.packing = dataclasses.replace(
+        trainer.learner.packing, one_row=True, share_rows=True, share_prompts=False
+    )
     watch(trainer.model, places)
     trainer.train()
     lines = map(json.loads, (trainer.output_dir / "rollouts.jsonl").read_text().splitlines())

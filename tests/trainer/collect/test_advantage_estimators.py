@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fused_grpo.errors import InputError
+from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.collect.advantages import best_of_k_advantages, multi_objective_advantages
 
 G = 4
@@ -24,8 +25,8 @@ def of_ours(estimator, rewards=REWARDS):
     size, lengths = len(rewards[0]), torch.tensor([length for group in rewards for length in LENGTHS[: len(group)]])
     # Only a group's first completion has to know its baseline.
     baselines = torch.tensor([[greedy, *[math.nan] * (size - 1)] for greedy in GREEDY[: len(rewards)]]).flatten()
-    given = {"scale": "group", "estimator": estimator, "lengths": lengths, "baselines": baselines, "k": K}
-    return multi_objective_advantages(flat, torch.ones(1), size, **given)
+    args = GRPOConfig(advantage_estimator=estimator, pkpo_k=K)
+    return multi_objective_advantages(flat, torch.ones(1), args, size=size, lengths=lengths, baselines=baselines)
 
 
 def rloo(group, reward):

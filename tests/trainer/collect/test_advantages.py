@@ -11,9 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fused_grpo.trainer.collect.advantages import group_advantages, multi_objective_advantages, total_rewards
+from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.collect.advantages import multi_objective_advantages, total_rewards
 
 NAN = float("nan")
+
+
+def ours(rewards, weights, size, *, scale, aggregation="sum_then_normalize"):
+    args = GRPOConfig(scale_rewards=scale, multi_objective_aggregation=aggregation)
+    return multi_objective_advantages(rewards, weights, args, size=size)
+
+
 ORDERS = ["sum_then_normalize", "normalize_then_sum"]
 
 
@@ -54,7 +62,7 @@ def test_advantages_are_those_of_trl(trl_advantages, aggregation, scale, missing
     rewards[8:12, 0] = math.nan  # one that scores nothing in another,
     rewards[12:16] = math.nan  # and a group that was dropped
     weights, options = torch.tensor([1.0, -0.5, 3.0]), {"scale": scale, "aggregation": aggregation}
-    given = multi_objective_advantages(rewards, weights, 4, **options)
+    given = ours(rewards, weights, 4, **options)
     torch.testing.assert_close(given, trl_advantages(rewards, weights, 4, **options), rtol=1e-5, atol=1e-5)
     assert given[12:16].tolist() == [0.0] * 4
     assert given.abs().max() > 0.5
@@ -73,7 +81,7 @@ def test_each_function_is_normalised_in_its_group_and_the_sum_in_the_batch():
     ]
     rewards = torch.tensor([first, second], dtype=torch.float32).view(2, 6).T
     options = {"scale": "group", "aggregation": "normalize_then_sum"}
-    given = multi_objective_advantages(rewards, torch.tensor(weights), 3, **options)
+    given = ours(rewards, torch.tensor(weights), 3, **options)
     torch.testing.assert_close(given, torch.tensor(normalised(total)), rtol=1e-4, atol=1e-5)
 
 
@@ -81,29 +89,33 @@ def test_each_function_is_normalised_in_its_group_and_the_sum_in_the_batch():
 def test_a_small_reward_counts_beside_a_large_one_where_each_is_normalised(aggregation, heard):
     large, small = torch.tensor([0.0, 1000.0, 0.0, 1000.0]), torch.tensor([0.0, 0.0, 0.01, 0.01])
     rewards, weights = torch.stack([large, small], dim=1), torch.ones(2)
-    given = multi_objective_advantages(rewards, weights, 4, scale="group", aggregation=aggregation)
+    given = ours(rewards, weights, 4, scale="group", aggregation=aggregation)
     assert ((given[2] - given[0]).item() > 0.5) is heard
+
+
+def of_one_function(rewards, size, **options):
+    return ours(rewards[:, None], torch.ones(1), size, **options)
 
 
 def test_advantages_are_those_of_the_group():
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0, 5.0, 5.0, 5.0])
     scale = torch.tensor([1.0, 0.0, 0.0, 1.0]).std() + 1e-4
     expected = torch.tensor([0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0]) / scale
-    torch.testing.assert_close(group_advantages(rewards, 4, scale="group"), expected)
-    torch.testing.assert_close(group_advantages(rewards, 4, scale="none"), expected * scale)
-    torch.testing.assert_close(group_advantages(rewards, 4, scale="batch"), expected * scale / (rewards.std() + 1e-4))
+    torch.testing.assert_close(of_one_function(rewards, 4, scale="group"), expected)
+    torch.testing.assert_close(of_one_function(rewards, 4, scale="none"), expected * scale)
+    torch.testing.assert_close(of_one_function(rewards, 4, scale="batch"), expected * scale / (rewards.std() + 1e-4))
 
 
 @pytest.mark.parametrize("aggregation", ORDERS)
 def test_equal_rewards_give_no_advantage_for_any_rounding_of_their_mean(aggregation):
     rewards = torch.tensor([[0.1, 0.7]] * 6 + [[0.1 * index, 0.3] for index in range(6)])
-    given = multi_objective_advantages(rewards, torch.tensor([1.0, 0.3]), 6, scale="group", aggregation=aggregation)
+    given = ours(rewards, torch.tensor([1.0, 0.3]), 6, scale="group", aggregation=aggregation)
     assert given[:6].tolist() == [0.0] * 6
     assert given[6:].abs().min() > 0.1
 
 
 def test_unscored_completions_take_no_part_in_their_group():
-    advantages = group_advantages(torch.tensor([NAN, 1.0, 3.0, NAN, NAN, NAN]), 3, scale="none")
+    advantages = of_one_function(torch.tensor([NAN, 1.0, 3.0, NAN, NAN, NAN]), 3, scale="none")
     torch.testing.assert_close(advantages, torch.tensor([0.0, -1.0, 1.0, 0.0, 0.0, 0.0]))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fused_grpo.trainer.collect import scoring as module
-from fused_grpo.trainer.collect.scoring import pass_at, pass_names, pass_rates
+from fused_grpo.trainer.collect.scoring import pass_rates
 
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(5)]
 
@@ -18,24 +18,28 @@ ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(5)]
 def test_it_is_the_share_of_subsets_with_a_right_one(n):
     for right, k in itertools.product(range(n + 1), range(1, n + 1)):
         subsets = list(itertools.combinations([True] * right + [False] * (n - right), k))
-        assert pass_at(k, n, right) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+        rates = pass_rates(torch.tensor([True] * right + [False] * (n - right))[:, None].float(), n)
+        assert rates.get(f"pass@{k}", share(subsets)) == pytest.approx(share(subsets), abs=1e-12)
+
+
+def share(subsets):
+    return sum(map(any, subsets)) / len(subsets)
 
 
 @pytest.mark.parametrize(
     ("n", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9])]
 )
 def test_k_are_powers_of_two_and_n(n, ks):
-    assert list(pass_names(n).values()) == ks
+    assert list(pass_rates(torch.ones(n, 1), n)) == [f"pass@{k}" for k in ks]
 
 
 def test_right_is_the_full_reward_of_the_first_function():
     nan = math.nan
     first = [[1.0, 0.99, 0.0, nan], [nan] * 4, [2.0, 1.0, 1.0, 1.0], [0.0] * 4]
     rewards = torch.stack([torch.tensor(first).flatten(), torch.ones(16)], 1)
-    parts = [rewards[:8], rewards[:0], rewards[8:]]  # of three processes; whole groups
-    rates = pass_rates(parts, 4)
+    rates = pass_rates(rewards, 4)
     assert rates == pytest.approx({"pass@1": (0.25 + 1 + 0) / 3, "pass@2": (0.5 + 1 + 0) / 3, "pass@4": 2 / 3})
-    assert all(math.isnan(rate) for rate in pass_rates([rewards[4:8]], 4).values())
+    assert all(math.isnan(rate) for rate in pass_rates(rewards[4:8], 4).values())
     assert doctest.testmod(module).failed == 0
 
 

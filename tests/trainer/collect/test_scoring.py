@@ -7,6 +7,7 @@ from batches import column
 from hypothesis import given
 from hypothesis.strategies import lists, sampled_from
 
+from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages
 from fused_grpo.trainer.collect.scoring import Scored, score_rollouts
 from fused_grpo.trainer.rewards import Rewards
@@ -66,7 +67,9 @@ def test_a_partial_group_never_reaches_the_loss(digits):
     failing = {place // 3 for place, digit in enumerate(digits) if digit in (7, 9)}
     functions = [last_digit, no_nine, no_eight]
     result = scored(functions, [[digit] for digit in digits], failure="drop")
-    advantages = multi_objective_advantages(result.per_function, torch.ones(3), 3, scale="batch")
+    advantages = multi_objective_advantages(
+        result.per_function, torch.ones(3), GRPOConfig(scale_rewards="batch"), size=3
+    )
     batch = result.with_advantages(advantages).kept()
     kept = [place for place in range(12) if place // 3 not in failing]
     assert column(batch, "prompt_ids") == [[place // 3] for place in kept]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused_grpo.trainer.collect.token_baseline import Scores, token_advantages
+from fused_grpo.trainer.collect.advantages import Scores, token_advantages
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.types import Sample
@@ -155,7 +155,7 @@ def test_a_completion_with_the_groups_mean_reward_is_learned_from(make_trainer, 
 
 def test_places_count_the_tools_tokens_or_not(make_trainer, monkeypatch):
     """Of the completions [own, own] and [own, tool, own]: the second own tokens share a place, or none."""
-    from fused_grpo.trainer.collect import token_baseline
+    from fused_grpo.trainer.collect import collector
 
     trainer = make_trainer(engine=TransformersEngine, max_steps=1, num_generations=4)
     fields: Any = {"prompt_ids": [5], "finish_reason": "stop", "weight_version": 0, "sampling_logprobs": None}
@@ -164,7 +164,7 @@ def test_places_count_the_tools_tokens_or_not(make_trainer, monkeypatch):
         for ids, mask, reward in (([6, 7], [True, True], 1.0), ([6, 8, 7], [True, False, True], 0.0))
     ]
     group += [replace(group[1], completion_ids=[6, 8, 9])] * 2
-    monkeypatch.setattr(token_baseline, "token_advantages", lambda group, **how: [one.places.double() for one in group])
+    monkeypatch.setattr(collector, "token_advantages", lambda group, **how: [one.places.double() for one in group])
     places = {}
     for estimator in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         trainer.collector.args.advantage_estimator = estimator

@@ -6,7 +6,7 @@ from trl.trainer.utils import RepeatSampler
 
 from fused_grpo.errors import DataError, UnsupportedError
 from fused_grpo.trainer.data.prompt_sampler import prompt_sampler
-from fused_grpo.trainer.transformers_face import _RepeatedRows
+from fused_grpo.trainer.transformers_face import repeated_rows
 
 ROWS = [{"prompt": f"{number}="} for number in range(11)]
 GROUPED = {"per_device_train_batch_size": 4, "num_generations": 2, "steps_per_generation": 2, "num_iterations": 3}
@@ -34,7 +34,7 @@ def test_each_process_reads_the_rows_that_it_samples_for(repeats):
     for rank in range(4):
         options = {"prompts_per_batch": 2, "seed": 3, "shuffle": True, "rank": rank, "world_size": 4}
         sampler = prompt_sampler(ROWS * 3, repeats=repeats, **options)
-        loader = _RepeatedRows(sampler, each=3, times=1)
+        loader = repeated_rows(sampler, each=3, times=1)
         read = [[(ROWS * 3)[number] for number in batch] for batch in loader]
         drawn = [sampler.next_batch() for _ in range(len(loader))]
         assert read == [[row for row in batch for _ in range(3)] for batch in drawn]

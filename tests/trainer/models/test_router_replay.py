@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from fused_grpo import GRPOLossConfig
 from fused_grpo.errors import UnavailableError, UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations
-from fused_grpo.trainer.batching.micro_batches import micro_batches
+from fused_grpo.trainer.batching.micro_batches import Packing, micro_batches
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.policy import PolicyLoss
@@ -44,7 +44,7 @@ def batch_with(experts):
 
 
 def packed(batch, sequences=1, one_row=False, **options):
-    return micro_batches(batch, sequences, one_row=one_row, device=CPU, **options)
+    return micro_batches(batch, Packing(sequences=sequences, one_row=one_row, **options), device=CPU)
 
 
 def logprobs_of(policy, parts, batch):

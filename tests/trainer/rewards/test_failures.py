@@ -124,15 +124,17 @@ def test_async_groups_are_tried_at_once(reward):
 
 
 def test_a_dropped_group_does_not_move_the_advantages_of_others():
+    from fused_grpo.trainer import GRPOConfig
     from fused_grpo.trainer.collect.advantages import multi_objective_advantages
 
     rewards = Rewards([len_of_ids, raises], failure="drop")
     rows = [{"prompt": prompt} for prompt in "ppqqrr"]
     output = rewards(rows, list("abcdef"), [[0] * n for n in (1, 2, 9, 90, 5, 1)], num_generations=2)
     kept = ~output.dropped
-    for options in ({"scale": "batch"}, {"scale": "group", "aggregation": "normalize_then_sum"}):
-        whole = multi_objective_advantages(output.per_function, rewards.weights, 2, **options)
-        alone = multi_objective_advantages(output.per_function[kept], rewards.weights, 2, **options)
+    for options in ({"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"}):
+        args = GRPOConfig(**options)
+        whole = multi_objective_advantages(output.per_function, rewards.weights, args, size=2)
+        alone = multi_objective_advantages(output.per_function[kept], rewards.weights, args, size=2)
         torch.testing.assert_close(whole[kept], alone)
         assert whole[~kept].tolist() == [0.0, 0.0]
 
