@@ -1,12 +1,4 @@
-"""The generators of reasoning-gym as tasks: rows from seeds, and the verifier that comes with them as the reward.
-
-Entry i of a generator with seed s is made from the seed s + i, for nearly all of them. So train entries are those of
-seed `seed`, and held-out ones those of `seed + 2^31`, which no number of train entries reaches. A question that occurs
-again, or that is held out, is left out of `train`.
-
-Generators differ in what they give for part of an answer: many give the share of the text that is the right answer,
-some 0.01 for an answer of the right form. 1 is a right answer.
-"""
+"""The generators of reasoning-gym as tasks: rows from seeds, and the verifier that comes with them as the reward."""
 
 from __future__ import annotations
 
@@ -18,12 +10,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fused_grpo.errors import DataError, InputError, UnavailableError, shown
+from fused_grpo.errors import DataError, InputError, shown
+from fused_grpo.trainer.common.packages import installed
 from fused_grpo.trainer.rewards.builtin_rewards import text_of
 from fused_grpo.trainer.rewards.isolation import IsolatedReward, process_environment
 from fused_grpo.trainer.tasks.entries import difficulties, from_text, last_answer
 from fused_grpo.trainer.tasks.task import Row, Task
 
+# Entry i of a generator with seed s is made from the seed s + i, for nearly all: no train entry has one of these.
 HELD_OUT_SEEDS = 2**31
 # With limits for one answer, in seconds and bytes.
 SCORER = IsolatedReward(f"{__package__}.processes:score", timeout=10.0, memory=8 << 30, on_failure=0.0)
@@ -85,7 +79,8 @@ def reasoning_gym_task(
 
 def generators() -> dict[str, type[Any]]:
     """The class of options of each generator, by name; UnavailableError without reasoning-gym."""
-    return {name: config for name, (_, config) in sorted(_module().factory.DATASETS.items())}
+    datasets = installed("reasoning_gym", extra="tasks").factory.DATASETS
+    return {name: config for name, (_, config) in sorted(datasets.items())}
 
 
 def option_fields(generator: str) -> list[dataclasses.Field[Any]]:
@@ -110,23 +105,13 @@ def check_options(generator: str, options: Mapping[str, Any]) -> None:
         raise InputError(f"got the option {name!r} for {generator}, want one of {', '.join(names)}{hint}")
     try:
         json.dumps(options)
-        _module().create_dataset(generator, seed=0, size=1, **options)
+        installed("reasoning_gym", extra="tasks").create_dataset(generator, seed=0, size=1, **options)
     except Exception as error:  # of the generator's own checks
         given = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "no options"
         raise InputError(
             f"got {given} for {generator}, which it refuses ({type(error).__name__}: {shown(error)}); fix: "
             f"`fused-grpo tasks reasoning_gym:{generator}` has its defaults"
         ) from error
-
-
-def _module() -> Any:
-    try:
-        import reasoning_gym
-    except ModuleNotFoundError as error:
-        raise UnavailableError(
-            f"got a task of reasoning-gym without {error.name}, want it installed; fix: pip install 'fused-grpo[tasks]'"
-        ) from error
-    return reasoning_gym
 
 
 def _made_entries(name: str, options: Mapping[str, Any], parts: Sequence[tuple[int, int]]) -> list[list[str]]:
