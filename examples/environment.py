@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, set_seed
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.recipes import arithmetic, calculator
 
-LARGEST, GUESSES = 4, 3
+LARGEST, GUESSES, GAMES = 4, 3, 256  # GAMES: that the tiny model has seen
 TASK, ANSWERS = f"Find my number, from 1 to {LARGEST}, in {GUESSES} guesses.", ("right", "higher", "lower")
 RUN = {"overwrite_output_dir": True, "max_steps": 60, "logging_steps": 5, "save_strategy": "no", "use_vllm": False}
 TINY = {"per_device_train_batch_size": 192, "num_generations": 48, "max_completion_length": 16}
@@ -49,7 +49,7 @@ def tiny_model(tool: str = "guess") -> tuple[Qwen2ForCausalLM, PreTrainedTokeniz
     calls = [{"name": tool, "arguments": {"number": number}} for number in range(1, LARGEST + 1)]
     tokenizer = calculator.build_tokenizer()  # in which a call is going to be one token, and so is an answer
     tokenizer.add_tokens([TASK, *ANSWERS, *(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)])
-    games = [[{"role": "user", "content": TASK}] for _ in range(256)]
+    games = [[{"role": "user", "content": TASK}] for _ in range(GAMES)]
     for game in games * GUESSES:
         call = {"type": "function", "function": random.choice(calls)}
         game.append({"role": "assistant", "content": "", "tool_calls": [call]})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -24,12 +26,17 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Versions of Python, of this package and of those of `packages` that are installed; torch's names its CUDA."""
     facts = {"python": platform.python_version(), "fused_grpo": __version__}
     for name in packages:
-        try:
-            # The metadata of its wheels from PyPI do not say which CUDA they are for.
-            facts[name] = torch.__version__ if name == "torch" else importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        # The metadata of torch's wheels from PyPI do not say which CUDA they are for.
+        if number := torch.__version__ if name == "torch" else _installed_version(name):
+            facts[name] = number
     return facts
+
+
+@functools.cache  # reading them all takes as long as a step of a small model
+def _installed_version(package: str) -> str | None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def machine() -> dict[str, str | int]:

@@ -1,7 +1,8 @@
 """Bugs planted on purpose (mutation tests): `python tests/planted_bugs.py [name ...]` runs them.
 
-Each bug is one replacement in one file of a copy of this repository. A few tests then run in the copy, and at least one
-of them must fail. A bug that survives is a gap in the tests. So is a test that fails without a bug: see `--none`.
+Each bug is one replacement in one file of a copy of this repository, whose other files are links. A few tests then run
+in the copy, and at least one of them must fail. A bug that survives is a gap in the tests. So is a test that fails
+without a bug: see `--none`.
 
 The farm runs each bug as `planted_bugs.py --here NAME`, in a fork of a process that has imported everything except the
 package.
@@ -10,7 +11,6 @@ package.
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("fused_grpo", "kernels", "trainer", "tests", "pyproject.toml")  # of the project, which a test may need
 KERNELS = "kernels/torch-ext/fused_grpo_kernels"
 EXACT = ["tests/ops/test_exactness.py", "-k", "logprobs_are_as_exact and True-torch-shape2"]
 # Many tiles from left to right, which takes more columns than hidden features.
@@ -418,16 +419,22 @@ for more in sorted(Path(__file__).parent.glob("planted_bugs_of_*.py")):
     BUGS |= {name: Bug(*bug) for name, bug in runpy.run_path(str(more))["BUGS"].items()}
 
 
-def copy_of_the_project(folder: Path) -> None:
-    for name in ("fused_grpo", "kernels", "trainer"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True)
-    for name in ("tests", "pyproject.toml"):  # no bug is planted there
-        (folder / name).symlink_to(ROOT / name)
+def link_the_project(folder: Path, *, but: str = "") -> None:
+    """A copy of the project but for one file, of links: they bring along the bytecode of all that is unchanged."""
+    file, cache = ROOT / but, (ROOT / but).parent / "__pycache__"
+    # Links of fused_grpo/ lead to other folders of the copy.
+    own = {path for path in (ROOT / "fused_grpo", cache, *file.parents) if path.is_relative_to(ROOT)} | {ROOT}
+    for source in filter(Path.is_dir, sorted(own)):
+        target = folder / source.relative_to(ROOT)
+        target.mkdir(exist_ok=True)
+        for entry in map(ROOT.joinpath, PARTS) if source == ROOT else source.iterdir():
+            is_of_file = entry == file or (source == cache and entry.name.startswith(f"{file.stem}."))
+            if entry not in own and not is_of_file:
+                (target / entry.name).symlink_to(entry.readlink() if entry.is_symlink() else entry)
 
 
 def plant(bug: Bug, folder: Path) -> None:
-    path = folder / bug.file
-    text = path.read_text()
+    path, text = folder / bug.file, (ROOT / bug.file).read_text()
     if text.count(bug.old) != 1:
         raise ValueError(f"{bug.file} has {bug.old!r} {text.count(bug.old)} times, want once; fix: mend this list")
     path.write_text(text.replace(bug.old, bug.new))
@@ -452,7 +459,7 @@ def try_here(name: str) -> int:
     """pytest's status with the bug of this name planted; without one, with the tests that `name` selects."""
     bug = BUGS.get(name)
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        copy_of_the_project(path := Path(folder).resolve())
+        link_the_project(path := Path(folder).resolve(), but="" if bug is None else bug.file)
         if bug is not None:
             plant(bug, path)
         return run(name.split("\t") if bug is None else bug.caught_by, path)

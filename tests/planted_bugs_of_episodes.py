@@ -8,8 +8,8 @@ ORDER = ["tests/trainer/episodes/test_play.py", "-k", "order_in_which"]
 BUGS = {
     "what tools wrote is trained on": (
         "trainer/episodes/play.py",
-        "self.mask += [False] * len(added)",
-        "self.mask += [True] * len(added)",
+        "self._append(unsampled, is_own=False)",
+        "self._append(unsampled, is_own=True)",
         PLAY,
     ),
     "who answers first draws first": (

@@ -111,6 +111,7 @@ def test_a_game_of_several_turns_is_played(monkeypatch, tmp_path, capsys):
     example = module_of(ROOT / "examples" / "environment.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(example.RUN, "max_steps", 5)
+    monkeypatch.setattr(example, "GAMES", 64)  # enough to know how a call is written
     example.main()
     won = float(re.search(r"^numbers found: ([\d.]+)$", capsys.readouterr().out, re.MULTILINE)[1])
     assert abs(won - (1 - (3 / 4) ** 3)) < 0.1  # three guesses at random: 960 games, so 6 standard deviations

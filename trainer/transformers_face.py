@@ -93,7 +93,7 @@ class TransformersFace:
         """
         written = logs.written if isinstance(logs, LogEntry) else frozenset()
         if added := {name: value for name, value in logs.items() if name not in written}:
-            self.output.numbers(self.state.global_step, added)
+            self.output.write(added | {"step": self.state.global_step})
         self.events.add_entry(logs)
 
     # As in transformers' own Trainer.

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from huggingface_hub.utils.tqdm import tqdm
+
 MISSING = "-"
 
 
@@ -39,19 +41,12 @@ def short_number(value: float | None) -> str:
         return MISSING
     if not math.isfinite(value):
         return str(value)
-    size = abs(value)
     if value == 0:
         return "0"
-    if size < 1e-3:
+    if abs(value) < 1e-3:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
-    for limit, divisor, suffix in ((999.5, 1, ""), (999.5e3, 1e3, "k"), (999.5e6, 1e6, "M")):
-        if size < limit:
-            # 999.6 is 1.00k, not 1.000k: with a suffix there is always a digit before the point.
-            scaled = max(size / divisor, 1.0) if suffix else size
-            decimals = sum(scaled < bound for bound in (1, 9.995, 99.95))
-            return f"{value / divisor:.{decimals}f}{suffix}"
-    return f"{value / 1e9:.3g}G"
+    return f"{value:.3f}" if abs(value) < 1 else str(tqdm.format_sizeof(value))
 
 
 def percent(fraction: float | None) -> str:

@@ -1,10 +1,4 @@
-"""What other projects have to play or to solve, for this trainer (docs/environments.md). Their packages are optional.
-
-textarena    games for one player
-openenv      the environment behind a server
-verifiers    the rows and rewards of a taskset
-packages     imports such a package, or says how to install it
-"""
+"""What other projects have to play or to solve (docs/environments.md); their packages are optional."""
 
 from fused_grpo.trainer.environments.openenv import openenv_environment
 from fused_grpo.trainer.environments.textarena import textarena_environment

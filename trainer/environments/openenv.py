@@ -8,7 +8,7 @@ from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
 
-from fused_grpo.trainer.environments.packages import installed
+from fused_grpo.trainer.common.packages import installed
 
 
 def openenv_environment(
@@ -29,7 +29,7 @@ def openenv_environment(
     Raises:
         UnavailableError: openenv-core is not installed.
     """
-    client = installed("openenv.core").GenericEnvClient
+    client = installed("openenv.core", extra="openenv").GenericEnvClient
 
     class OpenEnv:
         def __init__(self) -> None:

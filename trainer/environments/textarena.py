@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, shown
-from fused_grpo.trainer.environments.packages import installed
+from fused_grpo.trainer.common.packages import installed
 
 
 def textarena_environment(game: str, **options: Any) -> type[Any]:
@@ -22,7 +22,7 @@ def textarena_environment(game: str, **options: Any) -> type[Any]:
         UnavailableError: textarena is not installed, or the game cannot load its data.
         UnsupportedError: a game for several players.
     """
-    arena = installed("textarena")
+    arena = installed("textarena", extra="textarena")
     try:
         template = arena.make(game, **options)
     except Exception as error:

@@ -11,7 +11,7 @@ import inspect
 from typing import Any, cast
 
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.trainer.environments.packages import installed
+from fused_grpo.trainer.common.packages import installed
 from fused_grpo.trainer.tasks.task import Task
 
 
@@ -28,7 +28,7 @@ def verifiers_task(taskset: Any, *, size: int | None = None, heldout_size: int =
         InputError: no rows to train on, or a taskset without an end and no `size`.
         UnsupportedError: tasks with tools, sandboxes, or a loop of their own.
     """
-    vf = installed("verifiers.v1")
+    vf = installed("verifiers.v1", extra="verifiers")
     if isinstance(taskset, str):
         taskset = vf.load_taskset(vf.taskset_config_type(taskset)(id=taskset))
     name = taskset.config.name or type(taskset).__name__

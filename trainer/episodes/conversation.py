@@ -6,8 +6,7 @@
     + sampled ...
 
 `added` is read off a rendering of a dummy conversation with these answers: everything behind the token that ends the
-dummy's call. A template may write earlier turns differently once there are later ones (Qwen3 drops what was thought):
-that does not matter here, since no earlier turn is ever rendered again.
+dummy's call. How a template writes earlier turns does not matter: docs/agents.md.
 """
 
 from __future__ import annotations

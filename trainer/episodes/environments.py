@@ -1,13 +1,4 @@
-"""Environments: objects whose public methods are the tools of one episode (docs/agents.md).
-
-What `environment_factory` makes has, as in TRL,
-
-    reset(**row) -> str | None   begins an episode; text is added to the last message of the prompt
-    get_reward() -> float        optional: one more reward, under the name of the class
-    any other public method      a tool
-
-and, beyond TRL, `done`: where it is true after a turn of tools, the episode ends.
-"""
+"""Environments: objects whose public methods are the tools of one episode; docs/agents.md says what they have."""
 
 from __future__ import annotations
 
@@ -148,16 +139,11 @@ class Environments:
         if given["prompt"] == NO_PROMPT:
             del given["prompt"]
         kind = type(environment).__name__
-        try:
+        wanted = f"it to begin an episode of a row with {', '.join(given) or 'no columns'}"
+        with _named_errors(f"reset() of {kind}", wanted), _seeded(seed):
             if "seed" in inspect.signature(environment.reset).parameters:
                 given.setdefault("seed", seed)
-            with _seeded(seed):
-                begun = environment.reset(**given)
-        except (Exception, SystemExit) as error:
-            raise UnavailableError(
-                f"got {type(error).__name__} from reset() of {kind}: {shown(error, 2000)}; want it to begin an "
-                f"episode of a row with {', '.join(given) or 'no columns'}; fix: the environment"
-            ) from error
+            begun = environment.reset(**given)
         if isinstance(begun, list) and all(isinstance(part, dict) and "text" in part for part in begun):
             begun = "".join(str(part["text"]) for part in begun)
         if begun is not None and not isinstance(begun, str):
@@ -168,12 +154,8 @@ class Environments:
         return begun
 
     def _made(self, name: str | None) -> Any:
-        try:
+        with _named_errors("environment_factory", "an environment"):
             return self.factories[name]()
-        except (Exception, SystemExit) as error:
-            raise UnavailableError(
-                f"got {type(error).__name__} from environment_factory: {shown(error, 2000)}; want an environment"
-            ) from error
 
 
 def methods_of(environment: Any) -> list[Tool]:
@@ -190,13 +172,8 @@ def methods_of(environment: Any) -> list[Tool]:
 
 def is_done(environment: Any) -> bool:
     """Whether its `done` is true; a method of that name is a tool. UnavailableError for a property that raises."""
-    try:
+    with _named_errors(f"`done` of {type(environment).__name__}", "True or False"):
         done = getattr(environment, "done", False)
-    except (Exception, SystemExit) as error:
-        raise UnavailableError(
-            f"got {type(error).__name__} from `done` of {type(environment).__name__}: {shown(error, 2000)}; want True "
-            "or False; fix: the environment"
-        ) from error
     return isinstance(done, bool | np.bool_) and bool(done)
 
 
@@ -211,6 +188,17 @@ def _own_reward(kind: type[Any]) -> Callable[..., Any]:
     reward: Callable[..., Any] = awaited if inspect.iscoroutinefunction(kind.get_reward) else called
     reward.__name__ = kind.__name__
     return reward
+
+
+@contextmanager
+def _named_errors(source: str, wanted: str) -> Iterator[None]:
+    """UnavailableError for whatever an environment raises."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise UnavailableError(
+            f"got {type(error).__name__} from {source}: {shown(error, 2000)}; want {wanted}; fix: the environment"
+        ) from error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from queue import LifoQueue
 from typing import Any
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.rewards.isolation import IsolatedFunction, WorkerError, importable
+from fused_grpo.trainer.rewards.isolation import IsolatedFunction, WorkerError, checked_text, importable
 from fused_grpo.trainer.rewards.reward_call import reward_name
 
 
@@ -47,7 +47,7 @@ def isolated_tool(
     def call(*positional: Any, **named: Any) -> str:
         request, worker = json.dumps([positional, named]), idle.get()
         try:
-            reply = worker.reply(request, _checked_reply)
+            reply = worker.reply(request, checked_text)
         except WorkerError as error:
             raise RuntimeError(f"the process of {reward_name(function)} {error}") from error
         finally:
@@ -58,12 +58,3 @@ def isolated_tool(
 
     vars(call)["is_isolated"] = True
     return call
-
-
-def _checked_reply(line: bytes) -> dict[str, str]:
-    """The reply in a line, which code that the tool ran may have written; ValueError where it is none."""
-    reply: dict[str, str] = json.loads(line)
-    match reply:
-        case {"value": str()} | {"error": str()}:
-            return reply
-    raise ValueError("something that is not an answer")

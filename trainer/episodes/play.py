@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, clean_prompt, is_conversational
 from fused_grpo.trainer.data.prompts import CHARACTERS_OF_A_TOKEN
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, known_experts, support_fields
+from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, rollouts_of
 from fused_grpo.trainer.engines.turns import TurnSession, turn_session
 from fused_grpo.trainer.episodes.conversation import Message, Template
 from fused_grpo.trainer.episodes.environments import NO_PROMPT, Environments, is_done, methods_of
@@ -109,19 +109,11 @@ class EpisodeEngine:
         most = None if self._most is None else self._most + sampling.max_tokens
         with turn_session(self._inner, sampling, most=most) as session:
             _play(played, session)
-        logprobs = [one.logprobs for one in played if one.logprobs is not None]
-        return Rollouts(
-            prompt_ids=[one.prompt_ids for one in played],
-            completion_ids=[one.ids for one in played],
-            completion_masks=[one.mask for one in played],
-            sampling_logprobs=logprobs if len(logprobs) == len(played) else None,
-            finish_reasons=["length" if one.ended == "length" else "stop" for one in played],
-            num_generations=sampling.n,
-            weight_version=self.weight_version,
-            episodes=[one.episode() for one in played],
-            routed_experts=known_experts([one.experts for one in played]),
-            **support_fields([one.support() for one in played] if sampling.wants_ids else [None], sampling),
-        )
+        # Each is a completion of a prompt of its own: what `reset` adds may differ.
+        prompts, completions = [one.prompt_ids for one in played], [one.completion() for one in played]
+        rollouts = rollouts_of(prompts, completions, replace(sampling, n=1), weight_version=self.weight_version)
+        masks, episodes = [one.mask for one in played], [one.episode() for one in played]
+        return replace(rollouts, num_generations=sampling.n, completion_masks=masks, episodes=episodes)
 
     def _begin(self, ids: list[int], number: int, row: Row, sampling: SamplingParams, *, seed: str) -> _Played:
         if not is_conversational(row):
@@ -195,10 +187,7 @@ class _Played:
     def say(self, turn: Completion) -> Future[list[tuple[ToolCall, str]]] | None:
         """The model's turn; the answers to come, or None where the episode ends."""
         message = self.rules.template.reply(turn.token_ids, self.prompt_ids + self.ids, self.tools)
-        self.ids += turn.token_ids
-        self.mask += [True] * len(turn.token_ids)
-        self.logprobs = None if turn.logprobs is None or self.logprobs is None else self.logprobs + turn.logprobs
-        self.supports = None if turn.support is None or self.supports is None else [*self.supports, turn.support]
+        self._append(turn, is_own=True)
         if self.experts is None or turn.routed_experts is None:
             self.experts = turn.routed_experts
         else:
@@ -232,12 +221,22 @@ class _Played:
             self.ended = "no room"
             return False
         self.messages += messages
-        self.ids += added
-        self.mask += [False] * len(added)
-        self.logprobs = None if self.logprobs is None else self.logprobs + [0.0] * len(added)
-        if self.supports is not None:
-            self.supports.append(Support.of([()] * len(added)))
+        unsampled = Completion(added, [0.0] * len(added), "stop", Support.of([()] * len(added)))
+        self._append(unsampled, is_own=False)
         return True
+
+    def _append(self, part: Completion, *, is_own: bool) -> None:
+        """A turn of the model, or its tools' answers. What one part lacks, the completion lacks."""
+        self.ids += part.token_ids
+        self.mask += [is_own] * len(part.token_ids)
+        self.logprobs = None if part.logprobs is None or self.logprobs is None else self.logprobs + part.logprobs
+        self.supports = None if part.support is None or self.supports is None else [*self.supports, part.support]
+
+    def completion(self) -> Completion:
+        support = None if self.supports is None else Support.joined(self.supports)
+        return Completion(
+            self.ids, self.logprobs, "length" if self.ended == "length" else "stop", support, self.experts
+        )
 
     def episode(self) -> Episode:
         return Episode(
@@ -248,7 +247,3 @@ class _Played:
             ended=self.ended,
             environment=self.environment,
         )
-
-    def support(self) -> Support | None:
-        """Of all tokens; those of answers were not sampled, so that they have none."""
-        return None if self.supports is None else Support.joined(self.supports)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import re
 import time
@@ -60,7 +59,6 @@ class RunLog:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         for path in (self.output_dir / METRICS_FILE, self.output_dir / ROLLOUTS_FILE):
             path.touch()
-            _mend_tail(path)
         # The step of the rollouts that were written last; None of a new run.
         self._last_step = _first_step(self.output_dir / ROLLOUTS_FILE)
 
@@ -183,13 +181,3 @@ def _append(path: Path, records: Iterable[Mapping[str, object]]) -> None:
             f"got {error.strerror} while writing {path}; want {len(text)} bytes for its next records; "
             "fix: free some space and resume"
         ) from error
-
-
-def _mend_tail(path: Path) -> None:
-    """Cut off a last line without a newline, so that the next record does not continue it."""
-    if path.stat().st_size == 0:
-        return
-    with path.open("r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-        file.truncate(end)

@@ -115,7 +115,7 @@ class RunOutput:
         own besides, and its time, most of which is compilation, is in no mean.
         """
         step = record["step"]
-        self._log(record)
+        self.write(record)
         self.since_last_line.add(record | ({"step_time": None} if step == 1 else {}), generation)
         is_due = step % self.console_steps == 0 or step == self.max_steps
         if step == 1 or is_due:
@@ -133,15 +133,11 @@ class RunOutput:
 
     def evaluation(self, step: int, result: dict[str, float], num_prompts: int, *, prefix: str = "eval") -> None:
         """Mean rewards on held-out prompts, by name: `<set>_reward` where an eval set has a name."""
-        self._log({"step": step} | {f"{prefix}/{name}": value for name, value in result.items()})
+        self.write({"step": step} | {f"{prefix}/{name}": value for name, value in result.items()})
         for name in (name for name in result if name.endswith("reward")):
             passes = [key for key in result if key.startswith(f"{name.removesuffix('reward')}pass@")]
             rates = "".join(f", {key} {result[key]:.3f}" for key in passes[-1:])  # that of all completions
             self.console.note(f"step {step}: held-out {name} {result[name]:.3f}{rates} on {num_prompts} prompts")
-
-    def numbers(self, step: int, numbers: dict[str, Any]) -> None:
-        """What the user's code has logged."""
-        self._log({**numbers, "step": step})
 
     def report(self, model: Path) -> Path:
         """Write report.html and say where it and the model are, on the main process; its path everywhere."""
@@ -158,7 +154,8 @@ class RunOutput:
             tracker.finish()
         self.trackers.clear()
 
-    def _log(self, record: dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
+        """A record of a step: metrics.jsonl and the trackers get it."""
         if self.log is not None:
             self.log.log_metrics(record)
         self.track(record)

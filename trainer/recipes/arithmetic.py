@@ -94,14 +94,12 @@ def build_model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
 
 def load_base_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model that adds and does not carry yet, in fp32, and its tokenizer."""
-    tokenizer = build_tokenizer()
-    return load_model(tokenizer, BASE_MODEL), tokenizer
+    return with_model(build_tokenizer(), BASE_MODEL)
 
 
-def load_model(tokenizer: PreTrainedTokenizerFast, weights: Path) -> PreTrainedModel:
-    """The model of a built-in task in fp32, with these weights."""
+def with_model(tokenizer: PreTrainedTokenizerFast, weights: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The model of a built-in task in fp32, with these weights, and its tokenizer."""
     with torch.random.fork_rng(devices=[]):
         model = Qwen2ForCausalLM(build_model_config(tokenizer))
     model.load_state_dict(load_file(weights))
-    model.eval()
-    return model
+    return model.eval(), tokenizer

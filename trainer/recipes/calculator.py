@@ -24,7 +24,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from fused_grpo.trainer.recipes.arithmetic import PAD, is_held_out, load_model, tokenizer_of
+from fused_grpo.trainer.recipes.arithmetic import PAD, is_held_out, tokenizer_of, with_model
 
 END, ROLES = "<|end|>", ("<|user|>", "<|assistant|>", "<|tool|>")
 # Besides single characters; `<tool_call>` before JSON is how Hermes and Qwen write calls.
@@ -84,5 +84,4 @@ def build_splits() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def load_base_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model that seldom calls, in fp32, and its tokenizer."""
-    tokenizer = build_tokenizer()
-    return load_model(tokenizer, BASE_MODEL), tokenizer
+    return with_model(build_tokenizer(), BASE_MODEL)

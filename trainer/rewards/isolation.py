@@ -247,9 +247,18 @@ class Worker:
 
 
 def process_environment(*, keep: Collection[str] = ()) -> dict[str, str]:
-    """For a new interpreter that imports what this one does: without secrets."""
+    """For a new interpreter that imports what this one does: without secrets, and in all of them one order of a set."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    return {**without_secrets(os.environ, keep=keep), "PYTHONPATH": path}
+    return {**without_secrets(os.environ, keep=keep), "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+
+
+def checked_text(line: bytes) -> dict[str, str]:
+    """The reply of a tool, as `checked_reply`."""
+    reply: dict[str, str] = json.loads(line)
+    match reply:
+        case {"value": str()} | {"error": str()}:
+            return reply
+    raise ValueError("something that is not an answer")
 
 
 def checked_reply(line: bytes) -> dict[str, Any]:

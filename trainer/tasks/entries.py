@@ -17,6 +17,7 @@ from fused_grpo.errors import DataError, quoted
 from fused_grpo.trainer.rewards.builtin_rewards import NUMBER, final_answer, sole_number
 
 _COLLECTIONS: dict[str, type[Any]] = {"!tuple": tuple, "!set": set, "!frozenset": frozenset}
+_FORMS: dict[str, type[Any]] = {**_COLLECTIONS, "!dict": dict}
 
 
 def as_text(entry: Mapping[str, Any]) -> str:
@@ -26,7 +27,7 @@ def as_text(entry: Mapping[str, Any]) -> str:
 
 def from_text(text: str) -> dict[str, Any]:
     """The inverse of `as_text`."""
-    entry: dict[str, Any] = _restored(json.loads(text))
+    entry: dict[str, Any] = json.loads(text, object_hook=_restored)
     return entry
 
 
@@ -52,17 +53,10 @@ def _plain(value: Any) -> Any:
     raise DataError(f"got {quoted(value)}, a {type(value).__name__}, in an entry, want plain values")
 
 
-def _restored(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_restored(entry) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    name, content = next(iter(value.items()), ("", []))
-    if name == "!dict":
-        return {_restored(key): _restored(entry) for key, entry in content}
-    if name in _COLLECTIONS:
-        return _COLLECTIONS[name](_restored(entry) for entry in content)
-    return {key: _restored(entry) for key, entry in value.items()}
+def _restored(value: dict[str, Any]) -> Any:
+    """What an object stands for; those in it are restored before it."""
+    name, content = next(iter(value.items()), ("", None))
+    return _FORMS[name](content) if name in _FORMS else value
 
 
 def difficulties(entries: Sequence[Mapping[str, Any]]) -> list[float] | None:

@@ -1,32 +1,25 @@
-"""The generators of reasoning-gym as tasks: rows from seeds, and the verifier that comes with them as the reward.
-
-Entry i of a generator with seed s is made from the seed s + i, for nearly all of them. So train entries are those of
-seed `seed`, and held-out ones those of `seed + 2^31`, which no number of train entries reaches. A question that occurs
-again, or that is held out, is left out of `train`.
-
-Generators differ in what they give for part of an answer: many give the share of the text that is the right answer,
-some 0.01 for an answer of the right form. 1 is a right answer.
-"""
+"""The generators of reasoning-gym as tasks: rows from seeds, and the verifier that comes with them as the reward."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fused_grpo.errors import DataError, InputError, UnavailableError, shown
+from fused_grpo.errors import DataError, InputError, shown
+from fused_grpo.trainer.common.packages import installed
 from fused_grpo.trainer.rewards.builtin_rewards import text_of
-from fused_grpo.trainer.rewards.isolation import IsolatedReward, process_environment
+from fused_grpo.trainer.rewards.isolation import IsolatedFunction, IsolatedReward, WorkerError, checked_text
 from fused_grpo.trainer.tasks.entries import difficulties, from_text, last_answer
 from fused_grpo.trainer.tasks.task import Row, Task
 
+# Entry i of a generator with seed s is made from the seed s + i, for nearly all: no train entry has one of these.
 HELD_OUT_SEEDS = 2**31
 # With limits for one answer, in seconds and bytes.
 SCORER = IsolatedReward(f"{__package__}.processes:score", timeout=10.0, memory=8 << 30, on_failure=0.0)
+MOST_SECONDS = 600.0  # to make an entry
 OWN = ("seed", "size")  # options of every generator that are arguments of `reasoning_gym_task`
 ReadAnswer = Callable[[str, str], str | None]
 
@@ -64,9 +57,10 @@ def reasoning_gym_task(
     for name, value, least in (("size", size, 1), ("heldout_size", heldout_size, 0), ("seed", seed, 0)):
         if not isinstance(value, int) or not least <= value < HELD_OUT_SEEDS // 2:
             raise InputError(f"got {name}={value!r}, want a whole number of at least {least}, below 2^30")
-    made = _made_entries(generator, options, [(seed + HELD_OUT_SEEDS, heldout_size), (seed, size)])
-    seen = set[str]()
-    heldout, train = (list(_new_rows(entries, seen)) for entries in made)
+    described, seen = json.dumps([generator, options]), set[str]()
+    maker = IsolatedFunction(f"{__package__}.processes:entry", timeout=MOST_SECONDS, memory=None, what="tool")
+    heldout = list(_new_rows(_made_entries(maker, described, seed + HELD_OUT_SEEDS, heldout_size), seen))
+    train = list(_new_rows(_made_entries(maker, described, seed, size), seen))
     if not train:
         raise DataError(
             f"got no question of {generator} to train on: all of {size} are among {len(heldout)} held-out ones; fix: "
@@ -79,13 +73,14 @@ def reasoning_gym_task(
         name=f"reasoning_gym:{generator}",
         train=train,
         heldout=heldout,
-        reward=_reward(generator, json.dumps([generator, options]), read_answer),
+        reward=_reward(generator, described, read_answer),
     )
 
 
 def generators() -> dict[str, type[Any]]:
     """The class of options of each generator, by name; UnavailableError without reasoning-gym."""
-    return {name: config for name, (_, config) in sorted(_module().factory.DATASETS.items())}
+    datasets = installed("reasoning_gym", extra="tasks").factory.DATASETS
+    return {name: config for name, (_, config) in sorted(datasets.items())}
 
 
 def option_fields(generator: str) -> list[dataclasses.Field[Any]]:
@@ -110,7 +105,7 @@ def check_options(generator: str, options: Mapping[str, Any]) -> None:
         raise InputError(f"got the option {name!r} for {generator}, want one of {', '.join(names)}{hint}")
     try:
         json.dumps(options)
-        _module().create_dataset(generator, seed=0, size=1, **options)
+        installed("reasoning_gym", extra="tasks").create_dataset(generator, seed=0, size=1, **options)
     except Exception as error:  # of the generator's own checks
         given = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "no options"
         raise InputError(
@@ -119,32 +114,17 @@ def check_options(generator: str, options: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _module() -> Any:
-    try:
-        import reasoning_gym
-    except ModuleNotFoundError as error:
-        raise UnavailableError(
-            f"got a task of reasoning-gym without {error.name}, want it installed; fix: pip install 'fused-grpo[tasks]'"
-        ) from error
-    return reasoning_gym
-
-
-def _made_entries(name: str, options: Mapping[str, Any], parts: Sequence[tuple[int, int]]) -> list[list[str]]:
-    """The entries of a generator for each (seed, size), as text; or a DataError."""
-    made = subprocess.run(
-        [sys.executable, "-m", f"{__package__}.processes"],
-        input=json.dumps({"name": name, "options": options, "parts": parts}).encode(),
-        stdout=subprocess.PIPE,
-        env={**process_environment(), "PYTHONHASHSEED": "0"},
-    )
-    try:
-        reply = json.loads(made.stdout)
-    except ValueError:
-        reply = {"error": f"its process ended with status {made.returncode}"}
-    if "error" in reply:
-        raise DataError(f"got no entries from {name}: {reply['error']}; fix: other options")
-    entries: list[list[str]] = reply["parts"]
-    return entries
+def _made_entries(maker: IsolatedFunction, generator: str, seed: int, size: int) -> Iterator[str]:
+    """The entries of a generator, a JSON list of its name and options, as text; or a DataError."""
+    for index in range(size):
+        try:
+            reply = maker.reply(json.dumps([[generator, seed, size, index], {}]), checked_text)
+        except WorkerError as error:
+            reply = {"error": f"its process {error}"}
+        if "error" in reply:
+            got = f"got no entry {index} of seed {seed} from {generator}"
+            raise DataError(f"{got}: {reply['error']}; fix: other options")
+        yield reply["value"]
 
 
 def _new_rows(entries: Iterable[str], seen: set[str]) -> Iterator[Row]:

@@ -194,7 +194,7 @@ def test_quiet_writes_nothing() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0, "0"), (0.5123, "0.512"), (-1.26, "-1.26"), (12.34, "12.3"), (999.4, "999"), (999.6, "1.00k"), (8e-7, "8e-7"),
-     (123456, "123k"), (2.5e6, "2.50M"), (7e9, "7G"), (None, "-"), (math.inf, "inf")],
+     (123456, "123k"), (2.5e6, "2.50M"), (7e9, "7.00G"), (2e12, "2.00T"), (None, "-"), (math.inf, "inf")],
 )  # fmt: skip
 def test_numbers_are_short(value: float | None, text: str) -> None:
     assert short_number(value) == text

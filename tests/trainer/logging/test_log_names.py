@@ -124,5 +124,5 @@ def test_a_run_with_such_names_resumes_and_its_report_is_written(make_trainer):
 def test_what_a_script_logs_itself_does_not_move_its_step(make_trainer):
     trainer = make_trainer(max_steps=1)
     trainer.train()
-    trainer.output.numbers(1, {"step": "three", "mine": 2.0})
+    trainer.log({"step": "three", "mine": 2.0})
     assert read_metrics(trainer.output_dir / "metrics.jsonl")[-1] == {"step": 1, "mine": 2.0}

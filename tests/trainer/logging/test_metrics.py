@@ -25,10 +25,11 @@ def test_a_value_that_is_not_finite_is_null_because_nan_is_not_json(tmp_path: Pa
     assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "kl": None}
 
 
-def test_a_second_log_does_not_continue_a_line_that_a_kill_cut_short(tmp_path: Path) -> None:
+def test_a_resumed_log_does_not_continue_a_line_that_a_kill_cut_short(tmp_path: Path) -> None:
     RunLog(tmp_path).log_metrics({"step": 1})
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 2, "rew')
+    rewind_logs(tmp_path, 2)
     RunLog(tmp_path).log_metrics({"step": 3})
     assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 1}, {"step": 3}]
 

@@ -46,7 +46,7 @@ def test_a_tracker_gets_options_without_secrets_and_each_number_of_a_step(tmp_pa
     assert memory.config["learning_rate"] == 1e-6
     assert "secret-value" not in str(memory.config)
     assert {type(value) for value in memory.config.values()} <= {bool, int, float, str}
-    output.numbers(3, {"reward": 0.5, "kl": math.nan, "rollout_engine": "vllm"})
+    output.write({"step": 3, "reward": 0.5, "kl": math.nan, "rollout_engine": "vllm"})
     assert memory.records == [(3, {"train/reward": 0.5})]
     output.close()
     assert memory.finished == 1
@@ -61,7 +61,7 @@ def test_the_output_of_a_run_reaches_its_trackers_with_a_quiet_console(tmp_path)
         output.step({"step": step, "reward": 0.5}, {})
     output.evaluation(2, {"hard_reward": 0.5}, 4)
     output.evaluation(2, {"reward": 0.75}, 4, prefix="test")
-    output.numbers(2, {"mine": 1.0, "eval_mine": 2.0})
+    output.write({"step": 2, "mine": 1.0, "eval_mine": 2.0})
     output.track({"step": 2, "train_runtime": 9.0, "train_loss": 0.5})
     steps = [(0, {"eval/reward": 0.25}), (1, {"train/reward": 0.5}), (2, {"train/reward": 0.5})]
     ends = [{"eval/hard_reward": 0.5}, {"test/reward": 0.75}, {"train/mine": 1.0, "eval/mine": 2.0}]
@@ -78,7 +78,7 @@ def test_a_second_run_does_not_log_to_the_trackers_of_the_first(tmp_path):
     accelerator = accelerator_for(args)
     for run in (1, 2):
         output = RunOutput(args, 1, is_main=True, facts={}, accelerator=accelerator)
-        output.numbers(1, {"run": run})
+        output.write({"step": 1, "run": run})
         output.close()
     assert memory.records == [(1, {"train/run": 1}), (1, {"train/run": 2})]
     assert memory.finished == 2
