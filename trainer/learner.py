@@ -134,6 +134,8 @@ class Learner:
             checkpoint_activations(model, args.gradient_checkpointing_kwargs or {})
         # A copy, because the model changes.
         needs_copy = (args.beta > 0 or teacher == SELF) and not is_adapted(model)
+        # What no checkpoint has, and a resumed run reads again: the reference, or the base of an adapter.
+        self.frozen_weights = self._fingerprint(model) if needs_copy or is_adapted(model) else None
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
@@ -163,10 +165,15 @@ class Learner:
         lend: Any = self._reference_policy
         weights, args = SELF, self.args
         if alone is not None:
-            weights = broadcast_object_list([fingerprint(alone.model) if self.accelerator.is_main_process else ""])[0]
+            weights = self._fingerprint(alone.model)
             lend = functools.partial(nullcontext, shard_frozen(self.accelerator, alone.eval()))
         options = {"coef": args.distillation_coef, "kind": args.distillation_kind, "beta": args.distillation_beta}
         return Teacher(lend=lend, vocab_size=vocab_size, options=options, identity=options | {"model": weights})
+
+    def _fingerprint(self, model: PreTrainedModel) -> str:
+        """By rank 0: under FSDP2 it may be the only one that has read the weights."""
+        fingerprints = [fingerprint(model) if self.accelerator.is_main_process else ""]
+        return str(broadcast_object_list(fingerprints)[0])
 
     def restart(self) -> None:
         """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""

@@ -144,6 +144,7 @@ def make_trainer(make_model, tokenizer, tmp_path: Path) -> Callable[..., GRPOTra
         dataset: Any = None,
         eval_dataset: Any = None,
         callbacks: Any = None,
+        model_seed: int = 0,
         **options: Any,
     ) -> GRPOTrainer:
         arguments = {name: options.pop(name) for name in ("teacher_model", "peft_config") if name in options}
@@ -162,7 +163,7 @@ def make_trainer(make_model, tokenizer, tmp_path: Path) -> Callable[..., GRPOTra
             "save_strategy": "steps" if "save_steps" in options else "no",
         }
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
-        model = make_model()
+        model = make_model(model_seed)
         return GRPOTrainer(
             model,
             reward,

@@ -250,7 +250,7 @@ def saved_options(args: GRPOConfig) -> dict[str, Any]:
 
 
 def identity(learner: Any) -> dict[str, Any]:
-    """What has to be as it was: options, processes, the classes of optimizer and schedule, adapter, codes, teacher."""
+    """What has to be as it was: options, processes, the classes of optimizer and schedule, adapter, frozen models."""
     args, processes = learner.args, learner.accelerator.num_processes
     return {
         **{name: getattr(args, name) for name, rule in RULES.items() if rule.wins == "refused"},
@@ -259,6 +259,7 @@ def identity(learner: Any) -> dict[str, Any]:
         "optimizer": type(learner.optimizer.optimizer).__name__,
         "schedule": type(learner.scheduler).__name__,
         "adapter": adapter_identity(_model(learner)),
+        "frozen_weights": learner.frozen_weights,
         "quantization_config": codes_identity(base_model(_model(learner)).config),
         "teacher": None if learner.teacher is None else learner.teacher.identity,
     }
@@ -283,7 +284,7 @@ def differences(learner: Any, saved: dict[str, Any], checkpoint: Path, *, mid_ba
     if refused:
         got, want = (", ".join(f"{entry[0]}={_SHORT.repr(entry[place])}" for entry in refused) for place in (2, 1))
         raise CheckpointError(
-            f"got {got} to resume from {checkpoint}, want {want} as it was saved with; fix: resume with those options, "
-            "or start a new run with the checkpoint as its model"
+            f"got {got} to resume from {checkpoint}, want {want} as it was saved with; fix: resume with those options "
+            "and the model that the run began with, or start a new run with the checkpoint as its model"
         )
     return lines

@@ -21,7 +21,7 @@ from fused_grpo.integrations.model_modes import uncompiled as uncompiled
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.console import progress, without_bars
-from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
+from fused_grpo.trainer.models.adapters import base_model, is_adapted, is_prompt_tuned
 from fused_grpo.trainer.models.quantized import check_quantization, keep_exact, quantization_of
 
 if TYPE_CHECKING:
@@ -211,12 +211,19 @@ def check_teacher_model(teacher: Any, policy: Any) -> None:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A sha256 sum of the first values of each parameter: it differs between models and between checkpoints of one."""
+    """A sha256 sum of the first values of each parameter: it differs between models and between checkpoints of one.
+
+    Of a model with an adapter, of what is not trained. Numbers count in bf16, so that those of a model that is loaded
+    in another dtype are the same.
+    """
     digest = hashlib.sha256(type(base_model(model)).__name__.encode())
     for name, parameter in model.named_parameters():
-        first = parameter.detach().flatten()[:FINGERPRINT_VALUES].cpu().contiguous()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(first.view(torch.uint8).numpy().tobytes())
+        if is_adapted(model) and parameter.requires_grad:
+            continue
+        first = parameter.detach().flatten()[:FINGERPRINT_VALUES].cpu()
+        first = first.bfloat16() if first.is_floating_point() else first
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(first.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -1,5 +1,6 @@
 """A run that was killed and resumed ends bit for bit as the one that was not; other options are said or refused."""
 
+import copy
 import dataclasses
 import json
 import logging
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError
@@ -15,6 +17,7 @@ from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpo
 from fused_grpo.trainer.checkpoint.resume import RULES, restore, rule_of
 from fused_grpo.trainer.checkpoint.training_state import random_state, read_weights, set_random_state
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+from fused_grpo.trainer.models.loading import fingerprint
 
 RUN = Path(__file__).parents[1] / "resume_run.py"
 SEVERAL = {"steps_per_generation": 4, "num_iterations": 2}
@@ -294,6 +297,31 @@ def resumed(make_trainer, caplog):
         return trainer.learner, [line.strip() for line in caplog.text.splitlines()]
 
     return resume
+
+
+KEPT = {
+    "reference": {"beta": 0.1},
+    "self-distillation": {"teacher_model": "self", "distillation_coef": 0.5},
+    "base of an adapter": {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])},
+}
+
+
+@pytest.mark.parametrize("options", KEPT.values(), ids=KEPT)
+def test_a_model_that_no_checkpoint_has_must_be_the_same(saved, resumed, options):
+    """The reference, or the base of an adapter, would be another one in silence."""
+    checkpoint = saved(**options)
+    assert resumed(checkpoint, **options)
+    with pytest.raises(CheckpointError, match=r"got frozen_weights=.* fix: .*the model that the run began with"):
+        resumed(checkpoint, model_seed=1, **options)
+
+
+def test_a_trained_model_may_be_any(saved, resumed):
+    resumed(saved(), model_seed=1)
+
+
+def test_a_base_in_another_dtype_is_the_same(make_model):
+    model = make_model()
+    assert fingerprint(model) == fingerprint(copy.deepcopy(model).bfloat16()) != fingerprint(make_model(1))
 
 
 def test_other_numbers_of_a_users_optimizer_are_said(saved, make_trainer, caplog):
