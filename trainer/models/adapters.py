@@ -187,19 +187,21 @@ def as_reference(model: Any) -> Iterator[None]:
         model.set_adapter(trained)
 
 
-def merged_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
-    """The weights with the adapter merged, under the names of the base model's checkpoint.
+def checkpoint_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
+    """Every weight under the name that `save_pretrained` of the base model gives it, with the adapter merged.
 
-    Equals
-        copy.deepcopy(model).merge_and_unload().state_dict().items(), in another order
+    It is made when it is read; a layer that is merged takes three matrices of its size. Weights that FSDP2 has sharded
+    are gathered on the device: every rank has to read all of them. Equals, but for memory and order,
+        copy.deepcopy(model).merge_and_unload().save_pretrained(folder)
+        safetensors.torch.load_file(folder / "model.safetensors").items()
 
-    Weights without an adapter are the model's own tensors. A layer is merged when it is read, which takes three
-    matrices of its size. `dtype` is that of `checkpoint_weights`. UnsupportedError for virtual tokens and for layers
-    that are quantised, but not in 4 bits by bitsandbytes, when they are read.
+    Args:
+        model: the causal LM of transformers, or a PeftModel around one.
+        dtype: of the engine that is sent the weights; they are cast to it as by `narrowing`. None: they are not.
+
+    UnsupportedError for virtual tokens and for layers that are quantised, but not in 4 bits by bitsandbytes, when they
+    are read.
     """
-    if is_prompt_tuned(model):
-        # Refused when it is read: an engine that samples from the model itself reads nothing.
-        return WeightStream({}, map(_refuse, ["virtual tokens, which are no weights of its base"]))
     return _named_weights(model, _merged, dtype)
 
 
@@ -211,7 +213,7 @@ def _refuse(what: str) -> tuple[str, Tensor]:
 
 
 def base_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
-    """The weights of the frozen base, under the names of `merged_weights`; of 4-bit layers what they compute with."""
+    """As `checkpoint_weights`, of the frozen base; of 4-bit layers what they compute with."""
     return _named_weights(model, _unadapted, dtype)
 
 
@@ -407,27 +409,34 @@ def _named_weights(
 
     What it makes has the sizes of the state dict of what `as_shaped` makes.
     """
-    base = base_model(model)
+    base, refused = base_model(model), None
+    if is_prompt_tuned(model):
+        refused = "virtual tokens, which are no weights of its base"
+    elif quantization_of(base.config) and not layers_in_4bit(base):
+        refused = "layers that are quantised otherwise than in 4 bits by bitsandbytes"
+    if refused:  # when it is read: an engine that samples from the model itself reads nothing
+        return WeightStream({}, map(_refuse, [refused]))
     layers: dict[str, Any] = {}
     for name, layer in base.named_modules():
         # Two adapted parameters of one layer are two wrappers, one in the other: the outermost stands for both.
         if (_is_wrapped(layer) or is_4bit(layer)) and not name.startswith(tuple(f"{outer}." for outer in layers)):
             layers[name] = layer
-    inside = tuple(f"{name}." for name in layers)
-    state: dict[str, Tensor] = base.state_dict()
-    outside = {name: weight for name, weight in state.items() if not name.startswith(inside)}
-    if quantization_of(base.config) and not layers_in_4bit(base):
-        return WeightStream({}, map(_refuse, ["layers that are quantised otherwise than in 4 bits by bitsandbytes"]))
-    narrow = narrowing(base, dtype)
+    inside, narrow = tuple(f"{name}." for name in layers), narrowing(base, dtype)
 
     @torch.no_grad()
     def plain(prefix: str, layer: Any) -> dict[str, Tensor]:
         return {f"{prefix}.{name}": gathered(weight) for name, weight in unwrapped(layer).state_dict().items()}
 
-    def alone(name: str) -> dict[str, Tensor]:
-        return {name: gathered(narrow(name, outside[name]))}
+    def alone(name: str, weight: Tensor) -> dict[str, Tensor]:
+        return {name: gathered(narrow(name, weight.detach()))}
 
-    parts = [Part({name: empty_like(weight)}, partial(alone, name)) for name, weight in outside.items()]
+    # The parameters themselves: a DTensor's shard, of whatever is tied to it too.
+    state: dict[str, Tensor] = base.state_dict(keep_vars=True)
+    parts = [
+        Part({name: empty_like(weight)}, partial(alone, name, weight))
+        for name, weight in state.items()
+        if not name.startswith(inside)
+    ]
     for prefix, layer in layers.items():
         shapes = {f"{prefix}.{name}": empty_like(weight) for name, weight in as_shaped(layer).state_dict().items()}
         parts.append(Part(shapes, partial(plain, prefix, layer)))
