@@ -4,12 +4,11 @@
 it would go on sampling from the old head (log-probs off by 0.2 to 0.6). So its config says that a tied model is untied,
 and `Tie.undo` gives every new embedding to both. The price is one more [V, D] matrix in the engine.
 
-**Files.** Another process reads new weights from a folder of safetensors: in /dev/shm, without writes to a disk at
-every step, or in the temporary directory where that has no room (containers often have 64 MB). The folder is removed
-after the sync. A process that was killed leaves its folder behind, so every folder is locked until its process ends,
-and before its first one a process removes the unlocked folders of the same user. Process ids would not do: containers
-share memory and number their processes on their own. In a directory that the user names nothing is removed: other
-machines may share it without sharing locks.
+**Files.** Another process reads new weights from a folder of safetensors, which is removed after the sync. A process
+that was killed leaves its folder behind, so every folder is locked until its process ends, and before its first one a
+process removes the unlocked folders of the same user. Process ids would not do: containers share memory and number
+their processes on their own. In a directory that the user names nothing is removed: other machines may share it without
+sharing locks.
 """
 
 from __future__ import annotations
@@ -53,17 +52,18 @@ class Tie:
         names = {module: name for name, module in model.named_modules()}
         return cls(f"{names[embedding]}.weight", f"{names[head]}.weight")
 
-    def undo(self, weights: Named) -> Named:
+    def undo(self, weights: Named) -> WeightStream:
         """`weights` with the embedding under both names, whether or not it came under both."""
-        return weights.through(self._undone) if isinstance(weights, WeightStream) else self._undone(weights)
 
-    def _undone(self, weights: Named) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in weights:
-            if name != self.head:
-                yield name, weight
-            if name == self.embedding:
-                yield self.head, weight
-            del weight  # before the next is made
+        def undone(weights: Named) -> Iterator[tuple[str, Tensor]]:
+            for name, weight in weights:
+                if name != self.head:
+                    yield name, weight
+                if name == self.embedding:
+                    yield self.head, weight
+                del weight  # before the next is made
+
+        return WeightStream.of(weights).through(undone)
 
 
 @contextmanager

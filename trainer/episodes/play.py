@@ -24,7 +24,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, clean_prompt, is_conversational
 from fused_grpo.trainer.data.prompts import CHARACTERS_OF_A_TOKEN
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, known_experts, support_fields
+from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, all_known, support_fields
 from fused_grpo.trainer.engines.turns import TurnSession, turn_session
 from fused_grpo.trainer.episodes.conversation import Message, Template
 from fused_grpo.trainer.episodes.environments import NO_PROMPT, Environments, is_done, methods_of
@@ -119,7 +119,7 @@ class EpisodeEngine:
             num_generations=sampling.n,
             weight_version=self.weight_version,
             episodes=[one.episode() for one in played],
-            routed_experts=known_experts([one.experts for one in played]),
+            routed_experts=all_known([one.experts for one in played]),
             **support_fields([one.support() for one in played] if sampling.wants_ids else [None], sampling),
         )
 

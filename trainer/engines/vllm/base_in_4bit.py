@@ -1,8 +1,7 @@
 """vLLM with a base model in 4 bits, that of the trainer: what it needs, and the checkpoint that it reads.
 
 vLLM quantises a checkpoint itself with options of its own, so it is given the trainer's codes: a checkpoint as
-bitsandbytes writes it, in a folder that is removed once vLLM has started. From 0.30 on, such layers are a plugin of
-vLLM's, `vllm-bnb-plugin`; before, its own. They pack for 16-bit dtypes alone.
+bitsandbytes writes it, in a folder that is removed once vLLM has started. docs/lora.md says which vLLM has such layers.
 """
 
 from __future__ import annotations

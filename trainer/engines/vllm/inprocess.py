@@ -2,15 +2,14 @@
 
 Why in this process. Measured on two CPU cores, 2-layer model: `LLM()` takes 22 s with its engine in processes of its
 own (vLLM's CPU platform always spawns two, and each imports torch and vLLM again) and 2 s here; sampling costs the
-same. Weights are loaded from the trainer's own tensors (6 ms; on a GPU they never leave it) instead of a checkpoint
-that is written and read back, and no process can be left behind. The price is that vLLM changes the state of the
-trainer's process, which start_vllm.py restores, and that there is one engine per process, because vLLM's process groups
-are global. Where one exists (DDP), vLLM makes its own over all ranks: every rank has to start an engine.
+same. Weights are loaded from the trainer's own tensors (6 ms; on a GPU they never leave it), and no process can be left
+behind. The price is that vLLM changes the state of the trainer's process, which start_vllm.py restores, and that there
+is one engine per process, because vLLM's process groups are global. Where one exists (DDP), vLLM makes its own over all
+ranks: every rank has to start an engine.
 
 **An adapter beside the base model** (VLLMAdapterEngine). The base is frozen, so it is loaded once. After that a sync
-writes the adapter (megabytes, to shared memory) and vLLM loads it in place of the last one (2 ms on a CPU with two
-layers; log-probs within 2e-5 of the trainer's). The price is in sampling: every layer multiplies with A and B too,
-which merged weights (VLLMEngine, the default) avoid.
+writes the adapter (megabytes, to shared memory) and vLLM loads it in place of the last one. The price is in sampling:
+every layer multiplies with A and B too, which merged weights (VLLMEngine, the default) avoid.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ from fused_grpo.trainer.engines.sampling import (
     vllm_requests,
 )
 from fused_grpo.trainer.engines.served_adapter import ServedAdapter, check_precision
+from fused_grpo.trainer.engines.turns import VLLMTurns, sampling_errors
 from fused_grpo.trainer.engines.vllm.base_in_4bit import OPTIONS, check_4bit
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_installed,
@@ -50,7 +50,6 @@ from fused_grpo.trainer.engines.vllm.start_vllm import (
     start_vllm,
     temporary_checkpoint,
 )
-from fused_grpo.trainer.engines.vllm.turns import VLLMTurns, sampling_errors
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_model, base_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
@@ -218,12 +217,11 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             # vLLM would write to memory that it has freed.
             raise WeightSyncError("got load_weights on a sleeping vllm engine, want it awake; fix: wake() before")
-        weights = named_weights if self._tie is None else self._tie.undo(named_weights)
-        detached = map(_detached, weights)  # a loop would keep a weight until the next is made
-        llm = self._engine()
+        llm, stream = self._engine(), WeightStream.of(named_weights)
+        weights = stream if self._tie is None else self._tie.undo(stream)
         try:
             with preserved_state(), packed_experts(llm) if self._on_cpu else nullcontext():
-                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": detached})
+                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         except Exception as error:
             self.close()
             finish(named_weights)
@@ -441,10 +439,6 @@ def _checked(engine_options: dict[str, Any], *, taken: set[str]) -> dict[str, An
             "from one device; fix: leave it out, and let every rank have its own engine"
         )
     return engine_options
-
-
-def _detached(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
-    return named[0], named[1].detach()
 
 
 def _completion(output: Any, listed: bool, top: int = 0) -> Completion:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
+import importlib
 import importlib.util
 import logging
 import os
@@ -38,7 +39,7 @@ import torch
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
 from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder, write_weights
-from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes
+from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes, kv_width
 from fused_grpo.trainer.models.quantized import quantization_of
 from fused_grpo.trainer.models.weight_stream import WeightStream
 
@@ -77,23 +78,18 @@ def check_installed() -> None:
 
 def check_dtype(dtype: torch.dtype) -> None:
     """UnsupportedError where vLLM cannot compute in `dtype` on this device. It imports vLLM."""
-    with preserved_state():
-        _set_defaults()
-        from vllm.platforms import current_platform
-    names = [str(known).removeprefix("torch.") for known in current_platform.supported_dtypes]
+    platform = _imported("vllm.platforms").current_platform
+    names = [str(known).removeprefix("torch.") for known in platform.supported_dtypes]
     if (name := str(dtype).removeprefix("torch.")) not in names:
         raise UnsupportedError(
-            f"got vllm_dtype={name!r}, want one that vLLM computes in on this {current_platform.device_name}: "
+            f"got vllm_dtype={name!r}, want one that vLLM computes in on this {platform.device_name}: "
             f"{', '.join(names)}; fix: one of these, or leave it out"
         )
 
 
 def check_routed_experts() -> None:
     """UnsupportedError where vLLM returns no experts on this device. It imports vLLM."""
-    with preserved_state():
-        _set_defaults()
-        from vllm.triton_utils import HAS_TRITON
-    if not HAS_TRITON:
+    if not _imported("vllm.triton_utils").HAS_TRITON:
         raise UnsupportedError(
             "got router_replay=True with vLLM in this process and no Triton for its device, want its model runner V2, "
             "which alone returns the experts of tokens, and needs Triton (on a CPU a build with a CPU backend); fix: a "
@@ -107,14 +103,11 @@ def enable_batch_invariance() -> None:
     To be called before the first matrix product, at which cuBLAS reads its part. UnsupportedError where vLLM has no
     such mode, has started without it, or has one in which nothing could be trained beside it.
     """
-    with preserved_state():
-        _set_defaults()
-        from vllm import envs
-        from vllm.platforms import current_platform
+    envs, platform = _imported("vllm.envs"), _imported("vllm.platforms").current_platform
     # On older GPUs, AMD's and Intel's it replaces torch's own `linear`, for which there is no backward pass then.
-    if not (current_platform.is_cuda() and current_platform.has_device_capability(90)):
+    if not (platform.is_cuda() and platform.has_device_capability(90)):
         raise UnsupportedError(
-            f"got batch_invariant=True with vLLM in this process, on {current_platform.device_name}, want an NVIDIA "
+            f"got batch_invariant=True with vLLM in this process, on {platform.device_name}, want an NVIDIA "
             "GPU of compute capability 9.0 or more: on other GPUs vLLM's mode leaves the trainer without gradients, "
             "and on a CPU there is none; fix: vllm_mode='server' and VLLM_BATCH_INVARIANT=1 there, or use_vllm=False"
         )
@@ -184,10 +177,7 @@ def cpu_options(config: PreTrainedConfig, max_model_len: int, sequences: int, dt
     prompt, and a preempted sequence, is computed in one pass or waits: a pass has room for the longest.
     """
     text = config.get_text_config()
-    queries = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
-    heads = getattr(text, "num_key_value_heads", None) or queries
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // queries
-    token_bytes = 2 * text.num_hidden_layers * heads * head_size * dtype.itemsize
+    token_bytes = 2 * text.num_hidden_layers * kv_width(text) * dtype.itemsize
     return {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
@@ -317,6 +307,13 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
         gc.freeze()
         contexts.callback(gc.unfreeze)  # or no trainer that ends would ever be collected, nor its models
         return LLM(model=folder, **options)
+
+
+def _imported(name: str) -> Any:
+    """A module of vLLM."""
+    with preserved_state():
+        _set_defaults()
+        return importlib.import_module(name)
 
 
 def _set_defaults() -> None:
