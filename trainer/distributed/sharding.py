@@ -1,10 +1,8 @@
-"""DDP and FSDP2: how ranks are connected, a policy is sharded across them, and its full weights are gathered.
+"""DDP and FSDP2: how ranks are connected, and a policy is sharded across them.
 
-Each decoder layer is gathered when it is used. Embedding, last norm and head stay with the root, tied or not: the loss
-reads the head's weight inside the root's forward, where it is a plain tensor and its gradient is reduced with the rest.
-A reference is sharded as the policy is, and gets copies of the policy's shards: no rank has all of it. With
-`fsdp_cpu_ram_efficient_loading`, transformers reads a model's files on rank 0 alone, and Accelerate sends each rank its
-shard.
+Embedding, last norm and head stay with the root, tied or not: the loss reads the head's weight inside the root's
+forward, where it is a plain tensor and its gradient is reduced with the rest. A reference is sharded as the policy is,
+and gets copies of the policy's shards: no rank has all of it. The rest is in docs/scaling-out.md.
 """
 
 from __future__ import annotations

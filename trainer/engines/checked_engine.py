@@ -1,28 +1,17 @@
 """Checks that an engine returned what was asked for, sampled from the weights that the trainer trains.
 
 The trainer calls every engine through `checked_generate` and `checked_load_weights`, so an error of an engine ends
-here, before a reward is computed. A completion is used as it is or not at all: nothing is cut or padded.
-
-Where single completions cannot be used, `rollout_failure` decides: the run ends, their prompts are sampled again, or
-their groups are dropped. A group is dropped whole, because an advantage compares its members: the rest would be a group
-of another size, chosen by what the engine can compute. An answer that cannot be assigned to prompts, or that is of
-other weights, ends the run in any case.
+here, before a reward is computed. A completion is used as it is or not at all: nothing is cut or padded. What happens
+where single completions cannot be used, and the bounds of `WeightCheck`, are in docs/engines.md ("What is checked").
 
 **Weights** (`WeightCheck`). In the first pass over fresh rollouts the policy has not moved since they were sampled, so
 the trainer's log-probs and the engine's are two computations of one quantity. They differ by rounding, which depends on
 the dtype and, in fp32, on the device. A sync that failed, a stale head or another temperature differ by orders of
 magnitude more.
 
-    float32 on a CPU     max 1e-3    two engines differ by 1e-6 to 1e-5; a stale head was measured at 0.2 to 0.6
-    float32 elsewhere    mean 0.02   attention of vLLM multiplies in TF32, whose mantissa is that of float16
-    float16              mean 0.02   single tokens may differ more: only the mean is bounded
-    bfloat16             mean 0.1    rounding the logits alone moves a token by 0.02 on average and 0.09 at most
-
 A policy that has become sure of itself has larger logits, which round further, and a step may have few tokens. So
-where the mean of a 16-bit engine is above that bound, the policy's own log-probs are computed in 16 bits too, and
+where the mean of a 16-bit engine is above its bound, the policy's own log-probs are computed in 16 bits too, and
 ROUNDINGS times what that moves them is allowed.
-
-`max_logprob_difference` replaces the bound, not whether it is one of the maximum or of the mean.
 
 **Turns.** Each of several turns is checked. If the first ones agree and a later one does not, the weights are right,
 and what was read before that turn is not what is trained on. A user's function may sample with anything; where its

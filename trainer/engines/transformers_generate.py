@@ -1,8 +1,7 @@
 """An engine that needs only transformers: `model.generate` on the trainer's own model.
 
-It samples with the tensors that the optimizer updates, so weights are never copied and never stale: `load_weights`
-only stores the version. It is meant for small models and for machines without vLLM. All sequences of a call are in one
-batch, with one KV cache, unless `max_sequences` bounds it.
+It samples with the tensors that the optimizer updates, so weights are never copied and never stale. All sequences of a
+call are in one batch, with one KV cache, unless `max_sequences` bounds it.
 
 A logits processor samples each token, stores its log-prob, and masks all others, so that `generate` can only choose
 this one. It has its own random generator (the global one is not used), and stores B log-probs a step instead of the

@@ -1,4 +1,4 @@
-"""LoRA, prompt tuning and P-tuning by PEFT: a frozen base model and a trained adapter.
+"""LoRA, prompt tuning and P-tuning by PEFT: a frozen base model and a trained adapter (docs/lora.md).
 
 PEFT puts LoRA into the layers of the base model, so backbone and loss run unchanged. The other differences are here:
 
@@ -6,9 +6,6 @@ PEFT puts LoRA into the layers of the base model, so backbone and loss run uncha
 - reference: the same model with its adapter disabled, or with a frozen copy of the adapter that the model came with.
 - engine: gets W + (alpha / r) B A under the names of the base model's checkpoint. While it reads, a layer at a time is
   merged on a copy, so W never changes by rounding; of a layer in 4 bits, W is what it computes with (quantized.py).
-  Virtual tokens are no weights of the base: only the transformers engine, on the trained model itself, can sample with
-  them.
-- FSDP2: base and adapter are sharded. What is sent is gathered a layer at a time; the adapter alone where that is all.
 - checkpoint: holds the adapter alone, in PEFT's format; resuming loads it bit for bit into the model that is passed.
 
 **Virtual tokens** (prompt tuning, P-tuning) are trained embeddings of n tokens before every sequence:
@@ -16,9 +13,8 @@ PEFT puts LoRA into the layers of the base model, so backbone and loss run uncha
     inputs_embeds = cat(prompt [n, D], embed(tokens) [T, D])
 
 Rows of token ids have n places in front of each sequence, so that positions, attention and the places of predictors
-count them. Whatever runs the model puts the trained embeddings there. Packed or padded, the result is PEFT's own for
-each sequence alone. (PEFT has the virtual tokens before the padding on the left, so with prompts of different lengths
-its log-probs depend on the other rows.) With the adapter disabled, as in the reference, there are none.
+count them; whatever runs the model puts the trained embeddings there. (PEFT has them before the padding on the left, so
+with prompts of different lengths its log-probs depend on the other rows.)
 
 PEFT is imported only where there is an adapter.
 """

@@ -7,9 +7,8 @@ because norms and the residual stream stay in fp32). `LEFT_OUT` says what is not
 
 **On a CPU** it is the memory of the whole process, what it holds when the run is planned and vLLM too. Terms are added
 although not all are full at the same time: gradients appear while activations are freed, but the C library rarely gives
-those back in between. Three numbers are measured (bench/results/cpu-2-cores/memory-2026-11-26.json) and not derived:
-vLLM's libraries; what a process loads later and keeps free; and, with checkpointing, the holes that a layer's
-activations leave between gradients that stay, a tenth of them.
+those back in between. What is measured and not derived has its raw figures in
+bench/results/cpu-2-cores/memory-2026-11-26.json.
 
 Letters: P parameters, Q those in 4 bits, T those that are trained, L layers, D hidden size, I intermediate size, V
 vocabulary, N tokens of a micro-batch, C completion tokens of a micro-batch.
@@ -99,6 +98,14 @@ def cpu_cache_bytes(token_bytes: int, max_model_len: int, sequences: int) -> int
     return max(min(min(sequences, CPU_SEQUENCES) * sequence, _CPU_CACHE_LIMIT), 2 * sequence)
 
 
+def kv_width(text: Any) -> int:
+    """Numbers in the keys of one token and layer, of a text config."""
+    queries = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
+    heads: int = getattr(text, "num_key_value_heads", None) or queries
+    size: int = getattr(text, "head_dim", None) or text.hidden_size // queries
+    return heads * size
+
+
 def shape_of(
     model: Any,
     *,
@@ -127,9 +134,7 @@ def shape_of(
     adapted = [linear[name] for name in linear if lora_targets is None or name.rpartition(".")[2] in lora_targets]
     adapter = sum((lora_r or 0) * (layer.in_features + layer.out_features) for layer in adapted)
     matrices = sum(layer.weight.numel() for layer in linear.values())
-    heads = text.num_attention_heads
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
     return ModelShape(
         parameters=parameters + adapter,
         quantized=quantized or (matrices if in_4bit else 0),
@@ -139,7 +144,7 @@ def shape_of(
         hidden=text.hidden_size,
         intermediate=max(intermediate) if isinstance(intermediate, list) else intermediate,  # one for each layer
         vocabulary=text.vocab_size,
-        kv_width=width * (getattr(text, "num_key_value_heads", None) or heads),
+        kv_width=kv_width(text),
         head_tied=head.weight is model.get_input_embeddings().weight,
         # The loss of routers is of whole sequences.
         shares_prompts=sees_all(model) and not hasattr(text, "output_router_logits"),

@@ -1,10 +1,8 @@
-"""Base models in 4 bits (bitsandbytes), on which LoRA is trained: QLoRA, arXiv:2305.14314.
+"""Bases whose linear layers are in 4 bits (bitsandbytes), on which LoRA is trained: QLoRA, arXiv:2305.14314.
 
 A layer holds 4-bit codes and a scale for each block of them, and computes with the weight W that they stand for, which
 is made in every pass and dropped. So the policy is W + (alpha / r) B A with that W, exactly, and so is what an engine
-gets that computes in 16 or 32 bits: merging rounds nothing to 4 bits again. The codes never change.
-
-An engine that has the base in 4 bits too reads the trainer's own codes from a folder, and takes the adapter alone.
+gets that computes in 16 or 32 bits. The codes never change.
 
 bitsandbytes is imported only where a model has such layers.
 """

@@ -1,8 +1,6 @@
 """Router replay: a mixture of experts computes its tokens with the experts that the sampler chose (arXiv:2510.11370).
 
-A router takes the k experts with the largest scores. Rounding decides between experts whose scores are close, so an
-engine and the trainer send some tokens to different ones, though their weights are the same. No correction of ratios
-mends that: it is another computation. With replay the choice is the sampler's, and all else the trainer's own:
+Why, and which models can, is in docs/models.md. The choice is the sampler's, and all else the trainer's own:
 
     scores  = router(hidden)                                  # [T, E], softmax or sigmoid, as the model has it
     experts = scores.topk(k).indices                          # what is replaced by the sampler's
@@ -13,8 +11,7 @@ mends that: it is another computation. With replay the choice is the sampler's, 
 before it (groups of experts, biases of the choice) and behind it (softmax over the k, scaling) is its own code. `check`
 shows by a few tokens that it is so for a model, and raises where it is not.
 
-The choice stays until the backward pass is over, because gradient checkpointing computes the layers in it
-again. The routers' auxiliary loss is about what they would choose themselves.
+The choice stays until the backward pass is over, because gradient checkpointing computes the layers in it again.
 """
 
 from __future__ import annotations

@@ -3,11 +3,8 @@
 A sync writes PEFT's files (megabytes) to shared memory, has every server load them, and removes them. On the servers
 the weight version of the sync is the adapter's name, and requests name it as their model: a server that was restarted
 since does not know it, and cannot sample from its base by mistake. No request is in flight during a sync, so older
-adapters are unloaded then, those of a run that was killed too. vLLM's prefix cache has the adapter's name in its keys;
-it is emptied all the same, as after every sync, so that a resumed run finds what the first one found.
-
-The base is never sent. Sizes are compared at the start, and that it is the trainer's is shown by the log-prob check of
-the first step.
+adapters are unloaded then, those of a run that was killed too. The base is never sent: that it is the trainer's is
+shown by the log-prob check of the first step.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ All requests are coroutines under one deadline (`Replicas.run`), so no request n
 deadline all requests in flight are cancelled, and vLLM drops requests whose client disconnects.
 
 Responses are not trusted: they may come from another program, another version or a broken server. All pass through
-`Replica.request`: a redirect or a content encoding is an error and is not followed or expanded, a response is read up
-to a size that fits the request, and errors quote it without the API key. `parsed` compares all of it with types, so
-that the code behind it needs no guards. Values and lengths of completions are checked as those of all engines.
+`Replica.request`, and `parsed` compares all of them with types, so that the code behind it needs no guards.
 
 `load_weights` gives each server a weight version of its own (vLLM's string, unique to this sync). A restart resets it,
 and another trainer's sync replaces it. After sampling, each server is asked for its version once. A server that fails

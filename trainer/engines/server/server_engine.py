@@ -1,9 +1,8 @@
 """vLLM behind OpenAI-compatible servers (`vllm serve`): replicas of the user's, or one of the trainer's own.
 
-None of our code runs in the server. It gets token ids and returns token ids with log-probs, one request per prompt so
-that each has a seed of its own; the same seeds give the completions of the in-process engine. New weights go through
-the routes that VLLM_SERVER_DEV_MODE=1 opens. In a run over several processes each samples its own prompts, and the
-first one alone sends the weights. See also docs/engines.md.
+A server gets token ids and returns token ids with log-probs, one request per prompt so that each has a seed of its own;
+the same seeds give the completions of the in-process engine. In a run over several processes each samples its own
+prompts, and the first one alone sends the weights. See also docs/engines.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What a vLLM server reports of itself, and whether a trainer can use such a server.
+"""What a vLLM server reports of itself, and whether a trainer can use it.
 
-**The model** is compared before weights are sent: vLLM loads them in place, one after the other, and those of another
-model leave a server that no client can use. No route has the config of the server's model, but in development mode its
-workers print their modules (`get_model_inspection`). Sizes are compared with those that vLLM's layers print; names of
-norms and the use of biases only where the class has another name, because vLLM serves some architectures with the class
-of another one. What no layer prints is left to the log-prob check of the first step.
+The model is compared before weights are sent, as docs/engines.md says ("A server with another model"): sizes with those
+that vLLM's layers print; names of norms and the use of biases only where the class has another name, because vLLM
+serves some architectures with the class of another one.
 """
 
 from __future__ import annotations

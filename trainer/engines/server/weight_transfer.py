@@ -9,10 +9,8 @@ server_engine.py does the rest of a sync, the same for all: it resets prefix cac
 **NCCL.** Of vLLM (0.28 or newer, on both ends) there are its communicator, a group of this process and every worker of
 every server, and its servers' routes. Its trainer side (`TrainerWeightTransferEngine`) is not used: it supports one
 server and no API key, it would use the proxies of the environment, its interface changes from release to release, and
-it keeps two buckets of 1 GiB in flight. Here one weight and one bucket are on the GPU besides the model. A broadcast
-cannot be interrupted when the other side is gone, so each runs in a thread, which is abandoned after the timeout; the
-servers then hang in their broadcast, and have to be restarted. It has not run on a GPU yet: tests replace the
-communicator, and read the broadcasts with vLLM's own code.
+it keeps two buckets of 1 GiB in flight. A broadcast cannot be interrupted when the other side is gone, so each runs in
+a thread, which is abandoned after the timeout; the servers then hang in their broadcast, and have to be restarted.
 """
 
 from __future__ import annotations
