@@ -67,8 +67,8 @@ BUGS = {
     ),
     "a server that is not batch invariant is accepted": (
         SERVER,
-        'environment.get("VLLM_BATCH_INVARIANT") is not True',
-        '"VLLM_BATCH_INVARIANT" not in environment',
+        'variables.get("VLLM_BATCH_INVARIANT") is not True',
+        '"VLLM_BATCH_INVARIANT" not in variables',
         [VLLM, "-k", "server_says and refused"],
     ),
     "servers are not asked": (

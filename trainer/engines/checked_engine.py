@@ -305,17 +305,16 @@ def _dropped(samples: Sequence[Sample], wrong: Mapping[int, str], size: int) -> 
 
 
 def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: int, *, own_prompts: bool) -> str | None:
-    lists: dict[str, Any] = {"completions": rollouts.completion_ids, "finish reasons": rollouts.finish_reasons}
-    optional: dict[str, Any] = {"lists of log-probs": rollouts.sampling_logprobs, "episodes": rollouts.episodes}
-    optional |= {"completion masks": rollouts.completion_masks}
-    optional |= {"lists of log-probs of kept tokens": rollouts.support_logprobs}
-    optional |= {"arrays of experts": rollouts.routed_experts}
-    lists |= {what: column for what, column in optional.items() if column is not None}
+    columns: dict[str, Any] = {"completions": rollouts.completion_ids, "finish reasons": rollouts.finish_reasons}
+    columns |= {"lists of log-probs": rollouts.sampling_logprobs, "episodes": rollouts.episodes}
+    columns |= {"completion masks": rollouts.completion_masks, "arrays of experts": rollouts.routed_experts}
+    columns |= {"lists of log-probs of kept tokens": rollouts.support_logprobs}
     if rollouts.support_ids is not None or rollouts.support_sizes is not None:
-        lists |= {"lists of kept tokens": rollouts.support_ids or (), "sizes of supports": rollouts.support_sizes or ()}
-    lists |= {f"values of {name!r}": values for name, values in rollouts.extra.items()}
-    for name, values in lists.items():
-        if len(values) != n * len(prompt_ids):
+        ids, sizes = rollouts.support_ids or (), rollouts.support_sizes or ()
+        columns |= {"lists of kept tokens": ids, "sizes of supports": sizes}
+    columns |= {f"values of {name!r}": values for name, values in rollouts.extra.items()}
+    for name, values in columns.items():
+        if values is not None and len(values) != n * len(prompt_ids):
             return f"{len(values)} {name}"
     if rollouts.num_generations != n:
         return f"groups of {rollouts.num_generations}"

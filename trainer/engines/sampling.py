@@ -17,17 +17,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 

@@ -21,16 +21,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from fused_grpo.trainer.models.weight_stream import BUCKET_BYTES, Named, WeightStream
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from fused_grpo.trainer.models.weight_stream import Named, WeightStream
 
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "fused-grpo-weights-"
@@ -55,15 +53,16 @@ class Tie:
     def undo(self, weights: Named) -> WeightStream:
         """`weights` with the embedding under both names, whether or not it came under both."""
 
-        def undone(weights: Named) -> Iterator[tuple[str, Tensor]]:
-            for name, weight in weights:
+        def undone(named: Named) -> Iterator[tuple[str, Tensor]]:
+            for name, weight in named:
                 if name != self.head:
                     yield name, weight
                 if name == self.embedding:
                     yield self.head, weight
                 del weight  # before the next is made
 
-        return WeightStream.of(weights).through(undone)
+        stream = WeightStream.of(weights)
+        return WeightStream(dict(undone(stream.shapes.items())), undone(stream), is_gathered=stream.is_gathered)
 
 
 @contextmanager
@@ -109,19 +108,14 @@ def remove_abandoned(directory: str) -> None:
 
 
 def write_weights(weights: Named, folder: Path) -> None:
-    """Write safetensors files of at most 128 MiB, or one larger weight: what is on the CPU besides the model."""
+    """Write safetensors files, each of a bucket: what is on the CPU besides the model."""
     stream = WeightStream.of(weights)
-    shard: dict[str, Tensor] = {}
-    written = pending = 0
-    for size in [weight.nbytes for weight in stream.shapes.values()]:
-        if pending + size > BUCKET_BYTES and shard:  # before the next weight is made
-            save_file(shard, folder / f"model-{written:05}.safetensors")
-            shard, written, pending = {}, written + 1, 0
-        name, weight = next(stream)
-        shard[name] = _unshared(weight, shard.values())
-        pending += size
-        del weight
-    save_file(shard, folder / f"model-{written:05}.safetensors")
+    for number, sizes in enumerate(stream.buckets()):
+        shard: dict[str, Tensor] = {}
+        for name, weight in islice(stream, len(sizes)):
+            shard[name] = _unshared(weight, shard.values())
+            del weight  # before the next is made
+        save_file(shard, folder / f"model-{number:05}.safetensors")
 
 
 def _locked_folder(directory: str) -> tuple[Path, int]:

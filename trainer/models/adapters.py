@@ -27,15 +27,17 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WrongTypeError
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.models.quantized import (
     check_biases,
     dequantized,
@@ -53,11 +55,6 @@ from fused_grpo.trainer.models.weight_stream import (
     is_sharded,
     narrowing,
 )
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ENCODER_FILE = "prompt_encoder.safetensors"  # beside PEFT's file, which has what the encoder returns, not its weights

@@ -17,12 +17,11 @@ vocabulary, N tokens of a micro-batch, C completion tokens of a micro-batch.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil  # which Accelerate needs
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -80,13 +79,9 @@ def device_memory(args: GRPOConfig) -> int | None:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
-def process_memory() -> int | None:
-    """Bytes of memory that this process holds; None where the system has no /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def process_memory() -> int:
+    """Bytes of memory that this process holds."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def cpu_cache_bytes(token_bytes: int, max_model_len: int, sequences: int) -> int:

@@ -47,26 +47,21 @@ class RouterReplay:
         self._experts: Tensor | None = None
         self._seen: dict[int, list[tuple[Tensor, Tensor]]] | None = None  # scores and choices, while `check` runs
         self._counts: list[Tensor] = []
-        self._modes: list[ExitStack] = []
+        self._mode = ExitStack()
         for name, block in model.named_modules():
-            self._watch(name, block)
-
-    def _watch(self, name: str, block: nn.Module) -> None:
-        count = getattr(getattr(block, "experts", None), "num_experts", None)
-        numbers = [int(part) for part in name.split(".") if part.isdecimal()]
-        if count is None or len(numbers) != 1:  # vLLM counts layers in the same way
-            return
-        self.layers[numbers[0]] = int(count)
-        block.register_forward_pre_hook(partial(self._enter, numbers[0]))
-        block.register_forward_hook(self._leave, always_call=True)
+            count = getattr(getattr(block, "experts", None), "num_experts", None)
+            numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+            if count is not None and len(numbers) == 1:  # vLLM counts layers in the same way
+                self.layers[numbers[0]] = int(count)
+                block.register_forward_pre_hook(partial(self._enter, numbers[0]))
+                block.register_forward_hook(self._leave, always_call=True)
 
     def __enter__(self) -> RouterReplay:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._experts = None
-        while self._modes:  # hooks do not run behind a KeyboardInterrupt
-            self._modes.pop().close()
+        self._mode.close()  # hooks do not run behind a KeyboardInterrupt
 
     def start(self, experts: Tensor | None) -> None:
         """Before a forward pass of T tokens: their experts [T, layers, k], -1 where the routers choose for themselves.
@@ -91,12 +86,10 @@ class RouterReplay:
 
     def _enter(self, layer: int, block: nn.Module, inputs: Any) -> None:
         if self._experts is not None or self._seen is not None:
-            self._modes.append(ExitStack())
-            self._modes[-1].enter_context(_ReplacedTopK(partial(self._choose, layer), self.layers[layer]))
+            self._mode.enter_context(_ReplacedTopK(partial(self._choose, layer), self.layers[layer]))
 
     def _leave(self, block: nn.Module, inputs: Any, output: Any) -> None:
-        if self._modes:
-            self._modes.pop().close()
+        self._mode.close()
 
     def _choose(self, layer: int, scores: Tensor, own: Any) -> Any:
         """The result of `topk` of the scores [T, E] of a layer, of which `own` is the router's."""

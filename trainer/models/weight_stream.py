@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 Named = Iterable[tuple[str, Tensor]]
 
-BUCKET_BYTES = 128 << 20  # sent at a time, in a file or an NCCL broadcast; a larger weight is sent alone
+BUCKET_BYTES = 128 << 20  # sent at a time, in a file or an NCCL broadcast, and the weight that overfills them
 
 
 class WeightStream(Iterator[tuple[str, Tensor]]):
@@ -56,9 +56,16 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         """Of all weights together."""
         return sum(weight.nbytes for weight in self.shapes.values())
 
-    def through(self, change: Callable[[Named], Named]) -> WeightStream:
-        """What `change` makes of the stream; it may not keep a weight while it asks for the next."""
-        return WeightStream(dict(change(self.shapes.items())), change(self), is_gathered=self.is_gathered)
+    def buckets(self) -> Iterator[list[int]]:
+        """Sizes of weights in bytes, cut as vLLM's workers cut them: a bucket ends with the one that overfills it."""
+        bucket: list[int] = []
+        for weight in self.shapes.values():
+            bucket.append(weight.nbytes)
+            if sum(bucket) > BUCKET_BYTES:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
 
 
 def finish(weights: Named) -> None:

@@ -257,7 +257,7 @@ def test_vllm_reads_the_codes_of_the_trainer(make_model, in_4bit, tokenizer, mon
     with pytest.raises(UnsupportedError, match="want 16 bits"):
         choose_engine("vllm", GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=True), model, tokenizer)
 
-    def started(base, tokenizer, *, options, folder, **more):
+    def started(folder, *, options, **more):
         assert (options["quantization"], options["load_format"]) == ("bitsandbytes", "bitsandbytes")
         (file,) = Path(folder).glob("*.safetensors")
         file.rename(file.with_name("model.safetensors"))  # vLLM takes any name, and transformers this one

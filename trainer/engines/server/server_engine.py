@@ -17,12 +17,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import httpx
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import UnavailableError, WeightSyncError, shown
 from fused_grpo.trainer.engines import RolloutEngine
@@ -43,9 +44,6 @@ from fused_grpo.trainer.engines.turns import ConcurrentSession
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.weight_stream import WeightStream, finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 _RESET_ATTEMPTS = 20
@@ -120,10 +118,6 @@ class VLLMServerEngine(RolloutEngine):
         self._closed, self._group = False, None
         self.weight_version, self._server_version = -1, ""
         self.sync_metrics = dict[str, float]()
-        text = model.config.get_text_config()
-        layers, k = getattr(text, "num_hidden_layers", 0), getattr(text, "num_experts_per_tok", None) or 8
-        for replica in self._replicas.all:
-            replica.expert_bytes = 3 * layers * k  # two bytes of each, in base64
         ask = partial(
             server_info,
             max_model_len=max_model_len,
@@ -136,7 +130,7 @@ class VLLMServerEngine(RolloutEngine):
         self._model_name = infos[0][0]
         configs = [config for *_, config in infos]
         served = [config.model_config for config in configs]
-        vocab_size = text.vocab_size
+        vocab_size = model.config.get_text_config().vocab_size
         max_listed = min((one.max_logprobs for one in served if one.max_logprobs >= 0), default=vocab_size)
         check_listed(support, max_listed=max_listed, vocab_size=vocab_size, engine=self.name, fix="--max-logprobs")
         self._options = partial(

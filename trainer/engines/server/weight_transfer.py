@@ -23,7 +23,7 @@ import itertools
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import httpx
@@ -293,7 +293,7 @@ class NCCLTransfer:
         receiving = in_thread(lambda: loading("/update_weights", {"update_info": update}), name="weight-transfer")
         # The stream on which the buckets are filled: vLLM's own choice need not wait for it.
         stream = torch.cuda.current_stream() if self._device.type == "cuda" else None
-        for sizes in _buckets([weight.nbytes for weight in weights.shapes.values()]):
+        for sizes in weights.buckets():
             bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
             for place in bucket.split(sizes):
                 place.copy_(next(weights)[1].contiguous().view(-1).view(torch.uint8))
@@ -301,18 +301,6 @@ class NCCLTransfer:
             del bucket, place  # to be written over, in the order of the stream, by the next
         receiving.result()
         loading("/finish_weight_update")
-
-
-def _buckets(sizes: Iterable[int]) -> Iterator[list[int]]:
-    """Sizes of weights in bytes, cut as vLLM's workers cut them: a bucket ends with the weight that overfills it."""
-    bucket: list[int] = []
-    for size in sizes:
-        bucket.append(size)
-        if sum(bucket) > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
 
 
 def _meeting_point(server: str) -> tuple[str, int]:

@@ -20,14 +20,16 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
+from fused_grpo.trainer.engines.checked_engine import checked_load_weights
 from fused_grpo.trainer.engines.sampling import (
     Completion,
     Support,
@@ -44,6 +46,7 @@ from fused_grpo.trainer.engines.turns import VLLMTurns, sampling_errors
 from fused_grpo.trainer.engines.vllm.base_in_4bit import OPTIONS, check_4bit
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_installed,
+    config_folder,
     cpu_options,
     packed_experts,
     preserved_state,
@@ -54,11 +57,8 @@ from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_model, base_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
 from fused_grpo.trainer.models.quantized import layers_in_4bit
-from fused_grpo.trainer.models.weight_stream import WeightStream, finish
+from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.types import Rollouts, SamplingParams, Turn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LOUD_LOGGERS = (
     "vllm.model_executor.model_loader.reload.layerwise",  # at every sync, of RotaryEmbedding: that layer has no weights
@@ -149,6 +149,7 @@ class VLLMEngine(RolloutEngine):
         self._tie = Tie.of(model) if self._on_cpu else None
         self._can_sleep, self._asleep = enable_sleep_mode, False
         self.weight_version = -1
+        check_installed()
         with ExitStack() as resources:
             self._llm: Any = self._start(model, tokenizer, options, resources)
             for logger in map(logging.getLogger, _LOUD_LOGGERS):
@@ -168,11 +169,11 @@ class VLLMEngine(RolloutEngine):
             vocab_size=self._vocab_size,
         )
         VLLMEngine._running.add(self)
-        self.load_weights(self._first_weights(model), version=0)
+        checked_load_weights(self, self._first_weights(model), version=0)
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any], resources: ExitStack) -> Any:
-        untie = self._tie is not None
-        return start_vllm(model, tokenizer, options=options, on_cpu=self._on_cpu, untie=untie, resources=resources)
+        folder = config_folder(model, tokenizer, untie=self._tie is not None)
+        return start_vllm(folder, options=options, on_cpu=self._on_cpu, resources=resources)
 
     def _first_weights(self, model: Any) -> WeightStream:
         return checkpoint_weights(model, self.weight_dtype)
@@ -217,24 +218,13 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             # vLLM would write to memory that it has freed.
             raise WeightSyncError("got load_weights on a sleeping vllm engine, want it awake; fix: wake() before")
-        llm, stream = self._engine(), WeightStream.of(named_weights)
-        weights = stream if self._tie is None else self._tie.undo(stream)
-        try:
-            with preserved_state(), packed_experts(llm) if self._on_cpu else nullcontext():
+        want = "every weight of the model, whole, under its checkpoint name; fix: pass checkpoint_weights(model), or "
+        want += "use_vllm=False where vLLM cannot load this model at its start"
+        with self._loading(f"weight version {version}", version, want=want) as llm:
+            weights = WeightStream.of(named_weights)
+            weights = weights if self._tie is None else self._tie.undo(weights)
+            with packed_experts(llm) if self._on_cpu else nullcontext():
                 llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        except Exception as error:
-            self.close()
-            finish(named_weights)
-            if isinstance(error, UnsupportedError):
-                raise
-            raise WeightSyncError(
-                f"got {type(error).__name__} from vLLM while loading weight version {version}, and closed the engine: "
-                f"{error}; want every weight of the model, whole, under its checkpoint name; fix: pass "
-                "checkpoint_weights(model), or use_vllm=False where vLLM cannot load this model at its start"
-            ) from error
-        # Keys and values of the old weights are wrong for the new ones.
-        llm.reset_prefix_cache()
-        self.weight_version = version
 
     def sleep(self) -> None:
         """Drop weights and KV cache; see RolloutEngine. Does nothing without `enable_sleep_mode`.
@@ -283,6 +273,25 @@ class VLLMEngine(RolloutEngine):
         except BaseException:
             self.close()  # the next call would return the unfinished requests
             raise
+
+    @contextmanager
+    def _loading(self, what: str, version: int, *, want: str) -> Iterator[Any]:
+        """vLLM's `LLM`, to load weights into; an error of it closes the engine, which cannot load again after that."""
+        llm = self._engine()
+        try:
+            with preserved_state():
+                yield llm
+        except Exception as error:
+            self.close()
+            if isinstance(error, UnsupportedError):
+                raise
+            raise WeightSyncError(
+                f"got {type(error).__name__} from vLLM while loading {what}, and closed the engine: {error}; "
+                f"want {want}"
+            ) from error
+        # Keys and values of the old weights are wrong for the new ones; an adapter always has the same name to vLLM.
+        llm.reset_prefix_cache()
+        self.weight_version = version
 
     def _requests(self, of_prompts: list[dict[str, Any]], sampling: SamplingParams) -> list[Any]:
         from vllm import SamplingParams as RequestParams
@@ -349,8 +358,7 @@ class VLLMAdapterEngine(VLLMEngine):
         self._has_base = True  # it is read at the start, and never again
         codes = base_codes(self._adapted, self.weight_dtype)
         with temporary_checkpoint(codes, model, tokenizer, quantized=True) as folder:
-            more: Any = {"options": options | OPTIONS, "on_cpu": self._on_cpu, "folder": str(folder)}
-            return start_vllm(model, tokenizer, untie=False, resources=resources, **more)
+            return start_vllm(str(folder), options=options | OPTIONS, on_cpu=self._on_cpu, resources=resources)
 
     def _first_weights(self, model: Any) -> WeightStream:
         return adapter_stream(self._adapted, self.weight_dtype)
@@ -363,20 +371,11 @@ class VLLMAdapterEngine(VLLMEngine):
             super().load_weights(base_weights(self._adapted, self.weight_dtype), version)
             self._has_base = True
         self.weight_version = -1
-        engine = self._engine()
-        try:
-            with self._adapter.folder(WeightStream.of(named_weights)) as folder, preserved_state():
-                engine.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
-        except Exception as error:
-            self.close()
-            raise WeightSyncError(
-                f"got {type(error).__name__} from vLLM while loading the adapter of version {version}, and closed the "
-                f"engine: {error}; want an adapter that vLLM can serve; fix: vllm_adapter_sync=False"
-            ) from error
-        self._lora_request = LoRARequest("policy", 1, str(folder))
-        # Keys and values of the old adapter are wrong for the new one: to vLLM both have one name.
-        engine.reset_prefix_cache()
-        self.weight_version = version
+        want = "an adapter that vLLM can serve; fix: vllm_adapter_sync=False"
+        with self._loading(f"the adapter of version {version}", version, want=want) as llm:
+            with self._adapter.folder(WeightStream.of(named_weights)) as folder:
+                llm.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
+            self._lora_request = LoRARequest("policy", 1, str(folder))
 
 
 def vllm_options(

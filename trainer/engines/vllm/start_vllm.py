@@ -31,20 +31,18 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
 from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder, write_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes, kv_width
 from fused_grpo.trainer.models.quantized import quantization_of
 from fused_grpo.trainer.models.weight_stream import WeightStream
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 DEFAULT_ENVIRONMENT = {
@@ -119,23 +117,11 @@ def enable_batch_invariance() -> None:
         )
 
 
-def start_vllm(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    options: dict[str, Any],
-    on_cpu: bool,
-    untie: bool,
-    resources: ExitStack,
-    folder: str | None = None,
-) -> Any:
-    """A `vllm.LLM` with the shape of `model`, these options and dummy weights; closing `resources` stops it.
+def start_vllm(folder: str, *, options: dict[str, Any], on_cpu: bool, resources: ExitStack) -> Any:
+    """A `vllm.LLM` with the model of `folder` and these options; closing `resources` stops it.
 
-    With `untie` it has a head of its own although the model ties it to the embedding. A `folder` has what it reads, in
-    place of a config. UnavailableError: vLLM is missing or cannot start with these options.
+    UnavailableError: vLLM cannot start with these options.
     """
-    check_installed()
-    folder = folder or config_folder(model, tokenizer, untie=untie)
     started: list[Any] = []
     in_group = torch.distributed.is_initialized()
     if in_group and "LOCAL_RANK" in os.environ:
