@@ -69,12 +69,10 @@ def agree(accelerator: Accelerator, control: TrainerControl) -> None:
 
     Callbacks run on every rank. Without this, ranks would wait for each other in different collectives.
     """
-    if accelerator.num_processes == 1:
-        return
-    names = [field.name for field in dataclasses.fields(control)]
-    decisions = torch.tensor([float(getattr(control, name)) for name in names], device=accelerator.device)
-    for name, ranks in zip(names, accelerator.reduce(decisions, reduction="sum").tolist(), strict=True):
-        setattr(control, name, ranks > 0)
+    if accelerator.num_processes > 1:
+        ranks = gather_object([dataclasses.asdict(control)])
+        for name in ranks[0]:
+            setattr(control, name, any(of_rank[name] for of_rank in ranks))
 
 
 def barrier(accelerator: Accelerator) -> None:
@@ -105,16 +103,15 @@ def all_ranks_succeed(accelerator: Accelerator, doing: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     try:
-        failed = any_rank(accelerator, failure is not None)
-        reasons = gather_object([None if failure is None else _reason(failure)]) if failed else []
+        reasons = gather_object([None if failure is None else _reason(failure)])
     except Exception as error:
         if failure is not None:
             raise failure from error  # the other ranks have ended too, but this is what went wrong here
         raise
     if failure is not None:
         raise failure
-    if failed:
-        rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
+    rank = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
+    if rank is not None:
         raise PeerError(
             f"rank {rank} of {accelerator.num_processes} failed while {doing}, and this one stopped with it: "
             f"{reasons[rank]}"

@@ -38,19 +38,11 @@ from torch.distributed.tensor import distribute_tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.models.quantized import (
-    check_biases,
-    dequantized,
-    is_4bit,
-    keep_exact,
-    layers_in_4bit,
-    quantization_of,
-)
+from fused_grpo.trainer.models.quantized import check_biases, dequantized, is_4bit, keep_exact, quantization_of
 from fused_grpo.trainer.models.weight_stream import (
     Part,
     WeightStream,
     checkpoint_stream,
-    empty_like,
     gathered,
     is_sharded,
     narrowing,
@@ -405,7 +397,7 @@ def _named_weights(
     base, refused = base_model(model), None
     if is_prompt_tuned(model):
         refused = "virtual tokens, which are no weights of its base"
-    elif quantization_of(base.config) and not layers_in_4bit(base):
+    elif quantization_of(base.config) and not any(map(is_4bit, base.modules())):
         refused = "layers that are quantised otherwise than in 4 bits by bitsandbytes"
     if refused:  # when it is read: an engine that samples from the model itself reads nothing
         return WeightStream({}, map(_refuse, [refused]))
@@ -426,13 +418,13 @@ def _named_weights(
     # The parameters themselves: a DTensor's shard, of whatever is tied to it too.
     state: dict[str, Tensor] = base.state_dict(keep_vars=True)
     parts = [
-        Part({name: empty_like(weight)}, partial(alone, name, weight))
+        Part.like({name: weight}, partial(alone, name, weight))
         for name, weight in state.items()
         if not name.startswith(inside)
     ]
     for prefix, layer in layers.items():
-        shapes = {f"{prefix}.{name}": empty_like(weight) for name, weight in as_shaped(layer).state_dict().items()}
-        parts.append(Part(shapes, partial(plain, prefix, layer)))
+        weights = {f"{prefix}.{name}": weight for name, weight in as_shaped(layer).state_dict().items()}
+        parts.append(Part.like(weights, partial(plain, prefix, layer)))
     return checkpoint_stream(base, parts, dtype=dtype, is_gathered=any(map(is_sharded, base.parameters())))
 
 

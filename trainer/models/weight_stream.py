@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -95,16 +96,17 @@ def gathered(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def empty_like(weight: Tensor) -> Tensor:
-    """Shape and dtype of the full tensor, on the meta device."""
-    return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-
-
 class Part(NamedTuple):
     """Weights that are made together, under the names that the model itself has for them."""
 
     shapes: dict[str, Tensor]  # on the meta device
     make: Callable[[], dict[str, Tensor]]
+
+    @classmethod
+    def like(cls, weights: Mapping[str, Tensor], make: Callable[[], dict[str, Tensor]]) -> Part:
+        """Of the shapes and dtypes of these; of a shard, those of the full tensor."""
+        empty = partial(torch.empty, device="meta")
+        return cls({name: empty(weight.shape, dtype=weight.dtype) for name, weight in weights.items()}, make)
 
 
 def checkpoint_stream(
