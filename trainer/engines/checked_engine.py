@@ -84,10 +84,8 @@ def checked_generate(
         routers: the number of the model's layers, and of the experts by layer; None: experts are not checked.
 
     Raises:
-        UnavailableError: another number of anything, other prompts, a completion that is empty, too long or without a
-            token of the model's own, a token id outside [0, V), a log-prob that is not finite or above 0, a support
-            without the token, experts that the model does not have, an unknown finish reason. The message names the
-            engine, the prompt and what was got.
+        UnavailableError: another number of anything, other prompts, or a completion that cannot be used, as
+            docs/engines.md has it. The message names the engine, the prompt and what was got.
         UnsupportedError: no supports, with `sampling_support="require"`; no experts, with `router_replay`.
         WeightSyncError: completions of other weights than those that the engine was given last.
     """

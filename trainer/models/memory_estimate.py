@@ -171,8 +171,11 @@ def memory_terms(
     trained, bf16 = shape.trained, wants_bf16(args)
     tokens, completion_tokens = micro_batch_tokens(args, prompt_tokens, shape)
     sequences = args.prompts_per_process(processes) * args.group_part(processes)  # generated at a time
+    weights = "4 (P - Q)" if shape.quantized else "4 P"
     terms = [
-        *_weights(shape),
+        Term("weights, fp32", weights, 4 * (shape.parameters - shape.quantized)),
+        # A scale for each 64 codes, in fp32 where it is not quantised again.
+        *([Term("weights in 4 bits", "9/16 Q at most", shape.quantized * 9 // 16)] if shape.quantized else []),
         Term("gradients, fp32", "4 T", 4 * trained),
         Term("AdamW state, fp32", "8 T", 8 * trained),
     ]
@@ -198,14 +201,6 @@ def memory_terms(
     generated = sequences * (prompt_tokens + args.max_completion_length) * (engine == "transformers")
     size = (2 if bf16 else 4) * 2 * shape.layers * shape.kv_width * generated
     return [*terms, Term("KV cache while generating", "2 L (width of keys), each token generated at a time", size)]
-
-
-def _weights(shape: ModelShape) -> list[Term]:
-    if not shape.quantized:
-        return [Term("weights, fp32", "4 P", 4 * shape.parameters)]
-    # A scale for each 64 codes, in fp32 where it is not quantised again.
-    rest, codes = 4 * (shape.parameters - shape.quantized), shape.quantized * 9 // 16
-    return [Term("weights, fp32", "4 (P - Q)", rest), Term("weights in 4 bits", "9/16 Q at most", codes)]
 
 
 def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int, shape: ModelShape | None = None) -> tuple[int, int]:

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2ForCausa
 
 from fused_grpo.errors import CheckpointError, InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.engines import served_adapter
 from fused_grpo.trainer.engines.checked_engine import WeightCheck
 from fused_grpo.trainer.engines.engine_choice import choose_engine
-from fused_grpo.trainer.engines.vllm import base_in_4bit, inprocess
+from fused_grpo.trainer.engines.vllm import inprocess
 from fused_grpo.trainer.engines.vllm.start_vllm import save_config
 from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_weights, checkpoint_weights
 from fused_grpo.trainer.models.loading import load_teacher
@@ -250,10 +251,10 @@ def test_vllm_reads_the_codes_of_the_trainer(make_model, in_4bit, tokenizer, mon
     model = get_peft_model(in_4bit(make_model(hidden_size=64), bnb_4bit_use_double_quant=True), LoraConfig(**ATTENTION))
     keep_exact(model)
     args = GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=True, vllm_dtype="bfloat16")
-    monkeypatch.setattr(base_in_4bit, "_PLUGIN", "no_such_plugin")
+    monkeypatch.setattr(served_adapter, "_PLUGIN", "no_such_plugin")
     with pytest.raises(UnavailableError, match="pip install vllm-bnb-plugin"):
         choose_engine("vllm", args, model, tokenizer)
-    monkeypatch.setattr(base_in_4bit, "_PLUGIN", "json")
+    monkeypatch.setattr(served_adapter, "_PLUGIN", "json")
     with pytest.raises(UnsupportedError, match="want 16 bits"):
         choose_engine("vllm", GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=True), model, tokenizer)
 

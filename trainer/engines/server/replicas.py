@@ -211,9 +211,9 @@ class Replicas:
                 "the server, look at its log, or raise vllm_server_timeout where it only needs longer"
             ) from error
 
-    def post(self, path: str, body: Json | None = None, *, doing: str) -> None:
-        """Send the same request to every server; UnavailableError where one refuses it or does not respond in time."""
-        self.each(lambda client, replica: replica.request(client, "POST", path, body), doing=doing)
+    def post(self, path: str, body: Json | None = None) -> None:
+        """Send every server a request of loading weights; UnavailableError where one refuses it or does not respond."""
+        self.each(lambda client, replica: replica.request(client, "POST", path, body), doing="loading weights")
 
     def each(self, work: Callable[[httpx.AsyncClient, Replica], Awaitable[T]], *, doing: str) -> list[T]:
         """`run` of `work` on every server, at the same time; the first failure is an UnavailableError that names it."""

@@ -124,7 +124,7 @@ class FileTransfer:
         """Have all servers load these weights (checkpoint names, full tensors); UnavailableError where one does not."""
         with temporary_weight_files(weights, directory=self._directory) as folder:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            self._servers.post("/collective_rpc", call, doing="loading weights")
+            self._servers.post("/collective_rpc", call)
 
     def close(self) -> None:
         """Do nothing: no file is left between two syncs."""
@@ -288,9 +288,9 @@ class NCCLTransfer:
             "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in shapes],
             "shapes": [list(weight.shape) for _, weight in shapes],
         }
-        loading = functools.partial(self._servers.post, doing="loading weights")
-        loading("/start_weight_update")
-        receiving = in_thread(lambda: loading("/update_weights", {"update_info": update}), name="weight-transfer")
+        self._servers.post("/start_weight_update")
+        call = functools.partial(self._servers.post, "/update_weights", {"update_info": update})
+        receiving = in_thread(call, name="weight-transfer")
         # The stream on which the buckets are filled: vLLM's own choice need not wait for it.
         stream = torch.cuda.current_stream() if self._device.type == "cuda" else None
         for sizes in weights.buckets():
@@ -300,7 +300,7 @@ class NCCLTransfer:
             group.broadcast(bucket, src=0, stream=stream)
             del bucket, place  # to be written over, in the order of the stream, by the next
         receiving.result()
-        loading("/finish_weight_update")
+        self._servers.post("/finish_weight_update")
 
 
 def _meeting_point(server: str) -> tuple[str, int]:

@@ -41,9 +41,8 @@ from fused_grpo.trainer.engines.sampling import (
     turn_sampling,
     vllm_requests,
 )
-from fused_grpo.trainer.engines.served_adapter import ServedAdapter, check_precision
+from fused_grpo.trainer.engines.served_adapter import OPTIONS_IN_4BIT, ServedAdapter, check_4bit, check_precision
 from fused_grpo.trainer.engines.turns import VLLMTurns, sampling_errors
-from fused_grpo.trainer.engines.vllm.base_in_4bit import OPTIONS, check_4bit
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_installed,
     config_folder,
@@ -344,7 +343,6 @@ class VLLMAdapterEngine(VLLMEngine):
         engine_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self._adapted = model
         self._adapter = ServedAdapter(model)
         dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
         lora = adapter_options(model, self._adapter.rank, dtype)
@@ -356,19 +354,19 @@ class VLLMAdapterEngine(VLLMEngine):
         if not layers_in_4bit(model):
             return super()._start(model, tokenizer, options, resources)
         self._has_base = True  # it is read at the start, and never again
-        codes = base_codes(self._adapted, self.weight_dtype)
+        codes = base_codes(self._adapter.model, self.weight_dtype)
         with temporary_checkpoint(codes, model, tokenizer, quantized=True) as folder:
-            return start_vllm(str(folder), options=options | OPTIONS, on_cpu=self._on_cpu, resources=resources)
+            return start_vllm(str(folder), options=options | OPTIONS_IN_4BIT, on_cpu=self._on_cpu, resources=resources)
 
     def _first_weights(self, model: Any) -> WeightStream:
-        return adapter_stream(self._adapted, self.weight_dtype)
+        return adapter_stream(self._adapter.model, self.weight_dtype)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy the adapter into the engine; after the start, the base model too. It raises what VLLMEngine raises."""
         from vllm.lora.request import LoRARequest
 
         if not self._has_base or self._asleep:
-            super().load_weights(base_weights(self._adapted, self.weight_dtype), version)
+            super().load_weights(base_weights(self._adapter.model, self.weight_dtype), version)
             self._has_base = True
         self.weight_version = -1
         want = "an adapter that vLLM can serve; fix: vllm_adapter_sync=False"

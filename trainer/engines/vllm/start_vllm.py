@@ -156,11 +156,8 @@ def start_vllm(folder: str, *, options: dict[str, Any], on_cpu: bool, resources:
 def cpu_options(config: PreTrainedConfig, max_model_len: int, sequences: int, dtype: torch.dtype) -> dict[str, Any]:
     """Options of the CPU build: a fast start, a KV cache for a batch of `sequences`, and whole prefills.
 
-    The completions of a prompt share what whole blocks of the cache hold. vLLM's own blocks of 128 tokens share nothing
-    of a shorter prompt, which is computed for each of them: with 38 tokens and 8 completions, 304 tokens and not 80.
-
-    vLLM discards the sample of a partial prefill by moving the request's generator back, which a CPU's cannot do. So a
-    prompt, and a preempted sequence, is computed in one pass or waits: a pass has room for the longest.
+    docs/engines.md says why each. With vLLM's own blocks of 128 tokens, a prompt of 38 is computed for each of its
+    completions: for 8 of them 304 tokens and not 80.
     """
     text = config.get_text_config()
     token_bytes = 2 * text.num_hidden_layers * kv_width(text) * dtype.itemsize
