@@ -48,9 +48,6 @@ _BEAMS = (
 class TransformersEngine(RolloutEngine):
     """A RolloutEngine on the trainer's own model.
 
-    Sampling log-probs are those of the distribution after temperature and truncation; with temperature 0, of the
-    untempered one.
-
     Args:
         model: the trainer's causal LM, not a copy; or a PeftModel around it, with its virtual tokens if it has some.
         seed: the seed of calls without `sampling.seed`.

@@ -53,8 +53,7 @@ _DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "to
 class VLLMServerEngine(RolloutEngine):
     """A RolloutEngine over vLLM servers.
 
-    Sampling log-probs are those of the distribution after temperature and truncation; with temperature 0, of the
-    untempered one. The servers have their own initial weights: `load_weights` comes before the first `generate`.
+    The servers have their own initial weights: `load_weights` comes before the first `generate`.
 
     Args:
         model: the trainer's causal LM, which the servers serve an architecture of.

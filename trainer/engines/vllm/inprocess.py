@@ -71,8 +71,7 @@ _PARTIAL_PREFILLS = {"enable_chunked_prefill", "long_prefill_token_threshold"}  
 class VLLMEngine(RolloutEngine):
     """A RolloutEngine on an in-process `vllm.LLM`.
 
-    Sampling log-probs are those of the distribution after temperature and truncation; with temperature 0, of the
-    untempered one, or 0 with vLLM's sampling mask, which has no temperature 0 (`top_k=1` takes its place).
+    With vLLM's sampling mask, which has no temperature 0, greedy log-probs are 0 (`top_k=1` takes its place).
 
     Args:
         model: the trainer's causal LM. The engine takes its config and, as version 0, a copy of its weights.
