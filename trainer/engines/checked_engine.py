@@ -208,16 +208,14 @@ class WeightCheck:
             or_later = " or a later one" if turn == MOST_TURNS else ""
             return WeightSyncError(
                 f"{differs}: turn {turn}{or_later} differs, and the turns before it agree, so what the engine read "
-                "before it is not what is trained on; fix: token ids as they were read and sampled, never text that "
-                "is tokenised anew, no second BOS, no template that writes a turn in another way later, and a mask "
-                "that is 0 for all that was not sampled"
+                "before it is not what is trained on; fix: token ids as they were read and sampled, never text that is "
+                "tokenised anew, no second BOS, no template that rewrites earlier turns, a mask of what was sampled"
             )
         return WeightSyncError(
             f"{differs}: the engine does not serve the trainer's weights, one of the two computes at lower precision, "
             "or (from version 0 on) vLLM computes this model differently; fix: load_weights after every optimizer "
-            "step, give both the same dtype (float32 without TF32), compare on plain sampling only (no top_p, top_k, "
-            "min_p, penalty), and use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger "
-            "max_logprob_difference"
+            "step, one dtype for both (float32 without TF32), plain sampling (no top_p, top_k, min_p, penalty), "
+            "use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger max_logprob_difference"
         )
 
 
@@ -247,8 +245,7 @@ def generated(
     if rollouts.weight_version != version:
         raise WeightSyncError(
             f"got completions of weight version {rollouts.weight_version} from the {engine.name} engine, want version "
-            f"{version}, which it was given last; fix: one trainer per engine, and rollouts that say which weights "
-            "they were sampled from"
+            f"{version}, which it was given last; fix: one trainer per engine, and the weight_version that sampled"
         )
     check_support(rollouts, sampling, engine)
     check_experts(rollouts, sampling, engine)

@@ -79,8 +79,7 @@ def check_routing(args: GRPOConfig, name: EngineName, config: Any, *, own: Any =
     if callable(own) or (own is None and name == "transformers"):
         raise InputError(
             f"got router_replay=True with {'a rollout_func' if callable(own) else 'the transformers engine'}, which "
-            "returns no experts of its tokens, want vLLM; fix: use_vllm=True or vllm_mode='server', or "
-            "router_replay=False"
+            "returns no experts, want vLLM; fix: use_vllm=True or vllm_mode='server', or router_replay=False"
         )
     if not any(value and "expert" in option for option, value in config.to_dict().items()):
         raise InputError(

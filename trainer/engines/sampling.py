@@ -82,8 +82,7 @@ def prepared(
         if max_model_len is not None and len(prompt) + sampling.max_tokens > max_model_len:
             raise InputError(
                 f"got prompt {row} of {len(prompt)} tokens and max_tokens={sampling.max_tokens}, want at most "
-                f"max_model_len={max_model_len} together; fix: raise max_model_len (vllm_max_model_length), or "
-                "shorten either"
+                f"max_model_len={max_model_len} together; fix: raise it (vllm_max_model_length), or shorten either"
             )
     if unknown := sorted(sampling.extra.keys() - set(allowed)):
         raise InputError(
@@ -284,8 +283,7 @@ def check_listed(sampling: SamplingParams | None, *, max_listed: int, vocab_size
     if listed is None:
         raise UnsupportedError(
             f"got score_centering={kind!r} and top_k={sampling.top_k} with the {engine} engine, want a bound of the "
-            f"tokens that are kept, of which it has to list the log-probs; fix: top_k of 1 to {MAX_LISTED}, or "
-            "use_vllm=False"
+            f"kept tokens, whose log-probs it has to list; fix: top_k of 1 to {MAX_LISTED}, or use_vllm=False"
         )
     if listed > max_listed:
         raise UnsupportedError(

@@ -120,9 +120,8 @@ def sampling_errors() -> Iterator[None]:
         yield
     except Exception as error:
         raise UnavailableError(
-            f"got {type(error).__name__} from vLLM while sampling, and closed the engine: {error}; want a model "
-            "and sampling options that vLLM can run here; fix: change engine_options or generation_kwargs, or take "
-            "the transformers engine"
+            f"got {type(error).__name__} from vLLM while sampling, and closed the engine: {error}; want a model and "
+            "options that vLLM can run here; fix: change engine_options or generation_kwargs, or use_vllm=False"
         ) from error
 
 

@@ -327,8 +327,7 @@ def _check_given(model: Any, config: Any, peft: Any) -> None:
     if config is not None or not isinstance(model, peft.PeftModel):
         raise InputError(
             f"got a {type(model).__name__} that has an adapter{' and a peft_config' if config is not None else ''}, "
-            "want a PeftModel alone, or a plain model and a peft_config; fix: merge_and_unload() the adapter first, or "
-            "leave the peft_config out"
+            "want a PeftModel alone, or a plain model and a peft_config; fix: merge_and_unload(), or no peft_config"
         )
     if len(model.active_adapters) != 1:
         raise InputError(f"got active adapters {model.active_adapters}, want one; fix: model.set_adapter(<its name>)")
@@ -350,8 +349,7 @@ def _check_tie(base: Any) -> None:
     if base.config.get_text_config().tie_word_embeddings and any(map(_is_wrapped, ends)):
         raise InputError(
             "got an adapter on a head or an embedding that are tied, want it on neither: merged, the two would "
-            "differ, and no engine would serve that; fix: leave them out of target_modules and modules_to_save, or "
-            "untie them before"
+            "differ; fix: leave them out of target_modules and modules_to_save, or untie them before"
         )
 
 

@@ -175,8 +175,7 @@ def _check_tokens(teacher: str | Path, tokenizer: Any, **options: Any) -> None:
         index, token = other[0]
         raise InputError(
             f"got the teacher_model {teacher}, in whose tokenizer {len(other)} tokens of the policy's have other ids "
-            f"({index} is {token_of[index]!r} and not {token!r}), want the same tokens; fix: a teacher of the policy's "
-            "family"
+            f"({index} is {token_of[index]!r} and not {token!r}), want the same; fix: a teacher of the policy's family"
         )
 
 

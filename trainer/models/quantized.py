@@ -127,9 +127,8 @@ def check_biases(model: nn.Module) -> None:
     biases = [(layer.bias, layer.compute_dtype) for layer in layers_in_4bit(model).values() if layer.bias is not None]
     if any(bias.requires_grad and compute not in (None, bias.dtype) for bias, compute in biases):
         raise InputError(
-            "got trained biases of layers in 4 bits with another compute dtype, to which bitsandbytes rounds them in "
-            "every pass, want them as they are; fix: bias='none' in LoraConfig (lora_bias=True is exact), or "
-            "bnb_4bit_compute_dtype='float32'"
+            "got trained biases of layers in 4 bits with another compute dtype, to which bitsandbytes rounds them, "
+            "want them exact; fix: bias='none' in LoraConfig (lora_bias is exact), or bnb_4bit_compute_dtype='float32'"
         )
 
 

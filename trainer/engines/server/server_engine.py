@@ -192,25 +192,24 @@ class VLLMServerEngine(RolloutEngine):
             # Of its own: with `generate_ahead` this is a thread, while the trainer is in collectives of its group.
             self._group = self._group or torch.distributed.new_group(backend="gloo")
             torch.distributed.barrier(self._group)
-        outcome: list[Any] = [None, None, None]
-        cause: Exception | None = None
+        failure: Exception | None = None
         if not distributed or torch.distributed.get_rank() == 0:
             try:
-                weights = named_weights if self._tie is None else self._tie.undo(named_weights)
-                outcome = [self._send(weights, version), None, self.sync_metrics]
+                self._send(named_weights if self._tie is None else self._tie.undo(named_weights), version)
             except Exception as error:  # of any type: the other ranks wait for the outcome
-                outcome, cause = [None, f"{error}", self.sync_metrics], error
+                failure = error
         finish(named_weights)  # on the other ranks, which send nothing, all of them
+        outcome: list[Any] = [failure and f"{failure}", self._server_version, self.sync_metrics]
         if distributed:
             torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
-        server_version, failure, self.sync_metrics = outcome
-        if server_version is None:
+        problem, self._server_version, self.sync_metrics = outcome
+        if problem is not None:
             raise WeightSyncError(
-                f"got weight version {version} not on every server: {failure}; want all of them to load what the "
+                f"got weight version {version} not on every server: {problem}; want all of them to load what the "
                 "trainer sends; fix: the same architecture in server and trainer, and a restart of a server that "
                 "refused; through files also the same machine and user, and space for the weights in shared memory"
-            ) from cause
-        self.weight_version, self._server_version = version, server_version
+            ) from failure
+        self.weight_version = version
 
     def close(self) -> None:
         """Disconnect. The user's servers keep running; one of the trainer's own ends."""
@@ -219,8 +218,8 @@ class VLLMServerEngine(RolloutEngine):
         if self._own is not None:
             self._own.close()
 
-    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Load the weights into all servers; the version that they have afterwards, unique to this sync."""
+    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load the weights into all servers, which have a version afterwards that is unique to this sync."""
         self._check_open()  # on the first rank, whose error all ranks raise
         server_version = f"{self._prefix}{uuid.uuid4().hex}:{version}"
         self._replicas.each(self._compare, doing="comparing models")
@@ -230,7 +229,7 @@ class VLLMServerEngine(RolloutEngine):
         self._transfer_weights(stream, server_version)
         self.sync_metrics = {"weight_sync/bytes": float(stream.nbytes), **self._transfer.metrics}
         self._replicas.each(partial(_finish_sync, server_version=server_version), doing="setting the weight version")
-        return server_version
+        self._server_version = server_version
 
     async def _compare(self, client: httpx.AsyncClient, replica: Replica) -> None:
         """Before the first sync, and of a server that was restarted since: perhaps with another model."""

@@ -88,9 +88,8 @@ def _check_receivers(wanted: TransferName, servers: Replicas, configs: Sequence[
         if got := next((reason for reason, holds in reasons.items() if holds), None):
             raise InputError(
                 f"got vllm_full_sync_interval above 1 and {got}, want files, and workers that make weights of changes; "
-                f"fix: install fused-grpo beside the server and start it with --worker-extension-cls {RECEIVER} and "
-                "several servers in the place of data parallelism, leave vllm_weight_transfer out, or "
-                "vllm_full_sync_interval=1"
+                f"fix: install fused-grpo beside the server and start it with --worker-extension-cls {RECEIVER}, "
+                "several servers for data parallelism, no vllm_weight_transfer, or vllm_full_sync_interval=1"
             )
 
 

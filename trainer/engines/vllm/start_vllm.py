@@ -76,7 +76,7 @@ def check_installed() -> None:
 
 def check_dtype(dtype: torch.dtype) -> None:
     """UnsupportedError where vLLM cannot compute in `dtype` on this device. It imports vLLM."""
-    platform = _imported("vllm.platforms").current_platform
+    platform = _imported("vllm.platforms", "current_platform")
     names = [str(known).removeprefix("torch.") for known in platform.supported_dtypes]
     if (name := str(dtype).removeprefix("torch.")) not in names:
         raise UnsupportedError(
@@ -87,7 +87,7 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 def check_routed_experts() -> None:
     """UnsupportedError where vLLM returns no experts on this device. It imports vLLM."""
-    if not _imported("vllm.triton_utils").HAS_TRITON:
+    if not _imported("vllm.triton_utils", "HAS_TRITON"):
         raise UnsupportedError(
             "got router_replay=True with vLLM in this process and no Triton for its device, want its model runner V2, "
             "which alone returns the experts of tokens, and needs Triton (on a CPU a build with a CPU backend); fix: a "
@@ -101,7 +101,9 @@ def enable_batch_invariance() -> None:
     To be called before the first matrix product, at which cuBLAS reads its part. UnsupportedError where vLLM has no
     such mode, has started without it, or has one in which nothing could be trained beside it.
     """
-    envs, platform = _imported("vllm.envs"), _imported("vllm.platforms").current_platform
+    platform = _imported("vllm.platforms", "current_platform")
+    from vllm import envs
+
     # On older GPUs, AMD's and Intel's it replaces torch's own `linear`, for which there is no backward pass then.
     if not (platform.is_cuda() and platform.has_device_capability(90)):
         raise UnsupportedError(
@@ -292,11 +294,11 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
         return LLM(model=folder, **options)
 
 
-def _imported(name: str) -> Any:
-    """A module of vLLM."""
+def _imported(module: str, name: str) -> Any:
+    """What a module of vLLM has under that name, which may import more."""
     with preserved_state():
         _set_defaults()
-        return importlib.import_module(name)
+        return getattr(importlib.import_module(module), name)
 
 
 def _set_defaults() -> None:
