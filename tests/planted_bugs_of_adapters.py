@@ -86,7 +86,7 @@ BUGS = {
     "a lower rank is accepted": (ENGINE, "most < rank,", "False,", REFUSED),
     "the rank of a pattern does not count": (
         "trainer/engines/served_adapter.py",
-        "*self._config.rank_pattern.values()",
+        "*config.rank_pattern.values()",
         "",
         [TESTS, "-k", "largest_rank"],
     ),

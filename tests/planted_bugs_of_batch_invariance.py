@@ -67,20 +67,20 @@ BUGS = {
     ),
     "a server that is not batch invariant is accepted": (
         SERVER,
-        'environment.get("VLLM_BATCH_INVARIANT") is not True',
-        '"VLLM_BATCH_INVARIANT" not in environment',
+        'variables.get("VLLM_BATCH_INVARIANT") is not True',
+        '"VLLM_BATCH_INVARIANT" not in variables',
         [VLLM, "-k", "server_says and refused"],
     ),
     "servers are not asked": (
         CHOICE,
-        "            batch_invariant=args.batch_invariant,\n",
+        '        "batch_invariant": args.batch_invariant,\n',
         "",
         [VLLM, "-k", "server_says and refused"],
     ),
     "an Ampere GPU trains without gradients": (
         START,
-        "current_platform.has_device_capability(90)",
-        "current_platform.has_device_capability(80)",
+        "platform.has_device_capability(90)",
+        "platform.has_device_capability(80)",
         [VLLM, "-k", "are_refused"],
     ),
     "what cuBLAS reads is removed again": (

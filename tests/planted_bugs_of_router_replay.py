@@ -40,8 +40,7 @@ BUGS = {
     ),
     "an interrupted step goes on replacing": (
         "trainer/models/router_replay.py",
-        "        while self._modes:  # hooks do not run behind a KeyboardInterrupt\n"
-        "            self._modes.pop().close()\n",
+        "        self._mode.close()  # hooks do not run behind a KeyboardInterrupt\n",
         "",
         [*REFUSED, "interrupted_pass"],
     ),

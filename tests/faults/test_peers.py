@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fused_grpo.trainer.distributed import failures
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, report_failure
 
 SCRIPT = Path(__file__).with_name("loop_run.py")
@@ -48,11 +49,12 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_ddp_timeout(farm, time_limit
     assert "rank 1 of 2 did not reach a collective within ddp_timeout" in ranks[0].output
 
 
-def test_an_error_of_this_rank_is_raised_although_the_others_have_ended():
-    def reduce(*_: object, **__: object) -> None:
+def test_an_error_of_this_rank_is_raised_although_the_others_have_ended(monkeypatch):
+    def gather(reasons: list[str | None]) -> None:
         raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
 
-    alone = SimpleNamespace(num_processes=2, device="cpu", reduce=reduce)
+    monkeypatch.setattr(failures, "gather_object", gather)
+    alone = SimpleNamespace(num_processes=2)
     with pytest.raises(ValueError, match="no fours any more") as raised, all_ranks_succeed(alone, "scoring"):
         raise ValueError("no fours any more")
     assert "Connection closed" in str(raised.value.__cause__)

@@ -20,9 +20,8 @@ from fused_grpo import GRPOLossConfig
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.batching.micro_batches import Packing, micro_batches
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.learner import Learner
-from fused_grpo.trainer.models.adapters import base_weights, merged_weights
+from fused_grpo.trainer.models.adapters import base_weights, checkpoint_weights
 from fused_grpo.trainer.policy import PolicyLoss, router_aux_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of TRL's and PEFT's, about what is experimental
@@ -232,7 +231,7 @@ def test_an_adapter_on_experts_is_merged_and_saved(saved, ours):
     trainer, _ = ours(saved["Qwen3Moe"], peft_config=adapter(), max_steps=2, learning_rate=1e-2)
     start = AutoModelForCausalLM.from_pretrained(saved["Qwen3Moe"], dtype=torch.float32)
     expected = copy.deepcopy(trainer.model).merge_and_unload()
-    merged = dict(merged_weights(trainer.model))
+    merged = dict(checkpoint_weights(trainer.model))
     torch.testing.assert_close(merged, dict(checkpoint_weights(expected)), rtol=0, atol=1e-6)
     torch.testing.assert_close(dict(base_weights(trainer.model)), dict(checkpoint_weights(start)), rtol=0, atol=0)
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
@@ -244,7 +243,7 @@ def test_an_adapter_on_experts_is_merged_and_saved(saved, ours):
 def test_engines_get_base_plus_scaled_b_a_of_each_expert(saved, ours):
     trainer, _ = ours(saved["Qwen3Moe"], peft_config=adapter(), max_steps=2, learning_rate=1e-2)
     state, merged, base = (
-        dict(make(trainer.model)) for make in (torch.nn.Module.state_dict, merged_weights, base_weights)
+        dict(make(trainer.model)) for make in (torch.nn.Module.state_dict, checkpoint_weights, base_weights)
     )
     rank, scaling, rows = 4, 8 / 4, 16
     # PEFT wraps both stacks: gate_up_proj is inside, down_proj outside. Rows of A and columns of B are of all experts.

@@ -6,20 +6,15 @@ compare results, so no rank enters a collective that another one never reaches. 
 or a backward pass) breaks the collective that the other ranks are in. `report_failure` puts the reason into the process
 group's store before its rank ends, and the other ranks read it there; of a rank that was killed there is none. It also
 writes the error file of torch.distributed.elastic, from which torchrun and `accelerate launch` print the first failing
-rank: with NCCL, whose collectives do not raise when a rank has ended, that is the only report. A rank that hangs cannot
-be told from a slow one: the others wait for `ddp_timeout` seconds.
+rank: with NCCL, whose collectives do not raise when a rank has ended, that is the only report.
 
-**Steps whose loss or gradient is NaN or infinite.** None of them changes the policy. All ranks compare the same two
-numbers, so they decide alike. `nonfinite-step-<n>/rank-<r>.safetensors` keeps each rank's batch, which
-`rollout_buffer.from_tensors` reads, with the policy's log-probs, and `rank-<r>.json` the metrics. A skipped step
-(`max_skipped_steps`) uses its part of the rollouts and of `max_steps`, so every run ends. Neither the optimizer nor the
-schedule is stepped.
+**Steps whose loss or gradient is NaN or infinite.** All ranks compare the same two numbers, so they decide alike. What
+is kept of such a step `rollout_buffer.from_tensors` reads. A skipped one uses its part of the rollouts and of
+`max_steps`, so every run ends; neither the optimizer nor the schedule is stepped.
 
-**Signals.** SIGTERM, SIGHUP and SIGUSR1, which schedulers and terminals that close send (docs/trainer.md): finish the
-optimizer step, save a checkpoint, exit with status 143. The handler only sets a flag, which the loop reads after each
-step, so that all ranks stop after the same one. The same signal a second time ends the process at once; within two
-seconds of the first it is the same request, because launchers forward what the scheduler has sent to every process.
-SIGHUP and SIGUSR1 stay as they are where they are handled or ignored already, by nohup or a plugin of the scheduler.
+**Signals** (docs/trainer.md). The handler only sets a flag, which the loop reads after each step, so that all ranks
+stop after the same one. Launchers forward what the scheduler has sent to every process: within two seconds it is the
+same request. SIGHUP and SIGUSR1 stay as they are where they are handled or ignored already, by nohup or a plugin.
 """
 
 from __future__ import annotations
@@ -74,12 +69,10 @@ def agree(accelerator: Accelerator, control: TrainerControl) -> None:
 
     Callbacks run on every rank. Without this, ranks would wait for each other in different collectives.
     """
-    if accelerator.num_processes == 1:
-        return
-    names = [field.name for field in dataclasses.fields(control)]
-    decisions = torch.tensor([float(getattr(control, name)) for name in names], device=accelerator.device)
-    for name, ranks in zip(names, accelerator.reduce(decisions, reduction="sum").tolist(), strict=True):
-        setattr(control, name, ranks > 0)
+    if accelerator.num_processes > 1:
+        ranks = gather_object([dataclasses.asdict(control)])
+        for name in ranks[0]:
+            setattr(control, name, any(of_rank[name] for of_rank in ranks))
 
 
 def barrier(accelerator: Accelerator) -> None:
@@ -110,16 +103,15 @@ def all_ranks_succeed(accelerator: Accelerator, doing: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     try:
-        failed = any_rank(accelerator, failure is not None)
-        reasons = gather_object([None if failure is None else _reason(failure)]) if failed else []
+        reasons = gather_object([None if failure is None else _reason(failure)])
     except Exception as error:
         if failure is not None:
             raise failure from error  # the other ranks have ended too, but this is what went wrong here
         raise
     if failure is not None:
         raise failure
-    if failed:
-        rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
+    rank = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
+    if rank is not None:
         raise PeerError(
             f"rank {rank} of {accelerator.num_processes} failed while {doing}, and this one stopped with it: "
             f"{reasons[rank]}"

@@ -1,10 +1,8 @@
-"""DDP and FSDP2: how ranks are connected, a policy is sharded across them, and its full weights are gathered.
+"""DDP and FSDP2: how ranks are connected, and a policy is sharded across them.
 
-Each decoder layer is gathered when it is used. Embedding, last norm and head stay with the root, tied or not: the loss
-reads the head's weight inside the root's forward, where it is a plain tensor and its gradient is reduced with the rest.
-A reference is sharded as the policy is, and gets copies of the policy's shards: no rank has all of it. With
-`fsdp_cpu_ram_efficient_loading`, transformers reads a model's files on rank 0 alone, and Accelerate sends each rank its
-shard.
+Embedding, last norm and head stay with the root, tied or not: the loss reads the head's weight inside the root's
+forward, where it is a plain tensor and its gradient is reduced with the rest. A reference is sharded as the policy is,
+and gets copies of the policy's shards: no rank has all of it. The rest is in docs/scaling-out.md.
 """
 
 from __future__ import annotations
@@ -13,14 +11,13 @@ import copy
 import logging
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, fsdp2_prepare_model
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.trainer_utils import enable_full_determinism
 from transformers.utils.import_utils import enable_tf32
@@ -29,17 +26,8 @@ from transformers.utils.logging import log_levels, set_verbosity
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.run_output import tracker_arguments
-from fused_grpo.trainer.models.adapters import is_adapted, merged_weights
+from fused_grpo.trainer.models.adapters import checkpoint_weights as checkpoint_weights
 from fused_grpo.trainer.models.loading import wants_bf16
-from fused_grpo.trainer.models.weight_stream import (
-    Part,
-    WeightStream,
-    checkpoint_stream,
-    empty_like,
-    gathered,
-    is_sharded,
-    narrowing,
-)
 
 M = TypeVar("M", bound=nn.Module)
 DDP_OPTIONS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
@@ -136,27 +124,3 @@ def reshard(module: nn.Module) -> None:
     """Free what a forward pass without a backward has left gathered: the root of a module under FSDP2."""
     if isinstance(module, FSDPModule):
         module.reshard()
-
-
-def checkpoint_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
-    """Every weight under the name that `save_pretrained` would give it, made one at a time while it is read.
-
-    An adapter is merged. Weights that FSDP2 has sharded are gathered on the device: every rank has to read all of them.
-    Equals, but for memory,
-        model.save_pretrained(folder); safetensors.torch.load_file(folder / "model.safetensors").items()
-
-    Args:
-        model: the causal LM of transformers, or a PeftModel around one.
-        dtype: of the engine that is sent the weights; they are cast to it as by `narrowing`. None: they are not.
-    """
-    if is_adapted(model):
-        return merged_weights(model, dtype)
-    narrow = narrowing(model, dtype)
-    # The parameters themselves: a DTensor's shard, of whatever is tied to it too.
-    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-
-    def whole(name: str) -> dict[str, Tensor]:
-        return {name: gathered(narrow(name, state[name].detach()))}
-
-    parts = [Part({name: empty_like(weight)}, partial(whole, name)) for name, weight in state.items()]
-    return checkpoint_stream(model, parts, dtype=dtype, is_gathered=any(map(is_sharded, state.values())))

@@ -1,13 +1,10 @@
 """Only what changed since the last sync: what the trainer writes, and vLLM's workers make weights of.
 
-A step of a small learning rate leaves most bf16 weights as they are: what it adds is below half of their last bit. So
-of each weight the elements whose bits changed are sent, with their places, or all of it where that is smaller:
+Of each weight the elements whose bits changed are sent, with their places, or all of it where that is smaller:
 
     counts   [blocks]   int16   changed elements in each block of 256
     values   [changed]          in the weight's dtype
     places   [changed]  uint8   within the block, ascending
-
-That is 3 bytes for a changed element of bf16, and 1 byte for 128 elements whether or not they change.
 
 **Nothing is believed.** A worker keeps a copy of all weights and the digest of that copy. Changes say of which copy
 they are, and what it has to become: a worker with another copy (it was restarted) does not apply them, and whichever

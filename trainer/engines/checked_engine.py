@@ -1,28 +1,17 @@
 """Checks that an engine returned what was asked for, sampled from the weights that the trainer trains.
 
 The trainer calls every engine through `checked_generate` and `checked_load_weights`, so an error of an engine ends
-here, before a reward is computed. A completion is used as it is or not at all: nothing is cut or padded.
-
-Where single completions cannot be used, `rollout_failure` decides: the run ends, their prompts are sampled again, or
-their groups are dropped. A group is dropped whole, because an advantage compares its members: the rest would be a group
-of another size, chosen by what the engine can compute. An answer that cannot be assigned to prompts, or that is of
-other weights, ends the run in any case.
+here, before a reward is computed. A completion is used as it is or not at all: nothing is cut or padded. What happens
+where single completions cannot be used, and the bounds of `WeightCheck`, are in docs/engines.md ("What is checked").
 
 **Weights** (`WeightCheck`). In the first pass over fresh rollouts the policy has not moved since they were sampled, so
 the trainer's log-probs and the engine's are two computations of one quantity. They differ by rounding, which depends on
 the dtype and, in fp32, on the device. A sync that failed, a stale head or another temperature differ by orders of
 magnitude more.
 
-    float32 on a CPU     max 1e-3    two engines differ by 1e-6 to 1e-5; a stale head was measured at 0.2 to 0.6
-    float32 elsewhere    mean 0.02   attention of vLLM multiplies in TF32, whose mantissa is that of float16
-    float16              mean 0.02   single tokens may differ more: only the mean is bounded
-    bfloat16             mean 0.1    rounding the logits alone moves a token by 0.02 on average and 0.09 at most
-
 A policy that has become sure of itself has larger logits, which round further, and a step may have few tokens. So
-where the mean of a 16-bit engine is above that bound, the policy's own log-probs are computed in 16 bits too, and
+where the mean of a 16-bit engine is above its bound, the policy's own log-probs are computed in 16 bits too, and
 ROUNDINGS times what that moves them is allowed.
-
-`max_logprob_difference` replaces the bound, not whether it is one of the maximum or of the mean.
 
 **Turns.** Each of several turns is checked. If the first ones agree and a later one does not, the weights are right,
 and what was read before that turn is not what is trained on. A user's function may sample with anything; where its
@@ -95,10 +84,8 @@ def checked_generate(
         routers: the number of the model's layers, and of the experts by layer; None: experts are not checked.
 
     Raises:
-        UnavailableError: another number of anything, other prompts, a completion that is empty, too long or without a
-            token of the model's own, a token id outside [0, V), a log-prob that is not finite or above 0, a support
-            without the token, experts that the model does not have, an unknown finish reason. The message names the
-            engine, the prompt and what was got.
+        UnavailableError: another number of anything, other prompts, or a completion that cannot be used, as
+            docs/engines.md has it. The message names the engine, the prompt and what was got.
         UnsupportedError: no supports, with `sampling_support="require"`; no experts, with `router_replay`.
         WeightSyncError: completions of other weights than those that the engine was given last.
     """
@@ -221,16 +208,14 @@ class WeightCheck:
             or_later = " or a later one" if turn == MOST_TURNS else ""
             return WeightSyncError(
                 f"{differs}: turn {turn}{or_later} differs, and the turns before it agree, so what the engine read "
-                "before it is not what is trained on; fix: token ids as they were read and sampled, never text that "
-                "is tokenised anew, no second BOS, no template that writes a turn in another way later, and a mask "
-                "that is 0 for all that was not sampled"
+                "before it is not what is trained on; fix: token ids as they were read and sampled, never text that is "
+                "tokenised anew, no second BOS, no template that rewrites earlier turns, a mask of what was sampled"
             )
         return WeightSyncError(
             f"{differs}: the engine does not serve the trainer's weights, one of the two computes at lower precision, "
             "or (from version 0 on) vLLM computes this model differently; fix: load_weights after every optimizer "
-            "step, give both the same dtype (float32 without TF32), compare on plain sampling only (no top_p, top_k, "
-            "min_p, penalty), and use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger "
-            "max_logprob_difference"
+            "step, one dtype for both (float32 without TF32), plain sampling (no top_p, top_k, min_p, penalty), "
+            "use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger max_logprob_difference"
         )
 
 
@@ -260,8 +245,7 @@ def generated(
     if rollouts.weight_version != version:
         raise WeightSyncError(
             f"got completions of weight version {rollouts.weight_version} from the {engine.name} engine, want version "
-            f"{version}, which it was given last; fix: one trainer per engine, and rollouts that say which weights "
-            "they were sampled from"
+            f"{version}, which it was given last; fix: one trainer per engine, and the weight_version that sampled"
         )
     check_support(rollouts, sampling, engine)
     check_experts(rollouts, sampling, engine)
@@ -316,17 +300,16 @@ def _dropped(samples: Sequence[Sample], wrong: Mapping[int, str], size: int) -> 
 
 
 def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: int, *, own_prompts: bool) -> str | None:
-    lists: dict[str, Any] = {"completions": rollouts.completion_ids, "finish reasons": rollouts.finish_reasons}
-    optional: dict[str, Any] = {"lists of log-probs": rollouts.sampling_logprobs, "episodes": rollouts.episodes}
-    optional |= {"completion masks": rollouts.completion_masks}
-    optional |= {"lists of log-probs of kept tokens": rollouts.support_logprobs}
-    optional |= {"arrays of experts": rollouts.routed_experts}
-    lists |= {what: column for what, column in optional.items() if column is not None}
+    columns: dict[str, Any] = {"completions": rollouts.completion_ids, "finish reasons": rollouts.finish_reasons}
+    columns |= {"lists of log-probs": rollouts.sampling_logprobs, "episodes": rollouts.episodes}
+    columns |= {"completion masks": rollouts.completion_masks, "arrays of experts": rollouts.routed_experts}
+    columns |= {"lists of log-probs of kept tokens": rollouts.support_logprobs}
     if rollouts.support_ids is not None or rollouts.support_sizes is not None:
-        lists |= {"lists of kept tokens": rollouts.support_ids or (), "sizes of supports": rollouts.support_sizes or ()}
-    lists |= {f"values of {name!r}": values for name, values in rollouts.extra.items()}
-    for name, values in lists.items():
-        if len(values) != n * len(prompt_ids):
+        ids, sizes = rollouts.support_ids or (), rollouts.support_sizes or ()
+        columns |= {"lists of kept tokens": ids, "sizes of supports": sizes}
+    columns |= {f"values of {name!r}": values for name, values in rollouts.extra.items()}
+    for name, values in columns.items():
+        if values is not None and len(values) != n * len(prompt_ids):
             return f"{len(values)} {name}"
     if rollouts.num_generations != n:
         return f"groups of {rollouts.num_generations}"

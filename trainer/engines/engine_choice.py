@@ -14,12 +14,11 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
-from fused_grpo.trainer.engines.served_adapter import ServedAdapter
+from fused_grpo.trainer.engines.served_adapter import OPTIONS_IN_4BIT, ServedAdapter
 from fused_grpo.trainer.engines.server.adapter_engine import VLLMServerAdapterEngine
 from fused_grpo.trainer.engines.server.own_server import OwnServer
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
-from fused_grpo.trainer.engines.vllm.base_in_4bit import OPTIONS
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine, VLLMEngine, adapter_options, vllm_options
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed, check_routed_experts, temporary_checkpoint
 from fused_grpo.trainer.engines.weight_files import Tie
@@ -80,8 +79,7 @@ def check_routing(args: GRPOConfig, name: EngineName, config: Any, *, own: Any =
     if callable(own) or (own is None and name == "transformers"):
         raise InputError(
             f"got router_replay=True with {'a rollout_func' if callable(own) else 'the transformers engine'}, which "
-            "returns no experts of its tokens, want vLLM; fix: use_vllm=True or vllm_mode='server', or "
-            "router_replay=False"
+            "returns no experts, want vLLM; fix: use_vllm=True or vllm_mode='server', or router_replay=False"
         )
     if not any(value and "expert" in option for option, value in config.to_dict().items()):
         raise InputError(
@@ -99,9 +97,8 @@ def choose_engine(
 
     `args.vllm_max_model_length` is that of the data where the user sets none.
 
-    Raises:
-        InputError, UnsupportedError: options that do not fit, or that the engine does not have on this machine.
-        UnavailableError: the engine is not installed, cannot start here, or does not respond.
+    InputError, UnsupportedError: options that do not fit, or that the engine does not have on this machine.
+    UnavailableError: the engine is not installed, cannot start here, or does not respond.
     """
     with progress(f"starting the engine: {name}"):
         if rollout_func is None:
@@ -179,7 +176,7 @@ def _engine_beside(
     if args.vllm_adapter_sync:
         is_4bit = bool(layers_in_4bit(model))
         weights = base_codes(model, dtype) if is_4bit else base_weights(model, dtype)
-        arguments |= adapter_options(model, ServedAdapter(model).rank, dtype) | (OPTIONS if is_4bit else {})
+        arguments |= adapter_options(model, ServedAdapter(model).rank, dtype) | (OPTIONS_IN_4BIT if is_4bit else {})
         environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     else:
         weights = checkpoint_weights(model, dtype)

@@ -23,7 +23,6 @@ from math import nan
 from operator import index as as_index
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fused_grpo.errors import DataError
@@ -58,19 +57,13 @@ class FunctionEngine(RolloutEngine):
         self._trainer = trainer
         self._version = 0
         self.inner = inner
+        self.weight_dtype = getattr(inner, "weight_dtype", None)
+        self.takes_adapter = getattr(inner, "takes_adapter", False)
 
     @property
     def weight_version(self) -> int:  # type: ignore[override]
         """The inner engine's version; without one, that of the last `load_weights`."""
         return self._version if self.inner is None else self.inner.weight_version
-
-    @property
-    def weight_dtype(self) -> torch.dtype | None:  # type: ignore[override]
-        return None if self.inner is None else self.inner.weight_dtype
-
-    @property
-    def takes_adapter(self) -> bool:  # type: ignore[override]
-        return self.inner is not None and self.inner.takes_adapter
 
     @property
     def sync_metrics(self) -> Mapping[str, float]:  # type: ignore[override]

@@ -1,17 +1,8 @@
 """Prompts, stop tokens, seeds, sampling options and supports, the same for all engines.
 
 The support of a sampled token are the ids that top_p, top_k and min_p left for the sampler to draw from, renormalised.
-The trainer's log-probs over the whole vocabulary are smaller by the log of the probability that was kept, which is no
-difference between two policies, but enters every ratio with the sampler. Over the same support both are the same
-quantity again (DeepSeek-V3.2's "Keep Sampling Mask", arXiv:2512.02556 section 3.1; vLLM's "sampling mask").
-
-    transformers   the ids whose score is finite after the library's own processors
-    vLLM           its sampling mask, with its model runner V2: on a GPU
-                   otherwise the most likely `top_k` tokens and some more, of which those with a probability were kept
-    rollout_func   what it returns as "sampling_support"
-
-An id takes 4 bytes, as do the sizes: with top_k=50 at most 204 bytes a token, and 107 MB for 512 completions of 1024
-tokens. What is kept whole has size 0 and no ids.
+docs/engines.md says why log-probs have to be over them, and how each engine knows them. An id takes 4 bytes, as do the
+sizes: with top_k=50 at most 204 bytes a token. What is kept whole has size 0 and no ids.
 
 Score centering compares distributions of sampler and trainer, so with it the sampler's log-probs of the ids travel too,
 4 bytes each, and ids of what is kept whole. Without truncation the ids are the `score_centering_topk` most likely ones.
@@ -26,17 +17,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+T = TypeVar("T")
 
 # vLLM adds a completion's index in its group to its prompt's seed: 62 bits leave room for that in a signed int64.
 SEED_BITS = 62
@@ -91,8 +82,7 @@ def prepared(
         if max_model_len is not None and len(prompt) + sampling.max_tokens > max_model_len:
             raise InputError(
                 f"got prompt {row} of {len(prompt)} tokens and max_tokens={sampling.max_tokens}, want at most "
-                f"max_model_len={max_model_len} together; fix: raise max_model_len (vllm_max_model_length), or "
-                "shorten either"
+                f"max_model_len={max_model_len} together; fix: raise it (vllm_max_model_length), or shorten either"
             )
     if unknown := sorted(sampling.extra.keys() - set(allowed)):
         raise InputError(
@@ -165,8 +155,8 @@ class Support(NamedTuple):
     def joined(cls, parts: Sequence[Support]) -> Support:
         """Of several parts of a completion, one after the other."""
         ids, sizes, logprobs = zip(*parts, strict=True)
-        known = [values for values in logprobs if values is not None]
-        return cls(torch.cat(ids), torch.cat(sizes), torch.cat(known) if len(known) == len(parts) else None)
+        known = all_known(logprobs)
+        return cls(torch.cat(ids), torch.cat(sizes), None if known is None else torch.cat(known))
 
     def first(self, tokens: int) -> Support:
         """Of the first tokens alone."""
@@ -214,36 +204,33 @@ def rollouts_of(
     """Rollouts from `sampling.num_sampled` completions of each prompt."""
     repeats = sampling.n // sampling.num_sampled
     completions = [completion for completion in completions for _ in range(repeats)]
-    logprobs = [completion.logprobs for completion in completions if completion.logprobs is not None]
     return Rollouts(
         prompt_ids=prompts,
         completion_ids=[completion.token_ids for completion in completions],
-        sampling_logprobs=logprobs if len(logprobs) == len(completions) else None,
+        sampling_logprobs=all_known([completion.logprobs for completion in completions]),
         finish_reasons=[completion.finish_reason for completion in completions],
         num_generations=sampling.n,
         weight_version=weight_version,
-        routed_experts=known_experts([one.routed_experts for one in completions]),
+        routed_experts=all_known([one.routed_experts for one in completions]),
         **support_fields([one.support for one in completions] if sampling.wants_ids else [None], sampling),
     )
 
 
-def known_experts(experts: Sequence[Tensor | None]) -> list[Tensor] | None:
-    """The experts of all completions; None where those of one are not known."""
-    known = [one for one in experts if one is not None]
-    return known if len(known) == len(experts) else None
+def all_known(values: Sequence[T | None]) -> list[T] | None:
+    """The values; None where one of them is not known."""
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else None
 
 
 def support_fields(supports: Sequence[Support | None], sampling: SamplingParams | None = None) -> dict[str, Any]:
     """The fields of Rollouts: log-probs where `sampling` wants them; none where a completion has no support."""
-    given = [support for support in supports if support is not None]
-    if len(given) < len(supports):
+    if (known := all_known(supports)) is None:
         return {}
-    fields: dict[str, Any] = {"support_ids": [one.ids for one in given], "support_sizes": [one.sizes for one in given]}
-    if sampling is None or not sampling.wants_logprobs:
-        return fields
-    logprobs = [one.logprobs for one in given if one.logprobs is not None]
-    fields["support_logprobs"] = logprobs if len(logprobs) == len(given) else None
-    return fields | {"is_top_k": sampling.top_k_listed > 0}
+    fields: dict[str, Any] = {"support_ids": [one.ids for one in known], "support_sizes": [one.sizes for one in known]}
+    if sampling is not None and sampling.wants_logprobs:
+        logprobs = all_known([one.logprobs for one in known])
+        fields |= {"support_logprobs": logprobs, "is_top_k": sampling.top_k_listed > 0}
+    return fields
 
 
 class SupportRecorder:
@@ -296,8 +283,7 @@ def check_listed(sampling: SamplingParams | None, *, max_listed: int, vocab_size
     if listed is None:
         raise UnsupportedError(
             f"got score_centering={kind!r} and top_k={sampling.top_k} with the {engine} engine, want a bound of the "
-            f"tokens that are kept, of which it has to list the log-probs; fix: top_k of 1 to {MAX_LISTED}, or "
-            "use_vllm=False"
+            f"kept tokens, whose log-probs it has to list; fix: top_k of 1 to {MAX_LISTED}, or use_vllm=False"
         )
     if listed > max_listed:
         raise UnsupportedError(

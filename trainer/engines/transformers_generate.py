@@ -1,8 +1,7 @@
 """An engine that needs only transformers: `model.generate` on the trainer's own model.
 
-It samples with the tensors that the optimizer updates, so weights are never copied and never stale: `load_weights`
-only stores the version. It is meant for small models and for machines without vLLM. All sequences of a call are in one
-batch, with one KV cache, unless `max_sequences` bounds it.
+It samples with the tensors that the optimizer updates, so weights are never copied and never stale. All sequences of a
+call are in one batch, with one KV cache, unless `max_sequences` bounds it.
 
 A logits processor samples each token, stores its log-prob, and masks all others, so that `generate` can only choose
 this one. It has its own random generator (the global one is not used), and stores B log-probs a step instead of the
@@ -13,10 +12,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import logits_process as library
 
 from fused_grpo.errors import FusedGRPOError, InputError, UnsupportedError
 from fused_grpo.integrations.model_modes import as_it_was, replaced
@@ -35,9 +36,6 @@ from fused_grpo.trainer.models.adapters import base_model, model_inputs, with_vi
 from fused_grpo.trainer.models.weight_stream import is_sharded
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 # Fields of GenerationConfig that a user may set: processors that come before the sampling, the cache, and beams.
 _EXTRAS = {"bad_words_ids", "begin_suppress_tokens", "cache_implementation", "disable_compile", "length_penalty"}
 _EXTRAS |= {"min_new_tokens", "num_beams", "sequence_bias", "stop_token_ids", "suppress_tokens"}
@@ -49,9 +47,6 @@ _BEAMS = (
 
 class TransformersEngine(RolloutEngine):
     """A RolloutEngine on the trainer's own model.
-
-    Sampling log-probs are those of the distribution after temperature and truncation; with temperature 0, of the
-    untempered one.
 
     Args:
         model: the trainer's causal LM, not a copy; or a PeftModel around it, with its virtual tokens if it has some.
@@ -131,8 +126,6 @@ class TransformersEngine(RolloutEngine):
         self, prompts: list[list[int]], sampler: _Sampler, sampling: SamplingParams, stop_ids: list[int]
     ) -> list[Completion]:
         """A completion for each row."""
-        from transformers import GenerationConfig, LogitsProcessorList
-
         prompts = with_virtual_places(prompts, self._given)
         input_ids, attention_mask = _left_padded(prompts, device=self._model.device)
         # Processors are given the tokens, the model their embeddings if there are some: `generate` takes both.
@@ -203,20 +196,14 @@ class _Sampler:
 
 def _shaping(sampling: SamplingParams) -> list[Any]:
     """The library's own processors, in vLLM's order: penalty, temperature, min_p, top_k, top_p."""
-    from transformers.generation import logits_process as library
-
-    shaping: list[Any] = []
-    if sampling.repetition_penalty != 1.0:
-        shaping.append(library.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    if sampling.temperature not in (0, 1.0):
-        shaping.append(library.TemperatureLogitsWarper(sampling.temperature))
-    if sampling.min_p > 0:
-        shaping.append(library.MinPLogitsWarper(sampling.min_p))
-    if sampling.top_k > 0:
-        shaping.append(library.TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1.0:
-        shaping.append(library.TopPLogitsWarper(sampling.top_p))
-    return shaping
+    processors: tuple[tuple[Any, Any, bool], ...] = (
+        (library.RepetitionPenaltyLogitsProcessor, sampling.repetition_penalty, sampling.repetition_penalty != 1.0),
+        (library.TemperatureLogitsWarper, sampling.temperature, sampling.temperature not in (0, 1.0)),
+        (library.MinPLogitsWarper, sampling.min_p, sampling.min_p > 0),
+        (library.TopKLogitsWarper, sampling.top_k, sampling.top_k > 0),
+        (library.TopPLogitsWarper, sampling.top_p, sampling.top_p < 1.0),
+    )
+    return [kind(value) for kind, value, applies in processors if applies]
 
 
 def _left_padded(prompts: list[list[int]], *, device: torch.device) -> tuple[Tensor, Tensor]:

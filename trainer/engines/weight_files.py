@@ -4,12 +4,11 @@
 it would go on sampling from the old head (log-probs off by 0.2 to 0.6). So its config says that a tied model is untied,
 and `Tie.undo` gives every new embedding to both. The price is one more [V, D] matrix in the engine.
 
-**Files.** Another process reads new weights from a folder of safetensors: in /dev/shm, without writes to a disk at
-every step, or in the temporary directory where that has no room (containers often have 64 MB). The folder is removed
-after the sync. A process that was killed leaves its folder behind, so every folder is locked until its process ends,
-and before its first one a process removes the unlocked folders of the same user. Process ids would not do: containers
-share memory and number their processes on their own. In a directory that the user names nothing is removed: other
-machines may share it without sharing locks.
+**Files.** Another process reads new weights from a folder of safetensors, which is removed after the sync. A process
+that was killed leaves its folder behind, so every folder is locked until its process ends, and before its first one a
+process removes the unlocked folders of the same user. Process ids would not do: containers share memory and number
+their processes on their own. In a directory that the user names nothing is removed: other machines may share it without
+sharing locks.
 """
 
 from __future__ import annotations
@@ -22,16 +21,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from fused_grpo.trainer.models.weight_stream import BUCKET_BYTES, Named, WeightStream
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from fused_grpo.trainer.models.weight_stream import Named, WeightStream
 
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "fused-grpo-weights-"
@@ -53,17 +50,19 @@ class Tie:
         names = {module: name for name, module in model.named_modules()}
         return cls(f"{names[embedding]}.weight", f"{names[head]}.weight")
 
-    def undo(self, weights: Named) -> Named:
+    def undo(self, weights: Named) -> WeightStream:
         """`weights` with the embedding under both names, whether or not it came under both."""
-        return weights.through(self._undone) if isinstance(weights, WeightStream) else self._undone(weights)
 
-    def _undone(self, weights: Named) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in weights:
-            if name != self.head:
-                yield name, weight
-            if name == self.embedding:
-                yield self.head, weight
-            del weight  # before the next is made
+        def undone(named: Named) -> Iterator[tuple[str, Tensor]]:
+            for name, weight in named:
+                if name != self.head:
+                    yield name, weight
+                if name == self.embedding:
+                    yield self.head, weight
+                del weight  # before the next is made
+
+        stream = WeightStream.of(weights)
+        return WeightStream(dict(undone(stream.shapes.items())), undone(stream), is_gathered=stream.is_gathered)
 
 
 @contextmanager
@@ -109,19 +108,14 @@ def remove_abandoned(directory: str) -> None:
 
 
 def write_weights(weights: Named, folder: Path) -> None:
-    """Write safetensors files of at most 128 MiB, or one larger weight: what is on the CPU besides the model."""
+    """Write safetensors files, each of a bucket: what is on the CPU besides the model."""
     stream = WeightStream.of(weights)
-    shard: dict[str, Tensor] = {}
-    written = pending = 0
-    for size in [weight.nbytes for weight in stream.shapes.values()]:
-        if pending + size > BUCKET_BYTES and shard:  # before the next weight is made
-            save_file(shard, folder / f"model-{written:05}.safetensors")
-            shard, written, pending = {}, written + 1, 0
-        name, weight = next(stream)
-        shard[name] = _unshared(weight, shard.values())
-        pending += size
-        del weight
-    save_file(shard, folder / f"model-{written:05}.safetensors")
+    for number, sizes in enumerate(stream.buckets()):
+        shard: dict[str, Tensor] = {}
+        for name, weight in islice(stream, len(sizes)):
+            shard[name] = _unshared(weight, shard.values())
+            del weight  # before the next is made
+        save_file(shard, folder / f"model-{number:05}.safetensors")
 
 
 def _locked_folder(directory: str) -> tuple[Path, int]:

@@ -1,4 +1,4 @@
-"""LoRA, prompt tuning and P-tuning by PEFT: a frozen base model and a trained adapter.
+"""LoRA, prompt tuning and P-tuning by PEFT: a frozen base model and a trained adapter (docs/lora.md).
 
 PEFT puts LoRA into the layers of the base model, so backbone and loss run unchanged. The other differences are here:
 
@@ -6,9 +6,6 @@ PEFT puts LoRA into the layers of the base model, so backbone and loss run uncha
 - reference: the same model with its adapter disabled, or with a frozen copy of the adapter that the model came with.
 - engine: gets W + (alpha / r) B A under the names of the base model's checkpoint. While it reads, a layer at a time is
   merged on a copy, so W never changes by rounding; of a layer in 4 bits, W is what it computes with (quantized.py).
-  Virtual tokens are no weights of the base: only the transformers engine, on the trained model itself, can sample with
-  them.
-- FSDP2: base and adapter are sharded. What is sent is gathered a layer at a time; the adapter alone where that is all.
 - checkpoint: holds the adapter alone, in PEFT's format; resuming loads it bit for bit into the model that is passed.
 
 **Virtual tokens** (prompt tuning, P-tuning) are trained embeddings of n tokens before every sequence:
@@ -16,9 +13,8 @@ PEFT puts LoRA into the layers of the base model, so backbone and loss run uncha
     inputs_embeds = cat(prompt [n, D], embed(tokens) [T, D])
 
 Rows of token ids have n places in front of each sequence, so that positions, attention and the places of predictors
-count them. Whatever runs the model puts the trained embeddings there. Packed or padded, the result is PEFT's own for
-each sequence alone. (PEFT has the virtual tokens before the padding on the left, so with prompts of different lengths
-its log-probs depend on the other rows.) With the adapter disabled, as in the reference, there are none.
+count them; whatever runs the model puts the trained embeddings there. (PEFT has them before the padding on the left, so
+with prompts of different lengths its log-probs depend on the other rows.)
 
 PEFT is imported only where there is an adapter.
 """
@@ -31,37 +27,26 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WrongTypeError
-from fused_grpo.trainer.models.quantized import (
-    check_biases,
-    dequantized,
-    is_4bit,
-    keep_exact,
-    layers_in_4bit,
-    quantization_of,
-)
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.models.quantized import check_biases, dequantized, is_4bit, keep_exact, quantization_of
 from fused_grpo.trainer.models.weight_stream import (
     Part,
     WeightStream,
     checkpoint_stream,
-    empty_like,
     gathered,
     is_sharded,
     narrowing,
 )
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ENCODER_FILE = "prompt_encoder.safetensors"  # beside PEFT's file, which has what the encoder returns, not its weights
@@ -187,19 +172,21 @@ def as_reference(model: Any) -> Iterator[None]:
         model.set_adapter(trained)
 
 
-def merged_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
-    """The weights with the adapter merged, under the names of the base model's checkpoint.
+def checkpoint_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
+    """Every weight under the name that `save_pretrained` of the base model gives it, with the adapter merged.
 
-    Equals
-        copy.deepcopy(model).merge_and_unload().state_dict().items(), in another order
+    It is made when it is read; a layer that is merged takes three matrices of its size. Weights that FSDP2 has sharded
+    are gathered on the device: every rank has to read all of them. Equals, but for memory and order,
+        copy.deepcopy(model).merge_and_unload().save_pretrained(folder)
+        safetensors.torch.load_file(folder / "model.safetensors").items()
 
-    Weights without an adapter are the model's own tensors. A layer is merged when it is read, which takes three
-    matrices of its size. `dtype` is that of `checkpoint_weights`. UnsupportedError for virtual tokens and for layers
-    that are quantised, but not in 4 bits by bitsandbytes, when they are read.
+    Args:
+        model: the causal LM of transformers, or a PeftModel around one.
+        dtype: of the engine that is sent the weights; they are cast to it as by `narrowing`. None: they are not.
+
+    UnsupportedError for virtual tokens and for layers that are quantised, but not in 4 bits by bitsandbytes, when they
+    are read.
     """
-    if is_prompt_tuned(model):
-        # Refused when it is read: an engine that samples from the model itself reads nothing.
-        return WeightStream({}, map(_refuse, ["virtual tokens, which are no weights of its base"]))
     return _named_weights(model, _merged, dtype)
 
 
@@ -211,7 +198,7 @@ def _refuse(what: str) -> tuple[str, Tensor]:
 
 
 def base_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
-    """The weights of the frozen base, under the names of `merged_weights`; of 4-bit layers what they compute with."""
+    """As `checkpoint_weights`, of the frozen base; of 4-bit layers what they compute with."""
     return _named_weights(model, _unadapted, dtype)
 
 
@@ -340,8 +327,7 @@ def _check_given(model: Any, config: Any, peft: Any) -> None:
     if config is not None or not isinstance(model, peft.PeftModel):
         raise InputError(
             f"got a {type(model).__name__} that has an adapter{' and a peft_config' if config is not None else ''}, "
-            "want a PeftModel alone, or a plain model and a peft_config; fix: merge_and_unload() the adapter first, or "
-            "leave the peft_config out"
+            "want a PeftModel alone, or a plain model and a peft_config; fix: merge_and_unload(), or no peft_config"
         )
     if len(model.active_adapters) != 1:
         raise InputError(f"got active adapters {model.active_adapters}, want one; fix: model.set_adapter(<its name>)")
@@ -363,8 +349,7 @@ def _check_tie(base: Any) -> None:
     if base.config.get_text_config().tie_word_embeddings and any(map(_is_wrapped, ends)):
         raise InputError(
             "got an adapter on a head or an embedding that are tied, want it on neither: merged, the two would "
-            "differ, and no engine would serve that; fix: leave them out of target_modules and modules_to_save, or "
-            "untie them before"
+            "differ; fix: leave them out of target_modules and modules_to_save, or untie them before"
         )
 
 
@@ -407,30 +392,37 @@ def _named_weights(
 
     What it makes has the sizes of the state dict of what `as_shaped` makes.
     """
-    base = base_model(model)
+    base, refused = base_model(model), None
+    if is_prompt_tuned(model):
+        refused = "virtual tokens, which are no weights of its base"
+    elif quantization_of(base.config) and not any(map(is_4bit, base.modules())):
+        refused = "layers that are quantised otherwise than in 4 bits by bitsandbytes"
+    if refused:  # when it is read: an engine that samples from the model itself reads nothing
+        return WeightStream({}, map(_refuse, [refused]))
     layers: dict[str, Any] = {}
     for name, layer in base.named_modules():
         # Two adapted parameters of one layer are two wrappers, one in the other: the outermost stands for both.
         if (_is_wrapped(layer) or is_4bit(layer)) and not name.startswith(tuple(f"{outer}." for outer in layers)):
             layers[name] = layer
-    inside = tuple(f"{name}." for name in layers)
-    state: dict[str, Tensor] = base.state_dict()
-    outside = {name: weight for name, weight in state.items() if not name.startswith(inside)}
-    if quantization_of(base.config) and not layers_in_4bit(base):
-        return WeightStream({}, map(_refuse, ["layers that are quantised otherwise than in 4 bits by bitsandbytes"]))
-    narrow = narrowing(base, dtype)
+    inside, narrow = tuple(f"{name}." for name in layers), narrowing(base, dtype)
 
     @torch.no_grad()
     def plain(prefix: str, layer: Any) -> dict[str, Tensor]:
         return {f"{prefix}.{name}": gathered(weight) for name, weight in unwrapped(layer).state_dict().items()}
 
-    def alone(name: str) -> dict[str, Tensor]:
-        return {name: gathered(narrow(name, outside[name]))}
+    def alone(name: str, weight: Tensor) -> dict[str, Tensor]:
+        return {name: gathered(narrow(name, weight.detach()))}
 
-    parts = [Part({name: empty_like(weight)}, partial(alone, name)) for name, weight in outside.items()]
+    # The parameters themselves: a DTensor's shard, of whatever is tied to it too.
+    state: dict[str, Tensor] = base.state_dict(keep_vars=True)
+    parts = [
+        Part.like({name: weight}, partial(alone, name, weight))
+        for name, weight in state.items()
+        if not name.startswith(inside)
+    ]
     for prefix, layer in layers.items():
-        shapes = {f"{prefix}.{name}": empty_like(weight) for name, weight in as_shaped(layer).state_dict().items()}
-        parts.append(Part(shapes, partial(plain, prefix, layer)))
+        weights = {f"{prefix}.{name}": weight for name, weight in as_shaped(layer).state_dict().items()}
+        parts.append(Part.like(weights, partial(plain, prefix, layer)))
     return checkpoint_stream(base, parts, dtype=dtype, is_gathered=any(map(is_sharded, base.parameters())))
 
 

@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
@@ -23,9 +24,6 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.console import progress, without_bars
 from fused_grpo.trainer.models.adapters import base_model, is_adapted, is_prompt_tuned
 from fused_grpo.trainer.models.quantized import check_quantization, keep_exact, quantization_of
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 SELF = "self"  # the reference model
 FINGERPRINT_VALUES = 256  # of each parameter
@@ -177,8 +175,7 @@ def _check_tokens(teacher: str | Path, tokenizer: Any, **options: Any) -> None:
         index, token = other[0]
         raise InputError(
             f"got the teacher_model {teacher}, in whose tokenizer {len(other)} tokens of the policy's have other ids "
-            f"({index} is {token_of[index]!r} and not {token!r}), want the same tokens; fix: a teacher of the policy's "
-            "family"
+            f"({index} is {token_of[index]!r} and not {token!r}), want the same; fix: a teacher of the policy's family"
         )
 
 

@@ -7,9 +7,8 @@ because norms and the residual stream stay in fp32). `LEFT_OUT` says what is not
 
 **On a CPU** it is the memory of the whole process, what it holds when the run is planned and vLLM too. Terms are added
 although not all are full at the same time: gradients appear while activations are freed, but the C library rarely gives
-those back in between. Three numbers are measured (bench/results/cpu-2-cores/memory-2026-11-26.json) and not derived:
-vLLM's libraries; what a process loads later and keeps free; and, with checkpointing, the holes that a layer's
-activations leave between gradients that stay, a tenth of them.
+those back in between. What is measured and not derived has its raw figures in
+bench/results/cpu-2-cores/memory-2026-11-26.json.
 
 Letters: P parameters, Q those in 4 bits, T those that are trained, L layers, D hidden size, I intermediate size, V
 vocabulary, N tokens of a micro-batch, C completion tokens of a micro-batch.
@@ -18,12 +17,11 @@ vocabulary, N tokens of a micro-batch, C completion tokens of a micro-batch.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil  # which Accelerate needs
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -81,13 +79,9 @@ def device_memory(args: GRPOConfig) -> int | None:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
-def process_memory() -> int | None:
-    """Bytes of memory that this process holds; None where the system has no /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def process_memory() -> int:
+    """Bytes of memory that this process holds."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def cpu_cache_bytes(token_bytes: int, max_model_len: int, sequences: int) -> int:
@@ -97,6 +91,14 @@ def cpu_cache_bytes(token_bytes: int, max_model_len: int, sequences: int) -> int
     """
     sequence = -(-max_model_len // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS * token_bytes
     return max(min(min(sequences, CPU_SEQUENCES) * sequence, _CPU_CACHE_LIMIT), 2 * sequence)
+
+
+def kv_width(text: Any) -> int:
+    """Numbers in the keys of one token and layer, of a text config."""
+    queries = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
+    heads: int = getattr(text, "num_key_value_heads", None) or queries
+    size: int = getattr(text, "head_dim", None) or text.hidden_size // queries
+    return heads * size
 
 
 def shape_of(
@@ -127,9 +129,7 @@ def shape_of(
     adapted = [linear[name] for name in linear if lora_targets is None or name.rpartition(".")[2] in lora_targets]
     adapter = sum((lora_r or 0) * (layer.in_features + layer.out_features) for layer in adapted)
     matrices = sum(layer.weight.numel() for layer in linear.values())
-    heads = text.num_attention_heads
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
     return ModelShape(
         parameters=parameters + adapter,
         quantized=quantized or (matrices if in_4bit else 0),
@@ -139,7 +139,7 @@ def shape_of(
         hidden=text.hidden_size,
         intermediate=max(intermediate) if isinstance(intermediate, list) else intermediate,  # one for each layer
         vocabulary=text.vocab_size,
-        kv_width=width * (getattr(text, "num_key_value_heads", None) or heads),
+        kv_width=kv_width(text),
         head_tied=head.weight is model.get_input_embeddings().weight,
         # The loss of routers is of whole sequences.
         shares_prompts=sees_all(model) and not hasattr(text, "output_router_logits"),
@@ -171,8 +171,11 @@ def memory_terms(
     trained, bf16 = shape.trained, wants_bf16(args)
     tokens, completion_tokens = micro_batch_tokens(args, prompt_tokens, shape)
     sequences = args.prompts_per_process(processes) * args.group_part(processes)  # generated at a time
+    weights = "4 (P - Q)" if shape.quantized else "4 P"
     terms = [
-        *_weights(shape),
+        Term("weights, fp32", weights, 4 * (shape.parameters - shape.quantized)),
+        # A scale for each 64 codes, in fp32 where it is not quantised again.
+        *([Term("weights in 4 bits", "9/16 Q at most", shape.quantized * 9 // 16)] if shape.quantized else []),
         Term("gradients, fp32", "4 T", 4 * trained),
         Term("AdamW state, fp32", "8 T", 8 * trained),
     ]
@@ -198,14 +201,6 @@ def memory_terms(
     generated = sequences * (prompt_tokens + args.max_completion_length) * (engine == "transformers")
     size = (2 if bf16 else 4) * 2 * shape.layers * shape.kv_width * generated
     return [*terms, Term("KV cache while generating", "2 L (width of keys), each token generated at a time", size)]
-
-
-def _weights(shape: ModelShape) -> list[Term]:
-    if not shape.quantized:
-        return [Term("weights, fp32", "4 P", 4 * shape.parameters)]
-    # A scale for each 64 codes, in fp32 where it is not quantised again.
-    rest, codes = 4 * (shape.parameters - shape.quantized), shape.quantized * 9 // 16
-    return [Term("weights, fp32", "4 (P - Q)", rest), Term("weights in 4 bits", "9/16 Q at most", codes)]
 
 
 def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int, shape: ModelShape | None = None) -> tuple[int, int]:

@@ -1,10 +1,8 @@
-"""Base models in 4 bits (bitsandbytes), on which LoRA is trained: QLoRA, arXiv:2305.14314.
+"""Bases whose linear layers are in 4 bits (bitsandbytes), on which LoRA is trained: QLoRA, arXiv:2305.14314.
 
 A layer holds 4-bit codes and a scale for each block of them, and computes with the weight W that they stand for, which
 is made in every pass and dropped. So the policy is W + (alpha / r) B A with that W, exactly, and so is what an engine
-gets that computes in 16 or 32 bits: merging rounds nothing to 4 bits again. The codes never change.
-
-An engine that has the base in 4 bits too reads the trainer's own codes from a folder, and takes the adapter alone.
+gets that computes in 16 or 32 bits. The codes never change.
 
 bitsandbytes is imported only where a model has such layers.
 """
@@ -129,9 +127,8 @@ def check_biases(model: nn.Module) -> None:
     biases = [(layer.bias, layer.compute_dtype) for layer in layers_in_4bit(model).values() if layer.bias is not None]
     if any(bias.requires_grad and compute not in (None, bias.dtype) for bias, compute in biases):
         raise InputError(
-            "got trained biases of layers in 4 bits with another compute dtype, to which bitsandbytes rounds them in "
-            "every pass, want them as they are; fix: bias='none' in LoraConfig (lora_bias=True is exact), or "
-            "bnb_4bit_compute_dtype='float32'"
+            "got trained biases of layers in 4 bits with another compute dtype, to which bitsandbytes rounds them, "
+            "want them exact; fix: bias='none' in LoraConfig (lora_bias is exact), or bnb_4bit_compute_dtype='float32'"
         )
 
 

@@ -1,8 +1,6 @@
 """Router replay: a mixture of experts computes its tokens with the experts that the sampler chose (arXiv:2510.11370).
 
-A router takes the k experts with the largest scores. Rounding decides between experts whose scores are close, so an
-engine and the trainer send some tokens to different ones, though their weights are the same. No correction of ratios
-mends that: it is another computation. With replay the choice is the sampler's, and all else the trainer's own:
+Why, and which models can, is in docs/models.md. The choice is the sampler's, and all else the trainer's own:
 
     scores  = router(hidden)                                  # [T, E], softmax or sigmoid, as the model has it
     experts = scores.topk(k).indices                          # what is replaced by the sampler's
@@ -13,8 +11,7 @@ mends that: it is another computation. With replay the choice is the sampler's, 
 before it (groups of experts, biases of the choice) and behind it (softmax over the k, scaling) is its own code. `check`
 shows by a few tokens that it is so for a model, and raises where it is not.
 
-The choice stays until the backward pass is over, because gradient checkpointing computes the layers in it
-again. The routers' auxiliary loss is about what they would choose themselves.
+The choice stays until the backward pass is over, because gradient checkpointing computes the layers in it again.
 """
 
 from __future__ import annotations
@@ -50,26 +47,21 @@ class RouterReplay:
         self._experts: Tensor | None = None
         self._seen: dict[int, list[tuple[Tensor, Tensor]]] | None = None  # scores and choices, while `check` runs
         self._counts: list[Tensor] = []
-        self._modes: list[ExitStack] = []
+        self._mode = ExitStack()
         for name, block in model.named_modules():
-            self._watch(name, block)
-
-    def _watch(self, name: str, block: nn.Module) -> None:
-        count = getattr(getattr(block, "experts", None), "num_experts", None)
-        numbers = [int(part) for part in name.split(".") if part.isdecimal()]
-        if count is None or len(numbers) != 1:  # vLLM counts layers in the same way
-            return
-        self.layers[numbers[0]] = int(count)
-        block.register_forward_pre_hook(partial(self._enter, numbers[0]))
-        block.register_forward_hook(self._leave, always_call=True)
+            count = getattr(getattr(block, "experts", None), "num_experts", None)
+            numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+            if count is not None and len(numbers) == 1:  # vLLM counts layers in the same way
+                self.layers[numbers[0]] = int(count)
+                block.register_forward_pre_hook(partial(self._enter, numbers[0]))
+                block.register_forward_hook(self._leave, always_call=True)
 
     def __enter__(self) -> RouterReplay:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._experts = None
-        while self._modes:  # hooks do not run behind a KeyboardInterrupt
-            self._modes.pop().close()
+        self._mode.close()  # hooks do not run behind a KeyboardInterrupt
 
     def start(self, experts: Tensor | None) -> None:
         """Before a forward pass of T tokens: their experts [T, layers, k], -1 where the routers choose for themselves.
@@ -94,12 +86,10 @@ class RouterReplay:
 
     def _enter(self, layer: int, block: nn.Module, inputs: Any) -> None:
         if self._experts is not None or self._seen is not None:
-            self._modes.append(ExitStack())
-            self._modes[-1].enter_context(_ReplacedTopK(partial(self._choose, layer), self.layers[layer]))
+            self._mode.enter_context(_ReplacedTopK(partial(self._choose, layer), self.layers[layer]))
 
     def _leave(self, block: nn.Module, inputs: Any, output: Any) -> None:
-        if self._modes:
-            self._modes.pop().close()
+        self._mode.close()
 
     def _choose(self, layer: int, scores: Tensor, own: Any) -> Any:
         """The result of `topk` of the scores [T, E] of a layer, of which `own` is the router's."""

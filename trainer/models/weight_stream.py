@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 Named = Iterable[tuple[str, Tensor]]
 
-BUCKET_BYTES = 128 << 20  # sent at a time, in a file or an NCCL broadcast; a larger weight is sent alone
+BUCKET_BYTES = 128 << 20  # sent at a time, in a file or an NCCL broadcast, and the weight that overfills them
 
 
 class WeightStream(Iterator[tuple[str, Tensor]]):
@@ -56,9 +57,16 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         """Of all weights together."""
         return sum(weight.nbytes for weight in self.shapes.values())
 
-    def through(self, change: Callable[[Named], Named]) -> WeightStream:
-        """What `change` makes of the stream; it may not keep a weight while it asks for the next."""
-        return WeightStream(dict(change(self.shapes.items())), change(self), is_gathered=self.is_gathered)
+    def buckets(self) -> Iterator[list[int]]:
+        """Sizes of weights in bytes, cut as vLLM's workers cut them: a bucket ends with the one that overfills it."""
+        bucket: list[int] = []
+        for weight in self.shapes.values():
+            bucket.append(weight.nbytes)
+            if sum(bucket) > BUCKET_BYTES:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
 
 
 def finish(weights: Named) -> None:
@@ -88,16 +96,17 @@ def gathered(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def empty_like(weight: Tensor) -> Tensor:
-    """Shape and dtype of the full tensor, on the meta device."""
-    return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-
-
 class Part(NamedTuple):
     """Weights that are made together, under the names that the model itself has for them."""
 
     shapes: dict[str, Tensor]  # on the meta device
     make: Callable[[], dict[str, Tensor]]
+
+    @classmethod
+    def like(cls, weights: Mapping[str, Tensor], make: Callable[[], dict[str, Tensor]]) -> Part:
+        """Of the shapes and dtypes of these; of a shard, those of the full tensor."""
+        empty = partial(torch.empty, device="meta")
+        return cls({name: empty(weight.shape, dtype=weight.dtype) for name, weight in weights.items()}, make)
 
 
 def checkpoint_stream(

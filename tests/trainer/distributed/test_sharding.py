@@ -14,7 +14,7 @@ from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.distributed.sharding import prepare_sharding
 from fused_grpo.trainer.engines import transformers_generate
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
-from fused_grpo.trainer.models.adapters import adapt, merged_weights
+from fused_grpo.trainer.models.adapters import adapt, checkpoint_weights
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_sync_of_one_process_leaves_its_shards(make_model):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         fully_shard(model)
-        dict(merged_weights(model))
+        dict(checkpoint_weights(model))
         assert all(torch.equal(shard.full_tensor(), before[name]) for name, shard in model.named_parameters())
     finally:
         torch.distributed.destroy_process_group()

@@ -102,6 +102,7 @@ def test_a_configuration_with_other_names_is_sampled_with(connect, monkeypatch) 
 def test_an_answer_may_be_as_long_as_its_experts(connect, monkeypatch) -> None:
     monkeypatch.setattr(replicas, "_RESPONSE_BYTES", 4096)
     monkeypatch.setattr(replicas, "_TOKEN_BYTES", 0)
+    monkeypatch.setattr(replicas, "_EXPERT_BYTES", 48)
     long = np.zeros((10, 2, 8), np.uint16)
     assert connect(lambda *_: long).generate(PROMPTS[:1], SAMPLING).routed_experts[0].shape == long.shape
     with pytest.raises(UnavailableError, match="more than"):

@@ -1,7 +1,6 @@
 """Weights for servers: through files or by NCCL."""
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,11 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
-from fused_grpo.trainer.engines import weight_files
 from fused_grpo.trainer.engines.server import weight_transfer
 from fused_grpo.trainer.engines.server.replicas import Replicas
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.weight_transfer import FileTransfer, NCCLTransfer
+from fused_grpo.trainer.models import weight_stream
+from fused_grpo.trainer.models.weight_stream import WeightStream
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,8 @@ def wire(servers, monkeypatch) -> SimpleNamespace:
         """What vLLM's workers make of the last broadcasts."""
         named = zip(*(update[key] for key in ("names", "dtype_names", "shapes")), strict=True)
         shapes = [(name, (shape, getattr(torch, dtype))) for name, dtype, shape in named]
-        count = len(list(weight_transfer._buckets(math.prod(shape) * dtype.itemsize for _, (shape, dtype) in shapes)))
+        sent = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes}
+        count = len(list(WeightStream(sent, ()).buckets()))
         buckets, found = iter(wire.communicator.buckets[-count:]), {}
         packed_tensor.packed_nccl_broadcast_consumer(
             iter(shapes),
@@ -249,7 +250,7 @@ def in_this_thread(work: Callable[[], Any], name: str) -> Future[Any]:
 @pytest.fixture(params=["files", pytest.param("nccl", marks=pytest.mark.engine)])
 def connected(request, connect, servers, monkeypatch) -> VLLMServerEngine:
     """An engine that sends 16 KiB at a time, from the test's own thread; its servers compute in bf16."""
-    monkeypatch.setattr(weight_files, "BUCKET_BYTES", 16 << 10)
+    monkeypatch.setattr(weight_stream, "BUCKET_BYTES", 16 << 10)
     monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 16 << 10)
     monkeypatch.setattr(weight_transfer, "in_thread", in_this_thread)
     for server in servers:

@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 from fused_grpo.errors import CheckpointError, InputError, UnsupportedError, WeightSyncError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.training_state import read_adapter
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine
-from fused_grpo.trainer.models.adapters import adapter_stream, as_reference, base_weights, merged_weights, saver_of
+from fused_grpo.trainer.models.adapters import adapter_stream, as_reference, base_weights, checkpoint_weights, saver_of
 from fused_grpo.trainer.types import SamplingParams
 
 # Trained from the first step on: with B = 0, nothing would show.
@@ -144,7 +143,7 @@ def test_loss_and_gradients_are_those_of_pefts_logits(make_lora_trainer, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_merge_and_unloads(adapted, make_model, kind):
     model = adapted(kind)
-    start, merged = values(model), dict(merged_weights(model))
+    start, merged = values(model), dict(checkpoint_weights(model))
     expected = copy.deepcopy(model).merge_and_unload().state_dict()
     torch.testing.assert_close(merged, dict(expected), rtol=0, atol=1e-6)
     assert all(torch.equal(value, start[name]) for name, value in values(model).items())
@@ -378,4 +377,3 @@ def test_an_adapter_that_vllm_has_no_layers_for_is_refused(adapted, tokenizer):
         VLLMAdapterEngine(adapted().to("meta"), tokenizer, max_model_len=32, dtype=torch.float32)
     with pytest.raises(InputError, match=r"with the engine 'transformers' .* want vLLM"):
         choose_engine("transformers", GRPOConfig(vllm_adapter_sync=True), adapted(), tokenizer)
-    assert dict(checkpoint_weights(adapted())).keys() == dict(merged_weights(adapted())).keys()

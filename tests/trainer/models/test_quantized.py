@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2ForCausa
 
 from fused_grpo.errors import CheckpointError, InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.engines import served_adapter
 from fused_grpo.trainer.engines.checked_engine import WeightCheck
 from fused_grpo.trainer.engines.engine_choice import choose_engine
-from fused_grpo.trainer.engines.vllm import base_in_4bit, inprocess
+from fused_grpo.trainer.engines.vllm import inprocess
 from fused_grpo.trainer.engines.vllm.start_vllm import save_config
-from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_weights, merged_weights
+from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_weights, checkpoint_weights
 from fused_grpo.trainer.models.loading import load_teacher
 from fused_grpo.trainer.models.memory_estimate import shape_of
 from fused_grpo.trainer.models.quantized import check_quantization, keep_exact, layers_in_4bit
@@ -123,16 +124,16 @@ def test_stopped_and_resumed_is_the_same_run(start, make_model, in_4bit):
 def test_merged_weights_are_what_the_model_computes_with(make_model, in_4bit, tokenizer, tmp_path, kind):
     model = get_peft_model(in_4bit(make_model(hidden_size=64)), LoraConfig(**kind))
     keep_exact(model)
-    served = plain_model(make_model(hidden_size=64).config, merged_weights(model.eval()))
+    served = plain_model(make_model(hidden_size=64).config, checkpoint_weights(model.eval()))
     with torch.no_grad():
         torch.testing.assert_close(served(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
         with model.disable_adapter():
             assert (served(IDS).logits - model(IDS).logits).abs().max() > 0.1
     save_config(model.get_base_model(), tokenizer, folder=str(tmp_path / "of vLLM"), untie=False)
     assert "quantization_config" not in json.loads((tmp_path / "of vLLM" / "config.json").read_text())
-    shapes = merged_weights(model).shapes
+    shapes = checkpoint_weights(model).shapes
     assert {name: (weight.shape, weight.dtype) for name, weight in shapes.items()} == {
-        name: (weight.shape, weight.dtype) for name, weight in merged_weights(model)
+        name: (weight.shape, weight.dtype) for name, weight in checkpoint_weights(model)
     }
 
 
@@ -144,7 +145,7 @@ def test_a_checkpoint_in_4_bits_is_merged_exactly(make_model, in_4bit, tmp_path)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter) if "lora_B" in name and "bias" in name else None
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    served = plain_model(make_model(hidden_size=64).config, merged_weights(model))
+    served = plain_model(make_model(hidden_size=64).config, checkpoint_weights(model))
     with torch.no_grad():
         torch.testing.assert_close(served(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
@@ -211,7 +212,7 @@ def test_what_cannot_be_trained_or_merged_is_refused(start, make_model, in_4bit,
     with pytest.raises(InputError, match="a quantised model and no adapter"):
         start(other, peft_config=None)
     eight = get_peft_model(in_4bit(make_model(), load_in_4bit=False, load_in_8bit=True), LoraConfig(**ATTENTION))
-    for make in (merged_weights, base_weights):
+    for make in (checkpoint_weights, base_weights):
         with pytest.raises(UnsupportedError, match="quantised otherwise than in 4 bits"):
             dict(make(eight))
     with pytest.raises(UnsupportedError, match="a Linear4bit as the head of"):
@@ -250,14 +251,14 @@ def test_vllm_reads_the_codes_of_the_trainer(make_model, in_4bit, tokenizer, mon
     model = get_peft_model(in_4bit(make_model(hidden_size=64), bnb_4bit_use_double_quant=True), LoraConfig(**ATTENTION))
     keep_exact(model)
     args = GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=True, vllm_dtype="bfloat16")
-    monkeypatch.setattr(base_in_4bit, "_PLUGIN", "no_such_plugin")
+    monkeypatch.setattr(served_adapter, "_PLUGIN", "no_such_plugin")
     with pytest.raises(UnavailableError, match="pip install vllm-bnb-plugin"):
         choose_engine("vllm", args, model, tokenizer)
-    monkeypatch.setattr(base_in_4bit, "_PLUGIN", "json")
+    monkeypatch.setattr(served_adapter, "_PLUGIN", "json")
     with pytest.raises(UnsupportedError, match="want 16 bits"):
         choose_engine("vllm", GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=True), model, tokenizer)
 
-    def started(base, tokenizer, *, options, folder, **more):
+    def started(folder, *, options, **more):
         assert (options["quantization"], options["load_format"]) == ("bitsandbytes", "bitsandbytes")
         (file,) = Path(folder).glob("*.safetensors")
         file.rename(file.with_name("model.safetensors"))  # vLLM takes any name, and transformers this one

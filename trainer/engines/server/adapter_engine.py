@@ -3,11 +3,8 @@
 A sync writes PEFT's files (megabytes) to shared memory, has every server load them, and removes them. On the servers
 the weight version of the sync is the adapter's name, and requests name it as their model: a server that was restarted
 since does not know it, and cannot sample from its base by mistake. No request is in flight during a sync, so older
-adapters are unloaded then, those of a run that was killed too. vLLM's prefix cache has the adapter's name in its keys;
-it is emptied all the same, as after every sync, so that a resumed run finds what the first one found.
-
-The base is never sent. Sizes are compared at the start, and that it is the trainer's is shown by the log-prob check of
-the first step.
+adapters are unloaded then, those of a run that was killed too. The base is never sent: that it is the trainer's is
+shown by the log-prob check of the first step.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from fused_grpo.errors import InputError
 from fused_grpo.trainer.engines.served_adapter import ServedAdapter, check_precision
 from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, RequestError
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
-from fused_grpo.trainer.engines.server.server_info import SERVER_INFO, Model, VLLMConfig
+from fused_grpo.trainer.engines.server.server_info import SERVER_INFO, Model, VLLMConfig, environment
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.weight_stream import WeightStream
 
@@ -78,9 +75,7 @@ async def _check_lora(client: httpx.AsyncClient, replica: Replica, *, rank: int)
     config = await replica.ask(client, SERVER_INFO, field="vllm_config", kind=VLLMConfig)
     engine, device = f"a server at {replica.url}", config.device_config.get("device")
     check_precision(config.model_config.dtype, device, engine=engine, fix="restart it with --dtype bfloat16")
-    environment, version = dict[str, object]({_UPDATING: True}), "default"
-    with suppress(RequestError):  # a vLLM that does not say; then the first sync shows it
-        environment = await replica.ask(client, SERVER_INFO, field="vllm_env", kind=dict[str, object])
+    variables, version = await environment(client, replica), "default"
     with suppress(NoRouteError):
         version = await replica.ask(client, "/weight_info", field="weight_version", kind=str)
     api_servers = (config.parallel_config or {}).get("_api_process_count", 1)
@@ -88,7 +83,7 @@ async def _check_lora(client: httpx.AsyncClient, replica: Replica, *, rank: int)
     reasons = {
         "without --enable-lora": config.lora_config is None,
         f"with --max-lora-rank {most}": most < rank,
-        f"without {_UPDATING}=True": environment.get(_UPDATING) is not True,
+        f"without {_UPDATING}=True": variables is not None and variables.get(_UPDATING) is not True,
         "with several API servers, of which one knows the adapter": api_servers != 1,
         "that another run has sent merged weights": version != "default" and not version.startswith(_PREFIX),
     }

@@ -4,9 +4,7 @@ All requests are coroutines under one deadline (`Replicas.run`), so no request n
 deadline all requests in flight are cancelled, and vLLM drops requests whose client disconnects.
 
 Responses are not trusted: they may come from another program, another version or a broken server. All pass through
-`Replica.request`: a redirect or a content encoding is an error and is not followed or expanded, a response is read up
-to a size that fits the request, and errors quote it without the API key. `parsed` compares all of it with types, so
-that the code behind it needs no guards. Values and lengths of completions are checked as those of all engines.
+`Replica.request`, and `parsed` compares all of them with types, so that the code behind it needs no guards.
 
 `load_weights` gives each server a weight version of its own (vLLM's string, unique to this sync). A restart resets it,
 and another trainer's sync replaces it. After sampling, each server is asked for its version once. A server that fails
@@ -43,8 +41,9 @@ _PAUSES, _HEALTH_INTERVAL = (0.0, 0.2, 1.0), 0.5
 # uvicorn closes idle connections after 5 s; one that is reused in that moment would look like a server that died.
 _KEEP_ALIVE = 2.0
 _GRACE = 1.0  # seconds that the other servers have to answer after one has failed
-# Largest response: of any route but completions, and for each sampled token (its text, id and log-prob).
-_RESPONSE_BYTES, _TOKEN_BYTES, _LISTED_BYTES = 16 << 20, 1 << 10, 1 << 7
+# Largest response: of any route but completions, for each sampled token (its text, id and log-prob), each listed one,
+# and the experts of each token that was read or sampled (1,365 of them in all layers, two bytes of each in base64).
+_RESPONSE_BYTES, _TOKEN_BYTES, _LISTED_BYTES, _EXPERT_BYTES = 16 << 20, 1 << 10, 1 << 7, 1 << 12
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +84,6 @@ class Replica:
     def __init__(self, url: str, api_key: str | None, own: OwnServer | None = None) -> None:
         self.url, self._key, self._own = url, api_key, own
         self.in_flight = 0  # requests without a response so far
-        self.expert_bytes = 0  # in a response, of a token's experts
         self.last_error = "no answer"
 
     def redacted(self, text: str) -> str:
@@ -114,7 +112,7 @@ class Replica:
         self.in_flight += 1
         try:
             async with client.stream(method, self.url + path, json=body) as response:
-                content = await _read(response, path, limit=_largest_response(body, self.expert_bytes))
+                content = await _read(response, path, limit=_largest_response(body))
         except httpx.HTTPError as error:
             self._failed(f"{type(error).__name__} ({str(error)[:500] or 'connection lost'})")
             raise RequestError(self.last_error, retry=self._own is None or not self._own.has_ended) from error
@@ -213,9 +211,9 @@ class Replicas:
                 "the server, look at its log, or raise vllm_server_timeout where it only needs longer"
             ) from error
 
-    def post(self, path: str, body: Json | None = None, *, doing: str) -> None:
-        """Send the same request to every server; UnavailableError where one refuses it or does not respond in time."""
-        self.each(lambda client, replica: replica.request(client, "POST", path, body), doing=doing)
+    def post(self, path: str, body: Json | None = None) -> None:
+        """Send every server a request of loading weights; UnavailableError where one refuses it or does not respond."""
+        self.each(lambda client, replica: replica.request(client, "POST", path, body), doing="loading weights")
 
     def each(self, work: Callable[[httpx.AsyncClient, Replica], Awaitable[T]], *, doing: str) -> list[T]:
         """`run` of `work` on every server, at the same time; the first failure is an UnavailableError that names it."""
@@ -340,13 +338,13 @@ def is_loopback(host: str) -> bool:
     return True
 
 
-def _largest_response(body: Json | None, expert_bytes: int = 0) -> int:
+def _largest_response(body: Json | None) -> int:
     """Bytes of a response that are read at most, so that a server cannot fill the trainer's memory."""
     given = body or {}
     sequences = given.get("n", 0)
     tokens, read = sequences * given.get("max_tokens", 0), sequences * len(given.get("prompt", ()))
     of_token = _TOKEN_BYTES + _LISTED_BYTES * int(given.get("logprobs", 0))
-    return _RESPONSE_BYTES + of_token * int(tokens) + expert_bytes * int(tokens + read)
+    return _RESPONSE_BYTES + of_token * int(tokens) + _EXPERT_BYTES * int(tokens + read)
 
 
 async def _read(response: httpx.Response, path: str, *, limit: int) -> bytes:

@@ -1,9 +1,8 @@
 """vLLM behind OpenAI-compatible servers (`vllm serve`): replicas of the user's, or one of the trainer's own.
 
-None of our code runs in the server. It gets token ids and returns token ids with log-probs, one request per prompt so
-that each has a seed of its own; the same seeds give the completions of the in-process engine. New weights go through
-the routes that VLLM_SERVER_DEV_MODE=1 opens. In a run over several processes each samples its own prompts, and the
-first one alone sends the weights. See also docs/engines.md.
+A server gets token ids and returns token ids with log-probs, one request per prompt so that each has a seed of its own;
+the same seeds give the completions of the in-process engine. In a run over several processes each samples its own
+prompts, and the first one alone sends the weights. See also docs/engines.md.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import httpx
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import UnavailableError, WeightSyncError, shown
 from fused_grpo.trainer.engines import RolloutEngine
@@ -45,9 +45,6 @@ from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.weight_stream import WeightStream, finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 _log = logging.getLogger(__name__)
 _RESET_ATTEMPTS = 20
 _DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "torch.float32": torch.float32}
@@ -56,8 +53,7 @@ _DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "to
 class VLLMServerEngine(RolloutEngine):
     """A RolloutEngine over vLLM servers.
 
-    Sampling log-probs are those of the distribution after temperature and truncation; with temperature 0, of the
-    untempered one. The servers have their own initial weights: `load_weights` comes before the first `generate`.
+    The servers have their own initial weights: `load_weights` comes before the first `generate`.
 
     Args:
         model: the trainer's causal LM, which the servers serve an architecture of.
@@ -121,10 +117,6 @@ class VLLMServerEngine(RolloutEngine):
         self._closed, self._group = False, None
         self.weight_version, self._server_version = -1, ""
         self.sync_metrics = dict[str, float]()
-        text = model.config.get_text_config()
-        layers, k = getattr(text, "num_hidden_layers", 0), getattr(text, "num_experts_per_tok", None) or 8
-        for replica in self._replicas.all:
-            replica.expert_bytes = 3 * layers * k  # two bytes of each, in base64
         ask = partial(
             server_info,
             max_model_len=max_model_len,
@@ -137,7 +129,7 @@ class VLLMServerEngine(RolloutEngine):
         self._model_name = infos[0][0]
         configs = [config for *_, config in infos]
         served = [config.model_config for config in configs]
-        vocab_size = text.vocab_size
+        vocab_size = model.config.get_text_config().vocab_size
         max_listed = min((one.max_logprobs for one in served if one.max_logprobs >= 0), default=vocab_size)
         check_listed(support, max_listed=max_listed, vocab_size=vocab_size, engine=self.name, fix="--max-logprobs")
         self._options = partial(
@@ -200,25 +192,24 @@ class VLLMServerEngine(RolloutEngine):
             # Of its own: with `generate_ahead` this is a thread, while the trainer is in collectives of its group.
             self._group = self._group or torch.distributed.new_group(backend="gloo")
             torch.distributed.barrier(self._group)
-        outcome: list[Any] = [None, None, None]
-        cause: Exception | None = None
+        failure: Exception | None = None
         if not distributed or torch.distributed.get_rank() == 0:
             try:
-                weights = named_weights if self._tie is None else self._tie.undo(named_weights)
-                outcome = [self._send(weights, version), None, self.sync_metrics]
+                self._send(named_weights if self._tie is None else self._tie.undo(named_weights), version)
             except Exception as error:  # of any type: the other ranks wait for the outcome
-                outcome, cause = [None, f"{error}", self.sync_metrics], error
+                failure = error
         finish(named_weights)  # on the other ranks, which send nothing, all of them
+        outcome: list[Any] = [failure and f"{failure}", self._server_version, self.sync_metrics]
         if distributed:
             torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
-        server_version, failure, self.sync_metrics = outcome
-        if server_version is None:
+        problem, self._server_version, self.sync_metrics = outcome
+        if problem is not None:
             raise WeightSyncError(
-                f"got weight version {version} not on every server: {failure}; want all of them to load what the "
+                f"got weight version {version} not on every server: {problem}; want all of them to load what the "
                 "trainer sends; fix: the same architecture in server and trainer, and a restart of a server that "
                 "refused; through files also the same machine and user, and space for the weights in shared memory"
-            ) from cause
-        self.weight_version, self._server_version = version, server_version
+            ) from failure
+        self.weight_version = version
 
     def close(self) -> None:
         """Disconnect. The user's servers keep running; one of the trainer's own ends."""
@@ -227,8 +218,8 @@ class VLLMServerEngine(RolloutEngine):
         if self._own is not None:
             self._own.close()
 
-    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Load the weights into all servers; the version that they have afterwards, unique to this sync."""
+    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load the weights into all servers, which have a version afterwards that is unique to this sync."""
         self._check_open()  # on the first rank, whose error all ranks raise
         server_version = f"{self._prefix}{uuid.uuid4().hex}:{version}"
         self._replicas.each(self._compare, doing="comparing models")
@@ -238,7 +229,7 @@ class VLLMServerEngine(RolloutEngine):
         self._transfer_weights(stream, server_version)
         self.sync_metrics = {"weight_sync/bytes": float(stream.nbytes), **self._transfer.metrics}
         self._replicas.each(partial(_finish_sync, server_version=server_version), doing="setting the weight version")
-        return server_version
+        self._server_version = server_version
 
     async def _compare(self, client: httpx.AsyncClient, replica: Replica) -> None:
         """Before the first sync, and of a server that was restarted since: perhaps with another model."""

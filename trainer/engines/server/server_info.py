@@ -1,28 +1,25 @@
-"""What a vLLM server reports of itself, and whether a trainer can use such a server.
+"""What a vLLM server reports of itself, and whether a trainer can use it.
 
-**The model** is compared before weights are sent: vLLM loads them in place, one after the other, and those of another
-model leave a server that no client can use. No route has the config of the server's model, but in development mode its
-workers print their modules (`get_model_inspection`). Sizes are compared with those that vLLM's layers print; names of
-norms and the use of biases only where the class has another name, because vLLM serves some architectures with the class
-of another one. What no layer prints is left to the log-prob check of the first step.
+The model is compared before weights are sent, as docs/engines.md says ("A server with another model"): sizes with those
+that vLLM's layers print; names of norms and the use of biases only where the class has another name, because vLLM
+serves some architectures with the class of another one.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
+from transformers import PreTrainedModel
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, RequestError
 from fused_grpo.trainer.engines.weight_files import Tie
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # As vLLM prints it. None of them backtracks over more than a number or a name: the text is another program's.
 _SIZE, _NAME = r"(\d{1,9})\b", r"\((\w+)\): "
@@ -127,27 +124,26 @@ async def server_info(
     limit = models[0].max_model_len if models else None
     if limit is None:
         raise RequestError("no model in /v1/models")
-    config = await _in_development_mode(client, replica)
+    try:
+        config = await replica.ask(client, SERVER_INFO, field="vllm_config", kind=VLLMConfig)
+    except NoRouteError:
+        got, want = "without /server_info and /collective_rpc", "them for weight sync"
+        raise _unusable(replica, got, want, fix="with the environment variable VLLM_SERVER_DEV_MODE=1") from None
     version = await replica.ask(client, "/version", field="version", kind=str)
     _log.info("%s: vLLM %s, %d tokens", replica.url, replica.redacted(version)[:100], limit)
     mode = replica.redacted(config.model_config.logprobs_mode)[:100]
     if mode != "processed_logprobs":
-        raise InputError(
-            f"got a server at {replica.url} with --logprobs-mode {mode}, want processed_logprobs, of the "
-            "distribution that was sampled; fix: restart it with --logprobs-mode processed_logprobs"
-        )
+        got, want = f"with --logprobs-mode {mode}", "processed_logprobs, of the distribution that was sampled"
+        raise _unusable(replica, got, want, fix="with --logprobs-mode processed_logprobs")
     if max_model_len is not None and limit < max_model_len:
-        raise InputError(
-            f"got a server at {replica.url} for {limit} tokens, want {max_model_len} (prompt and completion); "
-            f"fix: restart it with --max-model-len {max_model_len}, or shorten either"
-        )
+        got, want = f"for {limit} tokens", f"{max_model_len} (prompt and completion)"
+        raise _unusable(replica, got, want, fix=f"with --max-model-len {max_model_len}, or shorten either")
     if batch_invariant:
         await _check_invariant(client, replica)
     if routed_experts and not (config.aux_output_config or {}).get("enable_return_routed_experts"):
-        raise InputError(
-            f"got a server at {replica.url} that returns no experts of its tokens, want them with router_replay=True; "
-            "fix: restart it with --enable-return-routed-experts (vLLM 0.32 or newer), or router_replay=False"
-        )
+        got, want = "that returns no experts of its tokens", "them with router_replay=True"
+        fix = "with --enable-return-routed-experts (vLLM 0.32 or newer), or router_replay=False"
+        raise _unusable(replica, got, want, fix=fix)
     await check_model(client, replica, facts)
     if tie is not None and config.device_config.get("device") == "cpu":
         await _check_untied(client, replica, tie)
@@ -166,28 +162,23 @@ async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelF
         facts.check(replica.url, "\n".join(printed))
 
 
-async def _in_development_mode(client: httpx.AsyncClient, replica: Replica) -> VLLMConfig:
-    try:
-        return await replica.ask(client, SERVER_INFO, field="vllm_config", kind=VLLMConfig)
-    except NoRouteError as error:
-        raise InputError(
-            f"got a server at {replica.url} without /server_info and /collective_rpc, want them for weight sync; "
-            "fix: restart it with the environment variable VLLM_SERVER_DEV_MODE=1"
-        ) from error
+def _unusable(replica: Replica, got: str, want: str, *, fix: str) -> InputError:
+    return InputError(f"got a server at {replica.url} {got}, want {want}; fix: restart it {fix}")
+
+
+async def environment(client: httpx.AsyncClient, replica: Replica) -> dict[str, object] | None:
+    """vLLM's own variables, as it has parsed them; None where it is too old to say."""
+    with suppress(RequestError):
+        return await replica.ask(client, SERVER_INFO, field="vllm_env", kind=dict[str, object])
+    return None
 
 
 async def _check_invariant(client: httpx.AsyncClient, replica: Replica) -> None:
-    """InputError for a server that is not batch invariant; a warning where it does not say."""
-    try:
-        environment = await replica.ask(client, SERVER_INFO, field="vllm_env", kind=dict[str, object])
-    except RequestError:  # of an older vLLM
+    if (variables := await environment(client, replica)) is None:
         warn_once(f"{replica.url} does not say whether it was started with VLLM_BATCH_INVARIANT=1")
-        return
-    if environment.get("VLLM_BATCH_INVARIANT") is not True:
-        raise InputError(
-            f"got a server at {replica.url} without VLLM_BATCH_INVARIANT=1, want it with batch_invariant=True; fix: "
-            "restart it with that environment variable, on a GPU that vLLM has the mode for"
-        )
+    elif variables.get("VLLM_BATCH_INVARIANT") is not True:
+        got, want = "without VLLM_BATCH_INVARIANT=1", "it with batch_invariant=True"
+        raise _unusable(replica, got, want, fix="with that environment variable, on a GPU that vLLM has the mode for")
 
 
 async def _check_untied(client: httpx.AsyncClient, replica: Replica, tie: Tie) -> None:

@@ -9,10 +9,8 @@ server_engine.py does the rest of a sync, the same for all: it resets prefix cac
 **NCCL.** Of vLLM (0.28 or newer, on both ends) there are its communicator, a group of this process and every worker of
 every server, and its servers' routes. Its trainer side (`TrainerWeightTransferEngine`) is not used: it supports one
 server and no API key, it would use the proxies of the environment, its interface changes from release to release, and
-it keeps two buckets of 1 GiB in flight. Here one weight and one bucket are on the GPU besides the model. A broadcast
-cannot be interrupted when the other side is gone, so each runs in a thread, which is abandoned after the timeout; the
-servers then hang in their broadcast, and have to be restarted. It has not run on a GPU yet: tests replace the
-communicator, and read the broadcasts with vLLM's own code.
+it keeps two buckets of 1 GiB in flight. A broadcast cannot be interrupted when the other side is gone, so each runs in
+a thread, which is abandoned after the timeout; the servers then hang in their broadcast, and have to be restarted.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import itertools
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import httpx
@@ -90,9 +88,8 @@ def _check_receivers(wanted: TransferName, servers: Replicas, configs: Sequence[
         if got := next((reason for reason, holds in reasons.items() if holds), None):
             raise InputError(
                 f"got vllm_full_sync_interval above 1 and {got}, want files, and workers that make weights of changes; "
-                f"fix: install fused-grpo beside the server and start it with --worker-extension-cls {RECEIVER} and "
-                "several servers in the place of data parallelism, leave vllm_weight_transfer out, or "
-                "vllm_full_sync_interval=1"
+                f"fix: install fused-grpo beside the server and start it with --worker-extension-cls {RECEIVER}, "
+                "several servers for data parallelism, no vllm_weight_transfer, or vllm_full_sync_interval=1"
             )
 
 
@@ -126,7 +123,7 @@ class FileTransfer:
         """Have all servers load these weights (checkpoint names, full tensors); UnavailableError where one does not."""
         with temporary_weight_files(weights, directory=self._directory) as folder:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            self._servers.post("/collective_rpc", call, doing="loading weights")
+            self._servers.post("/collective_rpc", call)
 
     def close(self) -> None:
         """Do nothing: no file is left between two syncs."""
@@ -290,31 +287,19 @@ class NCCLTransfer:
             "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in shapes],
             "shapes": [list(weight.shape) for _, weight in shapes],
         }
-        loading = functools.partial(self._servers.post, doing="loading weights")
-        loading("/start_weight_update")
-        receiving = in_thread(lambda: loading("/update_weights", {"update_info": update}), name="weight-transfer")
+        self._servers.post("/start_weight_update")
+        call = functools.partial(self._servers.post, "/update_weights", {"update_info": update})
+        receiving = in_thread(call, name="weight-transfer")
         # The stream on which the buckets are filled: vLLM's own choice need not wait for it.
         stream = torch.cuda.current_stream() if self._device.type == "cuda" else None
-        for sizes in _buckets([weight.nbytes for weight in weights.shapes.values()]):
+        for sizes in weights.buckets():
             bucket = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
             for place in bucket.split(sizes):
                 place.copy_(next(weights)[1].contiguous().view(-1).view(torch.uint8))
             group.broadcast(bucket, src=0, stream=stream)
             del bucket, place  # to be written over, in the order of the stream, by the next
         receiving.result()
-        loading("/finish_weight_update")
-
-
-def _buckets(sizes: Iterable[int]) -> Iterator[list[int]]:
-    """Sizes of weights in bytes, cut as vLLM's workers cut them: a bucket ends with the weight that overfills it."""
-    bucket: list[int] = []
-    for size in sizes:
-        bucket.append(size)
-        if sum(bucket) > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
+        self._servers.post("/finish_weight_update")
 
 
 def _meeting_point(server: str) -> tuple[str, int]:

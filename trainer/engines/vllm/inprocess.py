@@ -2,15 +2,14 @@
 
 Why in this process. Measured on two CPU cores, 2-layer model: `LLM()` takes 22 s with its engine in processes of its
 own (vLLM's CPU platform always spawns two, and each imports torch and vLLM again) and 2 s here; sampling costs the
-same. Weights are loaded from the trainer's own tensors (6 ms; on a GPU they never leave it) instead of a checkpoint
-that is written and read back, and no process can be left behind. The price is that vLLM changes the state of the
-trainer's process, which start_vllm.py restores, and that there is one engine per process, because vLLM's process groups
-are global. Where one exists (DDP), vLLM makes its own over all ranks: every rank has to start an engine.
+same. Weights are loaded from the trainer's own tensors (6 ms; on a GPU they never leave it), and no process can be left
+behind. The price is that vLLM changes the state of the trainer's process, which start_vllm.py restores, and that there
+is one engine per process, because vLLM's process groups are global. Where one exists (DDP), vLLM makes its own over all
+ranks: every rank has to start an engine.
 
 **An adapter beside the base model** (VLLMAdapterEngine). The base is frozen, so it is loaded once. After that a sync
-writes the adapter (megabytes, to shared memory) and vLLM loads it in place of the last one (2 ms on a CPU with two
-layers; log-probs within 2e-5 of the trainer's). The price is in sampling: every layer multiplies with A and B too,
-which merged weights (VLLMEngine, the default) avoid.
+writes the adapter (megabytes, to shared memory) and vLLM loads it in place of the last one. The price is in sampling:
+every layer multiplies with A and B too, which merged weights (VLLMEngine, the default) avoid.
 """
 
 from __future__ import annotations
@@ -21,14 +20,16 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
+from fused_grpo.trainer.engines.checked_engine import checked_load_weights
 from fused_grpo.trainer.engines.sampling import (
     Completion,
     Support,
@@ -40,26 +41,23 @@ from fused_grpo.trainer.engines.sampling import (
     turn_sampling,
     vllm_requests,
 )
-from fused_grpo.trainer.engines.served_adapter import ServedAdapter, check_precision
-from fused_grpo.trainer.engines.vllm.base_in_4bit import OPTIONS, check_4bit
+from fused_grpo.trainer.engines.served_adapter import OPTIONS_IN_4BIT, ServedAdapter, check_4bit, check_precision
+from fused_grpo.trainer.engines.turns import VLLMTurns, sampling_errors
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_installed,
+    config_folder,
     cpu_options,
     packed_experts,
     preserved_state,
     start_vllm,
     temporary_checkpoint,
 )
-from fused_grpo.trainer.engines.vllm.turns import VLLMTurns, sampling_errors
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_model, base_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
 from fused_grpo.trainer.models.quantized import layers_in_4bit
-from fused_grpo.trainer.models.weight_stream import WeightStream, finish
+from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.types import Rollouts, SamplingParams, Turn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LOUD_LOGGERS = (
     "vllm.model_executor.model_loader.reload.layerwise",  # at every sync, of RotaryEmbedding: that layer has no weights
@@ -73,8 +71,7 @@ _PARTIAL_PREFILLS = {"enable_chunked_prefill", "long_prefill_token_threshold"}  
 class VLLMEngine(RolloutEngine):
     """A RolloutEngine on an in-process `vllm.LLM`.
 
-    Sampling log-probs are those of the distribution after temperature and truncation; with temperature 0, of the
-    untempered one, or 0 with vLLM's sampling mask, which has no temperature 0 (`top_k=1` takes its place).
+    With vLLM's sampling mask, which has no temperature 0, greedy log-probs are 0 (`top_k=1` takes its place).
 
     Args:
         model: the trainer's causal LM. The engine takes its config and, as version 0, a copy of its weights.
@@ -150,6 +147,7 @@ class VLLMEngine(RolloutEngine):
         self._tie = Tie.of(model) if self._on_cpu else None
         self._can_sleep, self._asleep = enable_sleep_mode, False
         self.weight_version = -1
+        check_installed()
         with ExitStack() as resources:
             self._llm: Any = self._start(model, tokenizer, options, resources)
             for logger in map(logging.getLogger, _LOUD_LOGGERS):
@@ -169,11 +167,11 @@ class VLLMEngine(RolloutEngine):
             vocab_size=self._vocab_size,
         )
         VLLMEngine._running.add(self)
-        self.load_weights(self._first_weights(model), version=0)
+        checked_load_weights(self, self._first_weights(model), version=0)
 
     def _start(self, model: Any, tokenizer: Any, options: dict[str, Any], resources: ExitStack) -> Any:
-        untie = self._tie is not None
-        return start_vllm(model, tokenizer, options=options, on_cpu=self._on_cpu, untie=untie, resources=resources)
+        folder = config_folder(model, tokenizer, untie=self._tie is not None)
+        return start_vllm(folder, options=options, on_cpu=self._on_cpu, resources=resources)
 
     def _first_weights(self, model: Any) -> WeightStream:
         return checkpoint_weights(model, self.weight_dtype)
@@ -218,25 +216,13 @@ class VLLMEngine(RolloutEngine):
         if self._asleep:
             # vLLM would write to memory that it has freed.
             raise WeightSyncError("got load_weights on a sleeping vllm engine, want it awake; fix: wake() before")
-        weights = named_weights if self._tie is None else self._tie.undo(named_weights)
-        detached = map(_detached, weights)  # a loop would keep a weight until the next is made
-        llm = self._engine()
-        try:
-            with preserved_state(), packed_experts(llm) if self._on_cpu else nullcontext():
-                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": detached})
-        except Exception as error:
-            self.close()
-            finish(named_weights)
-            if isinstance(error, UnsupportedError):
-                raise
-            raise WeightSyncError(
-                f"got {type(error).__name__} from vLLM while loading weight version {version}, and closed the engine: "
-                f"{error}; want every weight of the model, whole, under its checkpoint name; fix: pass "
-                "checkpoint_weights(model), or use_vllm=False where vLLM cannot load this model at its start"
-            ) from error
-        # Keys and values of the old weights are wrong for the new ones.
-        llm.reset_prefix_cache()
-        self.weight_version = version
+        want = "every weight of the model, whole, under its checkpoint name; fix: pass checkpoint_weights(model), or "
+        want += "use_vllm=False where vLLM cannot load this model at its start"
+        with self._loading(f"weight version {version}", version, want=want) as llm:
+            weights = WeightStream.of(named_weights)
+            weights = weights if self._tie is None else self._tie.undo(weights)
+            with packed_experts(llm) if self._on_cpu else nullcontext():
+                llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     def sleep(self) -> None:
         """Drop weights and KV cache; see RolloutEngine. Does nothing without `enable_sleep_mode`.
@@ -285,6 +271,25 @@ class VLLMEngine(RolloutEngine):
         except BaseException:
             self.close()  # the next call would return the unfinished requests
             raise
+
+    @contextmanager
+    def _loading(self, what: str, version: int, *, want: str) -> Iterator[Any]:
+        """vLLM's `LLM`, to load weights into; an error of it closes the engine, which cannot load again after that."""
+        llm = self._engine()
+        try:
+            with preserved_state():
+                yield llm
+        except Exception as error:
+            self.close()
+            if isinstance(error, UnsupportedError):
+                raise
+            raise WeightSyncError(
+                f"got {type(error).__name__} from vLLM while loading {what}, and closed the engine: {error}; "
+                f"want {want}"
+            ) from error
+        # Keys and values of the old weights are wrong for the new ones; an adapter always has the same name to vLLM.
+        llm.reset_prefix_cache()
+        self.weight_version = version
 
     def _requests(self, of_prompts: list[dict[str, Any]], sampling: SamplingParams) -> list[Any]:
         from vllm import SamplingParams as RequestParams
@@ -337,7 +342,6 @@ class VLLMAdapterEngine(VLLMEngine):
         engine_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self._adapted = model
         self._adapter = ServedAdapter(model)
         dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
         lora = adapter_options(model, self._adapter.rank, dtype)
@@ -349,36 +353,26 @@ class VLLMAdapterEngine(VLLMEngine):
         if not layers_in_4bit(model):
             return super()._start(model, tokenizer, options, resources)
         self._has_base = True  # it is read at the start, and never again
-        codes = base_codes(self._adapted, self.weight_dtype)
+        codes = base_codes(self._adapter.model, self.weight_dtype)
         with temporary_checkpoint(codes, model, tokenizer, quantized=True) as folder:
-            more: Any = {"options": options | OPTIONS, "on_cpu": self._on_cpu, "folder": str(folder)}
-            return start_vllm(model, tokenizer, untie=False, resources=resources, **more)
+            return start_vllm(str(folder), options=options | OPTIONS_IN_4BIT, on_cpu=self._on_cpu, resources=resources)
 
     def _first_weights(self, model: Any) -> WeightStream:
-        return adapter_stream(self._adapted, self.weight_dtype)
+        return adapter_stream(self._adapter.model, self.weight_dtype)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy the adapter into the engine; after the start, the base model too. It raises what VLLMEngine raises."""
         from vllm.lora.request import LoRARequest
 
         if not self._has_base or self._asleep:
-            super().load_weights(base_weights(self._adapted, self.weight_dtype), version)
+            super().load_weights(base_weights(self._adapter.model, self.weight_dtype), version)
             self._has_base = True
         self.weight_version = -1
-        engine = self._engine()
-        try:
-            with self._adapter.folder(WeightStream.of(named_weights)) as folder, preserved_state():
-                engine.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
-        except Exception as error:
-            self.close()
-            raise WeightSyncError(
-                f"got {type(error).__name__} from vLLM while loading the adapter of version {version}, and closed the "
-                f"engine: {error}; want an adapter that vLLM can serve; fix: vllm_adapter_sync=False"
-            ) from error
-        self._lora_request = LoRARequest("policy", 1, str(folder))
-        # Keys and values of the old adapter are wrong for the new one: to vLLM both have one name.
-        engine.reset_prefix_cache()
-        self.weight_version = version
+        want = "an adapter that vLLM can serve; fix: vllm_adapter_sync=False"
+        with self._loading(f"the adapter of version {version}", version, want=want) as llm:
+            with self._adapter.folder(WeightStream.of(named_weights)) as folder:
+                llm.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
+            self._lora_request = LoRARequest("policy", 1, str(folder))
 
 
 def vllm_options(
@@ -441,10 +435,6 @@ def _checked(engine_options: dict[str, Any], *, taken: set[str]) -> dict[str, An
             "from one device; fix: leave it out, and let every rank have its own engine"
         )
     return engine_options
-
-
-def _detached(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
-    return named[0], named[1].detach()
 
 
 def _completion(output: Any, listed: bool, top: int = 0) -> Completion:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import gc
 import hashlib
+import importlib
 import importlib.util
 import logging
 import os
@@ -30,20 +31,18 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
 from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder, write_weights
-from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes
+from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes, kv_width
 from fused_grpo.trainer.models.quantized import quantization_of
 from fused_grpo.trainer.models.weight_stream import WeightStream
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 DEFAULT_ENVIRONMENT = {
@@ -77,23 +76,18 @@ def check_installed() -> None:
 
 def check_dtype(dtype: torch.dtype) -> None:
     """UnsupportedError where vLLM cannot compute in `dtype` on this device. It imports vLLM."""
-    with preserved_state():
-        _set_defaults()
-        from vllm.platforms import current_platform
-    names = [str(known).removeprefix("torch.") for known in current_platform.supported_dtypes]
+    platform = _imported("vllm.platforms", "current_platform")
+    names = [str(known).removeprefix("torch.") for known in platform.supported_dtypes]
     if (name := str(dtype).removeprefix("torch.")) not in names:
         raise UnsupportedError(
-            f"got vllm_dtype={name!r}, want one that vLLM computes in on this {current_platform.device_name}: "
+            f"got vllm_dtype={name!r}, want one that vLLM computes in on this {platform.device_name}: "
             f"{', '.join(names)}; fix: one of these, or leave it out"
         )
 
 
 def check_routed_experts() -> None:
     """UnsupportedError where vLLM returns no experts on this device. It imports vLLM."""
-    with preserved_state():
-        _set_defaults()
-        from vllm.triton_utils import HAS_TRITON
-    if not HAS_TRITON:
+    if not _imported("vllm.triton_utils", "HAS_TRITON"):
         raise UnsupportedError(
             "got router_replay=True with vLLM in this process and no Triton for its device, want its model runner V2, "
             "which alone returns the experts of tokens, and needs Triton (on a CPU a build with a CPU backend); fix: a "
@@ -107,14 +101,13 @@ def enable_batch_invariance() -> None:
     To be called before the first matrix product, at which cuBLAS reads its part. UnsupportedError where vLLM has no
     such mode, has started without it, or has one in which nothing could be trained beside it.
     """
-    with preserved_state():
-        _set_defaults()
-        from vllm import envs
-        from vllm.platforms import current_platform
+    platform = _imported("vllm.platforms", "current_platform")
+    from vllm import envs
+
     # On older GPUs, AMD's and Intel's it replaces torch's own `linear`, for which there is no backward pass then.
-    if not (current_platform.is_cuda() and current_platform.has_device_capability(90)):
+    if not (platform.is_cuda() and platform.has_device_capability(90)):
         raise UnsupportedError(
-            f"got batch_invariant=True with vLLM in this process, on {current_platform.device_name}, want an NVIDIA "
+            f"got batch_invariant=True with vLLM in this process, on {platform.device_name}, want an NVIDIA "
             "GPU of compute capability 9.0 or more: on other GPUs vLLM's mode leaves the trainer without gradients, "
             "and on a CPU there is none; fix: vllm_mode='server' and VLLM_BATCH_INVARIANT=1 there, or use_vllm=False"
         )
@@ -126,23 +119,11 @@ def enable_batch_invariance() -> None:
         )
 
 
-def start_vllm(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    options: dict[str, Any],
-    on_cpu: bool,
-    untie: bool,
-    resources: ExitStack,
-    folder: str | None = None,
-) -> Any:
-    """A `vllm.LLM` with the shape of `model`, these options and dummy weights; closing `resources` stops it.
+def start_vllm(folder: str, *, options: dict[str, Any], on_cpu: bool, resources: ExitStack) -> Any:
+    """A `vllm.LLM` with the model of `folder` and these options; closing `resources` stops it.
 
-    With `untie` it has a head of its own although the model ties it to the embedding. A `folder` has what it reads, in
-    place of a config. UnavailableError: vLLM is missing or cannot start with these options.
+    UnavailableError: vLLM cannot start with these options.
     """
-    check_installed()
-    folder = folder or config_folder(model, tokenizer, untie=untie)
     started: list[Any] = []
     in_group = torch.distributed.is_initialized()
     if in_group and "LOCAL_RANK" in os.environ:
@@ -177,17 +158,11 @@ def start_vllm(
 def cpu_options(config: PreTrainedConfig, max_model_len: int, sequences: int, dtype: torch.dtype) -> dict[str, Any]:
     """Options of the CPU build: a fast start, a KV cache for a batch of `sequences`, and whole prefills.
 
-    The completions of a prompt share what whole blocks of the cache hold. vLLM's own blocks of 128 tokens share nothing
-    of a shorter prompt, which is computed for each of them: with 38 tokens and 8 completions, 304 tokens and not 80.
-
-    vLLM discards the sample of a partial prefill by moving the request's generator back, which a CPU's cannot do. So a
-    prompt, and a preempted sequence, is computed in one pass or waits: a pass has room for the longest.
+    docs/engines.md says why each. With vLLM's own blocks of 128 tokens, a prompt of 38 is computed for each of its
+    completions: for 8 of them 304 tokens and not 80.
     """
     text = config.get_text_config()
-    queries = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
-    heads = getattr(text, "num_key_value_heads", None) or queries
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // queries
-    token_bytes = 2 * text.num_hidden_layers * heads * head_size * dtype.itemsize
+    token_bytes = 2 * text.num_hidden_layers * kv_width(text) * dtype.itemsize
     return {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
@@ -317,6 +292,13 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
         gc.freeze()
         contexts.callback(gc.unfreeze)  # or no trainer that ends would ever be collected, nor its models
         return LLM(model=folder, **options)
+
+
+def _imported(module: str, name: str) -> Any:
+    """What a module of vLLM has under that name, which may import more."""
+    with preserved_state():
+        _set_defaults()
+        return getattr(importlib.import_module(module), name)
 
 
 def _set_defaults() -> None:
