@@ -302,7 +302,7 @@ def resumed(make_trainer, caplog):
 KEPT = {
     "reference": {"beta": 0.1},
     "self-distillation": {"teacher_model": "self", "distillation_coef": 0.5},
-    "base of an adapter": {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])},
+    "base of an adapter": {"peft_config": LoraConfig(r=2, target_modules=["q_proj"]), "engine": TransformersEngine},
 }
 
 
