@@ -120,4 +120,16 @@ BUGS = {
         "",
         ["tests/trainer/engines/test_served_model.py", "-k", "has_adapters"],
     ),
+    "a resumed run has another reference, or another base": (
+        "trainer/checkpoint/resume.py",
+        '        "frozen_weights": learner.frozen_weights,\n',
+        "",
+        ["tests/trainer/checkpoint/test_resume.py", "-k", "no_checkpoint_has"],
+    ),
+    "what an adapter has learned counts as its base": (
+        "trainer/models/loading.py",
+        "        if is_adapted(model) and parameter.requires_grad:\n            continue\n",
+        "",
+        ["tests/trainer/checkpoint/test_resume.py", "-k", "is_not_its_base"],
+    ),
 }

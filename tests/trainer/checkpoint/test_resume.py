@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError
@@ -322,6 +322,12 @@ def test_a_trained_model_may_be_any(saved, resumed):
 def test_a_base_in_another_dtype_is_the_same(make_model):
     model = make_model()
     assert fingerprint(model) == fingerprint(copy.deepcopy(model).bfloat16()) != fingerprint(make_model(1))
+
+
+def test_what_an_adapter_learns_is_not_its_base(make_model):
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)  # at random, anew each time
+    first, second, other = (fingerprint(get_peft_model(make_model(seed), config)) for seed in (0, 0, 1))
+    assert first == second != other
 
 
 def test_other_numbers_of_a_users_optimizer_are_said(saved, make_trainer, caplog):

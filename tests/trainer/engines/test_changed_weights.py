@@ -364,6 +364,7 @@ def test_what_cannot_take_changes_is_refused_at_the_start(connect, servers, mode
     assert choose_engine("server", GRPOConfig(**options), model, tokenizer)._transfer._interval == 5
     with pytest.raises(InputError, match=r"interval above 1 and weights by NCCL, want files, .*fix:"):
         connect(weight_transfer="nccl")
+    engine = connect()
     for extension in ("somebody.Else", ""):
         servers[1].parallel_config = {"worker_extension_cls": extension}
         with pytest.raises(
@@ -371,6 +372,9 @@ def test_what_cannot_take_changes_is_refused_at_the_start(connect, servers, mode
         ):
             connect()
         connect(full_sync_interval=1)
+        # So it is after a restart.
+        with pytest.raises(WeightSyncError, match=f"{servers[1].url} without our worker extension"):
+            engine.load_weights(sent(model), version=1)
     # vLLM would return what the workers of its first engine say.
     servers[1].parallel_config = {"worker_extension_cls": RECEIVER, "data_parallel_size": 2}
     with pytest.raises(InputError, match=rf"{servers[1].url} with --data-parallel-size above 1, .*fix: .*several serv"):

@@ -254,12 +254,20 @@ def test_a_new_engine_needs_weights_first(connect) -> None:
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs, want processed_logprobs"),
         ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
         ({"tied": True}, r"ties lm_head.weight to the embedding.*server_folder"),
+        ({"max_model_len": 9}, "for 9 tokens, want 60 .*--max-model-len 60"),
+        ({"model": "LlamaForCausalLM(\n  (0-7): 8 x LlamaDecoderLayer(\n"}, "has 8 layers, not 2"),
     ],
 )
-def test_a_server_started_with_options_that_do_not_fit_is_refused(connect, servers, options, message) -> None:
-    vars(servers[0]).update(options)
-    with pytest.raises(InputError, match=rf"got a server at {servers[0].url} .*{message}"):
-        connect()
+def test_a_server_started_with_options_that_do_not_fit_is_refused(connect, servers, model, options, message) -> None:
+    engine, message = connect(max_model_len=60), rf"got a server at {servers[0].url} .*{message}"
+    vars(servers[0]).update(options | {"weight_version": "default"})
+    with pytest.raises(InputError, match=message):
+        connect(max_model_len=60)
+    # A restart is noticed at the next sync, before anything is sent.
+    before = len(servers[1].calls)
+    with pytest.raises(WeightSyncError, match=f"version 4 not on every server: {message}"):
+        engine.load_weights(checkpoint_weights(model), version=4)
+    assert not any(path == "/collective_rpc" for path, _ in servers[1].calls[before:])
 
 
 def test_a_server_that_reports_what_vllm_does_not_is_refused(connect, servers) -> None:

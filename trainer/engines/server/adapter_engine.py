@@ -19,7 +19,7 @@ from fused_grpo.errors import InputError
 from fused_grpo.trainer.engines.served_adapter import ServedAdapter, check_precision
 from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, RequestError
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
-from fused_grpo.trainer.engines.server.server_info import SERVER_INFO, Model, VLLMConfig, environment
+from fused_grpo.trainer.engines.server.server_info import Model, ServerInfo, VLLMConfig, environment
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.weight_stream import WeightStream
 
@@ -45,11 +45,11 @@ class VLLMServerAdapterEngine(VLLMServerEngine):
     def __init__(self, model: Any, tokenizer: Any, *, weights_directory: str | None = None, **options: Any) -> None:
         self._adapter, self._directory = ServedAdapter(model), weights_directory
         super().__init__(base_model(model), tokenizer, weight_transfer="files", full_sync_interval=1, **options)
-        self._replicas.each(partial(_check_lora, rank=self._adapter.rank), doing="getting ready for adapters")
 
-    async def _check(self, client: httpx.AsyncClient, replica: Replica) -> None:
-        await super()._check(client, replica)
-        await _check_lora(client, replica, rank=self._adapter.rank)
+    async def _check(self, client: httpx.AsyncClient, replica: Replica) -> ServerInfo:
+        info = await super()._check(client, replica)
+        await _check_lora(client, replica, info.config, rank=self._adapter.rank)
+        return info
 
     def _transfer_weights(self, weights: WeightStream, server_version: str) -> None:
         with self._adapter.folder(weights, directory=self._directory) as folder:
@@ -70,9 +70,8 @@ async def _load(client: httpx.AsyncClient, replica: Replica, *, name: str, path:
             await replica.request(client, "POST", "/v1/unload_lora_adapter", {"lora_name": old}, is_json=False)
 
 
-async def _check_lora(client: httpx.AsyncClient, replica: Replica, *, rank: int) -> None:
+async def _check_lora(client: httpx.AsyncClient, replica: Replica, config: VLLMConfig, *, rank: int) -> None:
     """InputError, or UnsupportedError, for a server that cannot serve an adapter of that rank on the trainer's base."""
-    config = await replica.ask(client, SERVER_INFO, field="vllm_config", kind=VLLMConfig)
     engine, device = f"a server at {replica.url}", config.device_config.get("device")
     check_precision(config.model_config.dtype, device, engine=engine, fix="restart it with --dtype bfloat16")
     variables, version = await environment(client, replica), "default"

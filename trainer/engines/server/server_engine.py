@@ -30,7 +30,6 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
     Completion,
     as_experts,
-    check_listed,
     listed_support,
     rollouts_of,
     stop_token_ids,
@@ -38,7 +37,7 @@ from fused_grpo.trainer.engines.sampling import (
 )
 from fused_grpo.trainer.engines.server.own_server import OwnServer
 from fused_grpo.trainer.engines.server.replicas import Choice, Json, NoRouteError, Replica, Replicas, RequestError
-from fused_grpo.trainer.engines.server.server_info import ModelFacts, check_model, server_info
+from fused_grpo.trainer.engines.server.server_info import ModelFacts, ServerInfo, Wanted, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
 from fused_grpo.trainer.engines.turns import ConcurrentSession
 from fused_grpo.trainer.engines.weight_files import Tie
@@ -112,31 +111,31 @@ class VLLMServerEngine(RolloutEngine):
         self._replicas = Replicas(
             urls, allow_remote=allow_remote, api_key=api_key, max_concurrency=max_concurrency, timeout=timeout, own=own
         )
-        self._tie, self._facts = None if self.takes_adapter else Tie.of(model), ModelFacts(model)
+        self._tie = None if self.takes_adapter else Tie.of(model)
         self._stop_ids = stop_token_ids(model.generation_config, tokenizer)
         self._closed, self._group = False, None
         self.weight_version, self._server_version = -1, ""
         self.sync_metrics = dict[str, float]()
-        ask = partial(
-            server_info,
-            max_model_len=max_model_len,
+        self._wanted = Wanted(
+            facts=ModelFacts(model),
             tie=self._tie,
-            facts=self._facts,
+            max_model_len=max_model_len,
+            support=support,
             batch_invariant=batch_invariant,
             routed_experts=routed_experts,
+            changes=full_sync_interval > 1,
         )
-        infos = self._replicas.each(ask, doing="getting ready")
-        self._model_name = infos[0][0]
-        configs = [config for *_, config in infos]
+        infos = self._replicas.each(self._ready, doing="getting ready")
+        self._model_name = infos[0].model
+        configs = [info.config for info in infos]
         served = [config.model_config for config in configs]
         vocab_size = model.config.get_text_config().vocab_size
         max_listed = min((one.max_logprobs for one in served if one.max_logprobs >= 0), default=vocab_size)
-        check_listed(support, max_listed=max_listed, vocab_size=vocab_size, engine=self.name, fix="--max-logprobs")
         self._options = partial(
             vllm_requests,
             seeds=random.Random(seed),
             engine=self.name,
-            max_model_len=min(limit for _, limit, _ in infos),
+            max_model_len=min(info.max_model_len for info in infos),
             max_listed=max_listed,
             vocab_size=vocab_size,
         )
@@ -231,13 +230,17 @@ class VLLMServerEngine(RolloutEngine):
         self._replicas.each(partial(_finish_sync, server_version=server_version), doing="setting the weight version")
         self._server_version = server_version
 
+    async def _ready(self, client: httpx.AsyncClient, replica: Replica) -> ServerInfo:
+        await replica.wait_until_ready(client)
+        return await self._check(client, replica)
+
     async def _compare(self, client: httpx.AsyncClient, replica: Replica) -> None:
-        """Before the first sync, and of a server that was restarted since: perhaps with another model."""
+        """Before the first sync, and of a server that was restarted since: perhaps with other options."""
         if not await replica.has_weight_version(client, self._server_version):
             await self._check(client, replica)
 
-    async def _check(self, client: httpx.AsyncClient, replica: Replica) -> None:
-        await check_model(client, replica, self._facts)
+    async def _check(self, client: httpx.AsyncClient, replica: Replica) -> ServerInfo:
+        return await server_info(client, replica, self._wanted)
 
     def _transfer_weights(self, weights: WeightStream, server_version: str) -> None:
         self._transfer.send(weights)

@@ -11,15 +11,18 @@ import logging
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from transformers import PreTrainedModel
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.engines.changed_weights import RECEIVER
+from fused_grpo.trainer.engines.sampling import check_listed
 from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, RequestError
 from fused_grpo.trainer.engines.weight_files import Tie
+from fused_grpo.trainer.types import SamplingParams
 
 # As vLLM prints it. None of them backtracks over more than a number or a name: the text is another program's.
 _SIZE, _NAME = r"(\d{1,9})\b", r"\((\w+)\): "
@@ -62,11 +65,20 @@ class VLLMConfig:
     aux_output_config: dict[str, object] | None = None  # None: of a vLLM that has none
 
 
+class ServerInfo(NamedTuple):
+    """What a server says of itself."""
+
+    model: str
+    max_model_len: int
+    config: VLLMConfig
+
+
 class ModelFacts:
     """Sizes and names of the trainer's model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config, head = model.config.get_text_config(), model.get_output_embeddings()
+        self.vocab_size: int = config.vocab_size
         # vLLM has all experts of a layer in one module.
         modules = {name.rpartition(".")[2]: module for name, module in model.named_modules() if "expert" not in name}
         sizes: dict[str, Any] = {
@@ -102,24 +114,25 @@ class ModelFacts:
             )
 
 
-async def server_info(
-    client: httpx.AsyncClient,
-    replica: Replica,
-    *,
-    max_model_len: int | None,
-    tie: Tie | None,
-    facts: ModelFacts,
-    batch_invariant: bool = False,
-    routed_experts: bool = False,
-) -> tuple[str, int, VLLMConfig]:
-    """Wait until a server is up; its model's name, the tokens that it accepts, and its options.
+@dataclass(frozen=True)
+class Wanted:
+    """What a run needs of a server."""
 
-    It must accept `max_model_len` tokens; None: its own limit.
+    facts: ModelFacts
+    tie: Tie | None
+    max_model_len: int | None  # None: the server's own limit
+    support: SamplingParams | None
+    batch_invariant: bool
+    routed_experts: bool
+    changes: bool  # it is sent what changed, for which it needs our worker extension
+
+
+async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wanted) -> ServerInfo:
+    """What a server that is up says of itself.
 
     InputError: a server with another model, or started with options that a trainer cannot use; names the option.
-    RequestError: its responses are not vLLM's.
+    UnsupportedError: score centering that needs more log-probs than it lists. RequestError: responses unlike vLLM's.
     """
-    await replica.wait_until_ready(client)
     models = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
     limit = models[0].max_model_len if models else None
     if limit is None:
@@ -135,22 +148,30 @@ async def server_info(
     if mode != "processed_logprobs":
         got, want = f"with --logprobs-mode {mode}", "processed_logprobs, of the distribution that was sampled"
         raise _unusable(replica, got, want, fix="with --logprobs-mode processed_logprobs")
-    if max_model_len is not None and limit < max_model_len:
-        got, want = f"for {limit} tokens", f"{max_model_len} (prompt and completion)"
-        raise _unusable(replica, got, want, fix=f"with --max-model-len {max_model_len}, or shorten either")
-    if batch_invariant:
+    most = wanted.max_model_len
+    if most is not None and limit < most:
+        got, want = f"for {limit} tokens", f"{most} (prompt and completion)"
+        raise _unusable(replica, got, want, fix=f"with --max-model-len {most}, or shorten either")
+    vocab_size, listed = wanted.facts.vocab_size, config.model_config.max_logprobs
+    most_listed = vocab_size if listed < 0 else listed
+    check_listed(
+        wanted.support, max_listed=most_listed, vocab_size=vocab_size, engine="vllm-server", fix="--max-logprobs"
+    )
+    if wanted.batch_invariant:
         await _check_invariant(client, replica)
-    if routed_experts and not (config.aux_output_config or {}).get("enable_return_routed_experts"):
+    if wanted.routed_experts and not (config.aux_output_config or {}).get("enable_return_routed_experts"):
         got, want = "that returns no experts of its tokens", "them with router_replay=True"
         fix = "with --enable-return-routed-experts (vLLM 0.32 or newer), or router_replay=False"
         raise _unusable(replica, got, want, fix=fix)
-    await check_model(client, replica, facts)
-    if tie is not None and config.device_config.get("device") == "cpu":
-        await _check_untied(client, replica, tie)
-    return models[0].id, limit, config
+    if wanted.changes:
+        _check_receiver(replica, config.parallel_config or {})
+    await _check_model(client, replica, wanted.facts)
+    if wanted.tie is not None and config.device_config.get("device") == "cpu":
+        await _check_untied(client, replica, wanted.tie)
+    return ServerInfo(models[0].id, limit, config)
 
 
-async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelFacts) -> None:
+async def _check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelFacts) -> None:
     """InputError where a server's model is not the trainer's; a warning where it does not say what it has."""
     call = {"method": "get_model_inspection"}
     try:
@@ -164,6 +185,19 @@ async def check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelF
 
 def _unusable(replica: Replica, got: str, want: str, *, fix: str) -> InputError:
     return InputError(f"got a server at {replica.url} {got}, want {want}; fix: restart it {fix}")
+
+
+def _check_receiver(replica: Replica, parallel: dict[str, object]) -> None:
+    """InputError where changes cannot reach a server, or not each of its workers says what it has."""
+    # vLLM returns what the workers of the first engine say: the others could have older weights.
+    reasons = {
+        "without our worker extension": parallel.get("worker_extension_cls") != RECEIVER,
+        "with --data-parallel-size above 1": parallel.get("data_parallel_size", 1) != 1,
+    }
+    if wrong := [reason for reason, holds in reasons.items() if holds]:
+        fix = f"with --worker-extension-cls {RECEIVER}, fused-grpo beside it, several servers for data parallelism"
+        want = "workers that make weights of changes for vllm_full_sync_interval above 1"
+        raise _unusable(replica, wrong[0], want, fix=f"{fix}, or vllm_full_sync_interval=1")
 
 
 async def environment(client: httpx.AsyncClient, replica: Replica) -> dict[str, object] | None:

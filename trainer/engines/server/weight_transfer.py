@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError, shown
 from fused_grpo.trainer.common.threads import in_thread
-from fused_grpo.trainer.engines.changed_weights import RECEIVER, changes, digest
+from fused_grpo.trainer.engines.changed_weights import changes, digest
 from fused_grpo.trainer.engines.server.replicas import Replica, Replicas
 from fused_grpo.trainer.engines.server.server_info import VLLMConfig
 from fused_grpo.trainer.engines.weight_files import temporary_weight_files
@@ -56,13 +56,17 @@ def choose_transfer(
 
     With a `full_sync_interval` above 1 files have what changed, and one sync of so many sends all.
 
-    InputError: an unknown name; changes by NCCL, or to a server without the worker extension.
+    InputError: an unknown name, or changes by NCCL.
     UnavailableError: nccl was asked for and cannot run; names the reason.
     """
     if wanted not in get_args(TransferName):
         raise InputError(f"got weight transfer {wanted!r}, want one of {get_args(TransferName)}; fix: choose one")
     if full_sync_interval > 1:
-        _check_receivers(wanted, servers, configs)
+        if wanted == "nccl":
+            raise InputError(
+                "got vllm_full_sync_interval above 1 and weights by NCCL, want files, which have what changed; fix: "
+                "leave vllm_weight_transfer out, or vllm_full_sync_interval=1"
+            )
         return ChangeTransfer(servers, interval=full_sync_interval, directory=directory)
     if wanted != "nccl":
         return FileTransfer(servers, directory=directory)
@@ -73,24 +77,6 @@ def choose_transfer(
         )
     _log.warning("weights go to the servers by NCCL, which is experimental: it has not run on a GPU yet")
     return NCCLTransfer(servers, device=torch.device("cuda", torch.cuda.current_device()))
-
-
-def _check_receivers(wanted: TransferName, servers: Replicas, configs: Sequence[VLLMConfig]) -> None:
-    """InputError where changes cannot reach a server, or not each of its workers says what it has."""
-    for replica, config in zip(servers.all, configs, strict=True):
-        parallel, at = config.parallel_config or {}, f"a server at {replica.url}"
-        reasons = {
-            "weights by NCCL": wanted == "nccl",
-            f"{at} without our worker extension": parallel.get("worker_extension_cls") != RECEIVER,
-            # vLLM returns what the workers of the first engine say: the others could have older weights.
-            f"{at} with --data-parallel-size above 1": parallel.get("data_parallel_size", 1) != 1,
-        }
-        if got := next((reason for reason, holds in reasons.items() if holds), None):
-            raise InputError(
-                f"got vllm_full_sync_interval above 1 and {got}, want files, and workers that make weights of changes; "
-                f"fix: install fused-grpo beside the server and start it with --worker-extension-cls {RECEIVER}, "
-                "several servers for data parallelism, no vllm_weight_transfer, or vllm_full_sync_interval=1"
-            )
 
 
 def why_not_nccl(servers: Replicas, configs: Sequence[VLLMConfig]) -> str | None:
