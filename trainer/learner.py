@@ -44,11 +44,12 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
 from fused_grpo.trainer.batching.micro_batches import Packing, can_skip, micro_batches
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import NonFiniteSteps, any_rank
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights, frozen_copy, prepare_sharding, shard_frozen
+from fused_grpo.trainer.distributed.sharding import frozen_copy, prepare_sharding, shard_frozen
 from fused_grpo.trainer.models.adapters import (
     adapter_stream,
     as_reference,
     base_model,
+    checkpoint_weights,
     is_adapted,
     trained_state,
     with_virtual_places,

@@ -24,11 +24,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
 from fused_grpo.trainer.distributed import sharding
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import Support, support_fields
 from fused_grpo.trainer.models import weight_stream
-from fused_grpo.trainer.models.adapters import adapter_stream
+from fused_grpo.trainer.models.adapters import adapter_stream, checkpoint_weights
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.types import Rollouts

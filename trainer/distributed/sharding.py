@@ -26,7 +26,6 @@ from transformers.utils.logging import log_levels, set_verbosity
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.run_output import tracker_arguments
-from fused_grpo.trainer.models.adapters import checkpoint_weights as checkpoint_weights
 from fused_grpo.trainer.models.loading import wants_bf16
 
 M = TypeVar("M", bound=nn.Module)

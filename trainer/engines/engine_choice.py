@@ -11,7 +11,6 @@ import torch
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.served_adapter import OPTIONS_IN_4BIT, ServedAdapter
@@ -20,10 +19,10 @@ from fused_grpo.trainer.engines.server.own_server import OwnServer
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine, VLLMEngine, adapter_options, vllm_options
-from fused_grpo.trainer.engines.vllm.start_vllm import check_installed, check_routed_experts, temporary_checkpoint
-from fused_grpo.trainer.engines.weight_files import Tie
+from fused_grpo.trainer.engines.vllm.start_vllm import check_installed, check_routed_experts, write_checkpoint
+from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder
 from fused_grpo.trainer.logging.console import progress
-from fused_grpo.trainer.models.adapters import base_codes, base_model, base_weights, is_adapted
+from fused_grpo.trainer.models.adapters import base_codes, base_model, base_weights, checkpoint_weights, is_adapted
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.quantized import layers_in_4bit
 
@@ -181,7 +180,8 @@ def _engine_beside(
     else:
         weights = checkpoint_weights(model, dtype)
     tie = Tie.of(base) if on_cpu and not is_4bit else None
-    with temporary_checkpoint(weights, base, tokenizer, tie=tie, quantized=is_4bit) as folder, ExitStack() as started:
+    with temporary_folder(weights.nbytes) as folder, ExitStack() as started:
+        write_checkpoint(weights, base, tokenizer, folder=folder, tie=tie, quantized=is_4bit)
         own = OwnServer(folder, arguments, environment=environment)
         started.callback(own.close)
         if args.vllm_adapter_sync:

@@ -329,7 +329,7 @@ def test_a_number_below_0_is_refused():
 
 
 def test_a_copy_of_weights_is_their_own_and_is_freed_as_it_is_read(make_model):
-    from fused_grpo.trainer.distributed.sharding import checkpoint_weights
+    from fused_grpo.trainer.models.adapters import checkpoint_weights
 
     model = make_model()
     before = {name: weight.clone() for name, weight in checkpoint_weights(model)}

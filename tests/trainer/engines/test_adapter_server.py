@@ -15,12 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import rollout_func
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.server.adapter_engine import VLLMServerAdapterEngine
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
-from fused_grpo.trainer.models.adapters import adapter_stream, adapter_weights, load_adapter
+from fused_grpo.trainer.models.adapters import adapter_stream, adapter_weights, checkpoint_weights, load_adapter
 from fused_grpo.trainer.types import SamplingParams
 
 PROMPTS = [[prompt, 3] for prompt in range(4, 24)]

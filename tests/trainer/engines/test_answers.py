@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_grpo.errors import FusedGRPOError
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
 from fused_grpo.trainer.engines.server import replicas, server_engine
 from fused_grpo.trainer.engines.server.replicas import Choice, Logprobs, parsed
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.server_info import Model, ModelConfig
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import SamplingParams
 
 # Nothing that a server must not say is missing: "\x00raw" stands for bytes that are no JSON.

@@ -15,12 +15,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fused_grpo.errors import InputError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import changed_weights
 from fused_grpo.trainer.engines.changed_weights import RECEIVER, WeightReceiver, apply_changes, changes, digest
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.weight_files import Tie
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.models.weight_stream import WeightStream
 
 BYTES, CHANGED = "weight_sync/bytes", "weight_sync/changed_fraction"

@@ -8,9 +8,9 @@ import torch
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.engine_choice import choose_engine
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import SamplingParams
 
 PLAIN = SamplingParams(n=4, max_tokens=8, seed=11)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.server import replicas
 from fused_grpo.trainer.engines.server.replicas import Replicas
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import SamplingParams
 
 PROMPTS = [[prompt, 3] for prompt in range(4, 24)]

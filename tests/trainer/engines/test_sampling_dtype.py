@@ -11,8 +11,8 @@ import torch
 from fused_grpo.errors import InputError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.cli.options import parse_train_options
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name, sampling_dtype
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 
 ROUNDED = {"vllm_dtype": "bfloat16", "bf16": False}
 

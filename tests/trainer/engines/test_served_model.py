@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from fused_grpo.errors import InputError, WeightSyncError
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.server_info import ModelFacts
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 
 URL = "http://127.0.0.1:8000"
 LINE = "(apply_rotary_emb): ApplyRotaryEmb(is_neox_style=True, enable_fp32_compute=False)"

@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 
 from fused_grpo.errors import UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.vllm.inprocess import _completion
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import SamplingParams
 
 pytestmark = pytest.mark.engine

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.checkpoint import newest_checkpoint, verify_checkpoint
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.weight_transfer import ChangeTransfer
@@ -30,6 +29,7 @@ from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
 from fused_grpo.trainer.episodes.conversation import Template
 from fused_grpo.trainer.episodes.play import EpisodeEngine, Rules
 from fused_grpo.trainer.logging.run_log import read_metrics
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.recipes import calculator
 from fused_grpo.trainer.recipes.arithmetic import PAD, tokenizer_of
 from fused_grpo.trainer.types import Rollouts, SamplingParams

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 pytestmark = pytest.mark.engine

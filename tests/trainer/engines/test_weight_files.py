@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.weight_files import Tie, temporary_weight_files
 from fused_grpo.trainer.models import weight_stream
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 
 
 @pytest.mark.parametrize("source", ["named_parameters", "state_dict"])

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.checked_engine import WeightCheck
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import SamplingParams
 
 pytestmark = pytest.mark.engine

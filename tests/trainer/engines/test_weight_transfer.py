@@ -15,12 +15,12 @@ from live_bytes import LiveBytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.server import weight_transfer
 from fused_grpo.trainer.engines.server.replicas import Replicas
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.weight_transfer import FileTransfer, NCCLTransfer
 from fused_grpo.trainer.models import weight_stream
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.models.weight_stream import WeightStream
 
 

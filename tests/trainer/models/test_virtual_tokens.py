@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import Sample, SamplingParams
 
 N = 3

@@ -4,8 +4,8 @@ import torch
 from live_bytes import LiveBytes
 from transformers.core_model_loading import Chunk, WeightConverter, revert_weight_conversion
 
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines.weight_files import Tie
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.models.weight_stream import WeightStream, finish
 
 

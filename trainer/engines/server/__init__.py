@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
-from fused_grpo.trainer.engines.vllm.start_vllm import save_config
-from fused_grpo.trainer.engines.weight_files import Tie, write_weights
+from fused_grpo.trainer.engines.vllm.start_vllm import write_checkpoint
+from fused_grpo.trainer.engines.weight_files import Tie
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,9 +46,5 @@ def server_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fo
 
     vLLM's CPU build never repacks a tied head after a reload; see weight_files.py.
     """
-    folder = Path(folder)
-    tie = Tie.of(model)
     weights = checkpoint_weights(model)
-    save_config(model, tokenizer, folder=str(folder), untie=tie is not None)
-    write_weights(weights if tie is None else tie.undo(weights), folder)
-    return folder
+    return write_checkpoint(weights, model, tokenizer, folder=Path(folder), tie=Tie.of(model))

@@ -27,7 +27,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
-from fused_grpo.trainer.distributed.sharding import checkpoint_weights
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_load_weights
 from fused_grpo.trainer.engines.sampling import (
@@ -50,10 +49,10 @@ from fused_grpo.trainer.engines.vllm.start_vllm import (
     packed_experts,
     preserved_state,
     start_vllm,
-    temporary_checkpoint,
+    write_checkpoint,
 )
-from fused_grpo.trainer.engines.weight_files import Tie
-from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_model, base_weights
+from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder
+from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_model, base_weights, checkpoint_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
 from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.weight_stream import WeightStream
@@ -354,7 +353,8 @@ class VLLMAdapterEngine(VLLMEngine):
             return super()._start(model, tokenizer, options, resources)
         self._has_base = True  # it is read at the start, and never again
         codes = base_codes(self._adapter.model, self.weight_dtype)
-        with temporary_checkpoint(codes, model, tokenizer, quantized=True) as folder:
+        with temporary_folder(codes.nbytes) as folder:
+            write_checkpoint(codes, model, tokenizer, folder=folder, quantized=True)
             return start_vllm(str(folder), options=options | OPTIONS_IN_4BIT, on_cpu=self._on_cpu, resources=resources)
 
     def _first_weights(self, model: Any) -> WeightStream:

@@ -39,7 +39,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
-from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder, write_weights
+from fused_grpo.trainer.engines.weight_files import Tie, write_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes, kv_width
 from fused_grpo.trainer.models.quantized import quantization_of
 from fused_grpo.trainer.models.weight_stream import WeightStream
@@ -242,20 +242,19 @@ def save_config(
     tokenizer.save_pretrained(folder)
 
 
-@contextmanager
-def temporary_checkpoint(
+def write_checkpoint(
     weights: WeightStream,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    folder: Path,
     tie: Tie | None = None,
     quantized: bool = False,
-) -> Iterator[Path]:
-    """A folder that vLLM can start from, with what `save_config` writes and these weights, without their `tie`."""
-    with temporary_folder(weights.nbytes) as folder:
-        save_config(model, tokenizer, folder=str(folder), untie=tie is not None, quantized=quantized)
-        write_weights(weights if tie is None else tie.undo(weights), folder)
-        yield folder
+) -> Path:
+    """Write into `folder` what vLLM can start from: `save_config`, and these weights without their `tie`."""
+    save_config(model, tokenizer, folder=str(folder), untie=tie is not None, quantized=quantized)
+    write_weights(weights if tie is None else tie.undo(weights), folder)
+    return folder
 
 
 def _launch_with_mask(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
