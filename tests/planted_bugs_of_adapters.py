@@ -98,7 +98,7 @@ BUGS = {
     ),
     "a server that was restarted is not asked for LoRA": (
         ENGINE,
-        "        await _check_lora(client, replica, rank=self._adapter.rank)\n",
+        "        await _check_lora(client, replica, info.config, rank=self._adapter.rank)\n",
         "",
         REFUSED,
     ),

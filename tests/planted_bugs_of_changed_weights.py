@@ -37,7 +37,7 @@ BUGS = {
         [TESTS, "-k", "make_the_bits"],
     ),
     "the workers of the first engine answer for all": (
-        SENDER,
+        "trainer/engines/server/server_info.py",
         'parallel.get("data_parallel_size", 1) != 1',
         "False",
         [TESTS, "-k", "refused_at_the_start"],

@@ -99,8 +99,8 @@ def test_the_trainers_imports_are_those_of_its_extra():
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names.add(node.module)
-    # NumPy and packaging come with transformers.
-    brought = sys.stdlib_module_names | {"fused_grpo", "torch", "numpy", "packaging"}
+    # NumPy and packaging come with transformers, psutil with Accelerate.
+    brought = sys.stdlib_module_names | {"fused_grpo", "torch", "numpy", "packaging", "psutil"}
     assert {name.split(".")[0] for name in names} - brought <= EXTRA
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = {

@@ -9,7 +9,7 @@ import pytest
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import newest_checkpoint, save_checkpoint, verify_checkpoint
-from fused_grpo.trainer.logging.run_log import METRICS_FILE, RunLog, read_metrics
+from fused_grpo.trainer.logging.run_log import METRICS_FILE, RunLog, read_metrics, rewind_logs
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 SAVE = Path(__file__).with_name("save_run.py")
@@ -73,6 +73,7 @@ def test_a_record_that_was_cut_off_is_cut_away_when_the_run_goes_on(tmp_path):
     RunLog(tmp_path).log_metrics({"step": 1})
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 2, "los')
+    rewind_logs(tmp_path, 1)
     RunLog(tmp_path).log_metrics({"step": 2})
     assert [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()] == [
         {"step": 1},

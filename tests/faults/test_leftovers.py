@@ -33,7 +33,8 @@ def save_pretrained(folder):
     time.sleep(60)
 
 part = SimpleNamespace(save_pretrained=save_pretrained)
-check_saving(SimpleNamespace(tokenizer=part, model=None, model_path=None, peft_config=None))
+args = SimpleNamespace(model_init_kwargs=None)
+check_saving(SimpleNamespace(args=args, tokenizer=part, config=part, model=None, model_path=None, peft_config=None))
 """
 
 
@@ -78,8 +79,9 @@ def test_leftovers_of_a_process_killed_in_its_checks_go_with_the_next(syncing, m
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
     saved = []
     part = SimpleNamespace(save_pretrained=saved.append)
-    check_saving(SimpleNamespace(tokenizer=part, model=None, model_path=None, peft_config=None))
-    assert len(saved) == 1
+    args = SimpleNamespace(model_init_kwargs=None)
+    check_saving(SimpleNamespace(args=args, tokenizer=part, config=part, model=None, model_path=None, peft_config=None))
+    assert len(saved) == 2  # tokenizer and config
     assert list(directory.iterdir()) == []
 
 

@@ -33,7 +33,7 @@ METRIC = "sampling/routing_disagreement"
 
 @pytest.fixture
 def make_model():
-    return lambda: mixture("Qwen3Moe")
+    return lambda seed=0: mixture("Qwen3Moe")
 
 
 @pytest.fixture

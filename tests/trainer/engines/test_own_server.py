@@ -104,7 +104,7 @@ def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, m
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_a_trainer_that_is_killed(stand_in, farm, tmp_path, number) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
-    trainer = farm.start(tmp_path / "trainer.py", stand_in(SERVER), tmp_path / "said")
+    trainer = farm.start(tmp_path / "trainer.py", stand_in(SERVER), tmp_path / "said", stage="libraries")
     said = what_it_said(tmp_path / "said")
     trainer.kill(number)
     assert trainer.wait() == -number

@@ -80,10 +80,9 @@ class OwnServer:
 
     def errors(self) -> str:
         """Whether it has ended, and the first errors in its log, from which the others follow; "" for neither."""
-        lines = list[str]()
+        has_ended, lines = self.has_ended, list[str]()
         with suppress(FileNotFoundError):  # after `close`
             lines = [line for line in self._log.read_text(errors="replace").splitlines() if "WARNING" not in line]
-        has_ended = self.has_ended
         named = [match[0] for match in map(_ERROR.search, lines) if match]
         marked = [line for line in lines if "ERROR" in line]
         first = [*dict.fromkeys(named)][:_SHOWN] or marked[:1] or lines[-1:] * has_ended
