@@ -112,6 +112,15 @@ def test_an_engine_on_the_model_itself_is_sent_no_weights(make_trainer, monkeypa
     assert given == [[]]
 
 
+class CallableEngine(TransformersEngine):
+    def __call__(self, prompts, trainer):
+        raise AssertionError("it is no rollout_func")
+
+
+def test_an_engine_that_can_be_called_is_no_function(make_trainer):
+    assert type(make_trainer(engine=CallableEngine, max_steps=1).engine) is CallableEngine
+
+
 def test_the_model_gets_the_padding_token_of_its_tokenizer(make_model, tokenizer, tmp_path):
     model = make_model(pad_token_id=None)
     assert model.config.pad_token_id is None
