@@ -168,7 +168,7 @@ class GRPOTrainer(TransformersFace):
             self._beginning: dict[str, Any] | None = None  # where the first `train` began in the data
             # Last: no rank is in `train` before all have an engine.
             with all_ranks_succeed(accelerator, "starting the engine"):
-                self._make_engine = partial(make_engine, start, policy, self)
+                self._make_engine = partial(make_engine, start, policy, self, rollout_engine)
                 self.engine, self.engine_is_open = self._make_engine(), True
         self.events("on_init_end")
 

@@ -350,13 +350,11 @@ class TransformersFace:
     reward_func_names: Any = _part("rewards.names")
     reward_weights: Any = _part("rewards.weights")
     epsilon_low: Any = _part("args.epsilon")
-
-
-for _option in (
-    *("num_generations", "num_iterations", "max_completion_length", "beta", "loss_type", "scale_rewards"),
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "shuffle_dataset"),
-):
-    setattr(TransformersFace, _option, _part(f"args.{_option}"))
+    num_generations, num_iterations = _part("args.num_generations"), _part("args.num_iterations")
+    max_completion_length, shuffle_dataset = _part("args.max_completion_length"), _part("args.shuffle_dataset")
+    beta, loss_type, scale_rewards = _part("args.beta"), _part("args.loss_type"), _part("args.scale_rewards")
+    temperature, repetition_penalty = _part("args.temperature"), _part("args.repetition_penalty")
+    top_p, top_k, min_p = _part("args.top_p"), _part("args.top_k"), _part("args.min_p")
 
 
 def repeated_rows(sampler: PromptSampler, each: int, times: int) -> list[list[int]]:

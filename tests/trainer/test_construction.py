@@ -1,5 +1,8 @@
 """What a trainer refuses when it is made, and the names of the weights that it serves."""
 
+import ast
+import inspect
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -11,6 +14,7 @@ from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.learner import Learner
+from fused_grpo.trainer.transformers_face import TransformersFace
 
 NAN = float("nan")
 
@@ -110,6 +114,22 @@ def test_an_engine_on_the_model_itself_is_sent_no_weights(make_trainer, monkeypa
     with pytest.raises(WeightSyncError):  # since this does not store the version
         trainer.train()
     assert given == [[]]
+
+
+def test_a_type_checker_knows_the_options_that_a_trainer_has():
+    names = ast.walk(ast.parse(inspect.getsource(TransformersFace)))
+    known = {node.id for node in names if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    copied = {name for name in vars(GRPOConfig()) if isinstance(vars(TransformersFace).get(name), property)}
+    assert {"num_generations", "beta", "temperature", "min_p", "shuffle_dataset"} <= copied <= {*known, "epsilon_high"}
+
+
+class CallableEngine(TransformersEngine):
+    def __call__(self, prompts, trainer):
+        raise AssertionError("it is no rollout_func")
+
+
+def test_an_engine_that_can_be_called_is_no_function(make_trainer):
+    assert type(make_trainer(engine=CallableEngine, max_steps=1).engine) is CallableEngine
 
 
 def test_the_model_gets_the_padding_token_of_its_tokenizer(make_model, tokenizer, tmp_path):

@@ -304,8 +304,8 @@ def balanced(batch: list[Sample], accelerator: Accelerator, packing: Packing) ->
     if ranks == 1:
         return batch
     whole = list(chain.from_iterable(map(from_tensors, gather_object([as_tensors(batch)]))))
-    ways = (by_trees(whole, ranks, way) for way in (replace(packing, share_prompts=False), packing))
-    shares = min(ways, key=partial(slowest, whole, packing=packing))
+    ways = dict.fromkeys((replace(packing, share_prompts=False), packing))  # which may be the same
+    shares = min((by_trees(whole, ranks, way) for way in ways), key=partial(slowest, whole, packing=packing))
     return [whole[index] for index in sorted(shares[accelerator.process_index])]
 
 

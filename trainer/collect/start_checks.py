@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -483,10 +483,11 @@ def make_sampler(start: Start) -> PromptSampler:
     )
 
 
-def make_engine(start: Start, model: Any, trainer: Any) -> RolloutEngine:
-    """The user's own engine; or the one that the options ask for, where there is a `rollout_func` around it."""
-    own, args = start.engine, copy(start.args)
-    if own is not None and not callable(own):
-        return cast("RolloutEngine", own)
+def make_engine(start: Start, model: Any, trainer: Any, own: RolloutEngine | None) -> RolloutEngine:
+    """The user's `own`; or the one that the options ask for, where there is a `rollout_func` around it."""
+    if own is not None:
+        return own
+    args = copy(start.args)
     args.vllm_max_model_length = start.longest_sequence
-    return choose_engine(start.engine_name, args, model, start.tokenizer, rollout_func=own, trainer=trainer)
+    function = start.engine
+    return choose_engine(start.engine_name, args, model, start.tokenizer, rollout_func=function, trainer=trainer)

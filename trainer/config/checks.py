@@ -104,7 +104,8 @@ def check_arguments(
         wanted = "an engine that samples greedily when it is asked to; fix: another estimator, or a rollout_engine"
         want(args, "advantage_estimator rollout_func", args.advantage_estimator != "remax", wanted)
         wanted = "one way to play episodes; fix: call the tools in the function, with an env_mask, or leave it out"
-        want(args, "rollout_func tools environment_factory", not tools and environment_factory is None, wanted)
+        want(args, "rollout_func tools", not tools, wanted)
+        want(args, "rollout_func environment_factory", environment_factory is None, wanted)
     evaluates = args.eval_on_start or args.eval_strategy in ("steps", "epoch")
     wanted = "an eval_dataset, which is missing; fix: pass it, or leave both out"
     want(args, "eval_strategy eval_on_start", eval_dataset is not None or not evaluates, wanted)

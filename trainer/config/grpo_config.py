@@ -281,7 +281,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     max_completion_length: int = 512
     """Greatest number of tokens of a completion."""
     generation_kwargs: JSONObject = None
-    """Further sampling parameters of the engine. `top_p`, `top_k`, `min_p` and `repetition_penalty` replace options."""
+    """Sampling parameters of the engine. `top_p`, `top_k`, `min_p`, `repetition_penalty` there replace the options."""
     cache_implementation: str | None = None
     """Kind of the KV cache of transformers ("static", ...). vLLM has its own."""
     chat_template_kwargs: JSONObject = None

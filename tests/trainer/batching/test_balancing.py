@@ -1,13 +1,16 @@
 """Sequences are assigned to ranks: each to one rank, equally many to every rank, and nearly equal work."""
 
 import random
+from types import SimpleNamespace
 
+import pytest
 import torch
 from batches import batch_of, column
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused_grpo.trainer.batching.micro_batches import assignments
+from fused_grpo.trainer.batching import micro_batches
+from fused_grpo.trainer.batching.micro_batches import Packing, assignments, balanced
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.types import Sample
 
@@ -23,10 +26,20 @@ def test_every_sequence_goes_to_one_rank_and_all_get_equally_many(costs, ranks):
 
 def test_work_is_nearly_equal_where_lengths_are_far_apart():
     lengths = [random.Random(seed).lognormvariate(5, 1) for seed in range(128)]
-    balanced = [sum(lengths[index] for index in indices) for indices in assignments(lengths, 8)]
+    loads = [sum(lengths[index] for index in indices) for indices in assignments(lengths, 8)]
     in_order = [sum(lengths[start : start + 16]) for start in range(0, 128, 16)]
-    assert max(balanced) / (sum(balanced) / 8) < 1.03
+    assert max(loads) / (sum(loads) / 8) < 1.03
     assert max(in_order) / (sum(in_order) / 8) > 1.25
+
+
+@pytest.mark.parametrize(("shares", "ways"), [(False, 1), (True, 2)])
+def test_sequences_are_assigned_once_where_no_prompt_is_shared(monkeypatch, shares, ways):
+    calls, own = [], micro_batches.by_trees
+    monkeypatch.setattr(micro_batches, "gather_object", lambda tables: tables * 2)
+    monkeypatch.setattr(micro_batches, "by_trees", lambda *args: calls.append(args) or own(*args))
+    of_rank = SimpleNamespace(num_processes=2, process_index=0)
+    assert len(balanced(numbered(4, 0), of_rank, Packing(one_row=False, share_prompts=shares))) == 4
+    assert len(calls) == ways
 
 
 def numbered(count: int, first: int) -> list[Sample]:

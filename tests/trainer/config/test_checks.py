@@ -5,7 +5,7 @@ import pytest
 from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.config.checks import _warn_of_unusual_losses
+from fused_grpo.trainer.config.checks import _warn_of_unusual_losses, check_arguments
 
 INF, NAN = float("inf"), float("nan")
 
@@ -169,3 +169,10 @@ def test_a_default_that_is_not_the_papers_gets_a_warning(warning, options, caplo
     warn_once.cache_clear()
     _warn_of_unusual_losses(GRPOConfig(**options, epsilon=0.1, importance_sampling_level="token"))
     assert ("epsilon" in warning) is (caplog.text == "")
+
+
+@pytest.mark.parametrize("given", [{"tools": [len]}, {"environment_factory": object}])
+def test_a_function_beside_tools_or_environments_says_which(given):
+    alone = {"rollout_func": len, "eval_dataset": None, "teacher_model": None}
+    with pytest.raises(InputError, match=f"got rollout_func with {next(iter(given))}, want one way to .*fix: "):
+        check_arguments(GRPOConfig(), **alone, **given)
