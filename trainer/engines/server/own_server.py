@@ -32,8 +32,10 @@ from fused_grpo.trainer.engines.server import server_command
 from fused_grpo.trainer.engines.vllm.start_vllm import DEFAULT_ENVIRONMENT
 from fused_grpo.trainer.engines.weight_files import temporary_folder
 
-# Of this process' place among the ranks, to which its server does not belong.
+# Of this process' place among the ranks, to which its server does not belong: with torchrun's last one vLLM may wait
+# for a store at an address that nobody serves.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES += ("TORCHELASTIC_USE_AGENT_STORE",)
 _ERROR, _SHOWN = re.compile(r"\w*[Ee]rror: .+"), 2
 _END_SECONDS = 5.0
 _MOMENT = 0.1  # from the end of a process' connections to its own
