@@ -1,5 +1,6 @@
 """A vLLM server that the trainer starts beside itself: its process, its end, and runs with batches in flight."""
 
+import asyncio
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines.server import own_server
 from fused_grpo.trainer.engines.server.own_server import OwnServer, as_flags
+from fused_grpo.trainer.engines.server.replicas import Replicas
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 
 SUMS = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
@@ -135,6 +138,26 @@ def test_one_that_cannot_start_says_why_at_once(stand_in, build_model, tokenizer
     with pytest.raises(UnavailableError, match=f"^got {re.escape(said)} .*at http://vllm-beside-the-trainer, want"):
         VLLMServerEngine(build_model("qwen2", tied=True), tokenizer, own=server, timeout=100.0)
     server.close()
+
+
+def test_as_many_requests_are_in_flight_as_at_a_server_of_the_users(tmp_path) -> None:
+    """httpx itself opens 100 connections."""
+    path, all_there = str(tmp_path / "socket"), asyncio.Barrier(150)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await all_there.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+    async def ask_all() -> None:
+        async with await asyncio.start_unix_server(answer, path, backlog=150):
+            await asyncio.to_thread(replicas.run, asked, doing="a test")
+
+    async def asked(client: Any) -> None:
+        await asyncio.gather(*(replicas.all[0].request(client, "GET", "/health") for _ in range(150)))
+
+    replicas = Replicas([], own=SimpleNamespace(url="http://own", socket=path), timeout=20.0)
+    asyncio.run(ask_all())
 
 
 @pytest.mark.parametrize(

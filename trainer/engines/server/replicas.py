@@ -189,14 +189,10 @@ class Replicas:
 
         async def with_deadline() -> T:
             # Without the environment's proxies, which are for the internet.
+            limits = httpx.Limits(keepalive_expiry=_KEEP_ALIVE)
+            transport = httpx.AsyncHTTPTransport(verify=self._certificates, limits=limits, uds=self._socket)
             connections = httpx.AsyncClient(
-                headers=self._headers,
-                limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE),
-                timeout=None,
-                trust_env=False,
-                follow_redirects=False,
-                verify=self._certificates,
-                transport=httpx.AsyncHTTPTransport(uds=self._socket) if self._socket else None,
+                headers=self._headers, timeout=None, trust_env=False, follow_redirects=False, transport=transport
             )
             async with asyncio.timeout(self.timeout), connections as client:
                 return await work(client)
