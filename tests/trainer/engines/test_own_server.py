@@ -37,11 +37,16 @@ with open(os.environ["SAID"] + ".new", "w") as file:
 os.rename(os.environ["SAID"] + ".new", os.environ["SAID"])
 time.sleep(600)
 """
+# With a fork, as those of a reward function's pool, which has all that the trainer has open and outlives it.
 TRAINER = """
-import sys, time
+import os, sys, time
 sys.path.insert(0, sys.argv[1])
 from fused_grpo.trainer.engines.server.own_server import OwnServer
 server = OwnServer("folder", {}, environment={"SAID": sys.argv[2]})
+if os.fork() == 0:
+    while not os.path.exists(sys.argv[3]):
+        time.sleep(0.05)
+    os._exit(0)
 time.sleep(600)
 """
 
@@ -110,11 +115,15 @@ def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, m
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_a_trainer_that_is_killed(stand_in, farm, tmp_path, number) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
-    trainer = farm.start(tmp_path / "trainer.py", stand_in(SERVER), tmp_path / "said", stage="libraries")
+    arguments = stand_in(SERVER), tmp_path / "said", tmp_path / "end of the fork"
+    trainer = farm.start(tmp_path / "trainer.py", *arguments, stage="libraries")
     said = what_it_said(tmp_path / "said")
     trainer.kill(number)
     assert trainer.wait() == -number
-    wait_for_the_end(said["processes"])
+    try:
+        wait_for_the_end(said["processes"])
+    finally:
+        (tmp_path / "end of the fork").touch()
 
 
 @pytest.mark.parametrize(

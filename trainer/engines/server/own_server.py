@@ -3,8 +3,8 @@
 In the trainer's process, vLLM would use its random generators, compiler settings and device while the optimizer does.
 So every rank starts a server beside itself, on the same device, with the options of the engine in process.
 
-**It ends with the trainer**, by whatever signal that ends: serve_beside.py waits for the end of a pipe, and then ends
-its process group, to which vLLM's own processes belong.
+**It ends with the trainer**, by whatever signal that ends: serve_beside.py notices it, and then ends its process group,
+to which vLLM's own processes belong.
 
 **It listens at a socket** in a folder that this user alone can enter, and at no port: development mode, which the sync
 of weights needs, lets any client control the server.
