@@ -25,8 +25,8 @@ from fused_grpo.trainer.engines.server.replicas import Replicas
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 
 SUMS = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
-# What torchrun sets.
-FOREIGN = {"RANK", "TORCHELASTIC_USE_AGENT_STORE"}
+# What torchrun sets, and a user for servers of his own.
+FOREIGN = {"RANK", "TORCHELASTIC_USE_AGENT_STORE", "VLLM_API_KEY"}
 # In the place of vLLM's server: says what it was given, starts a process, and waits.
 SERVER = """
 import json, os, subprocess, sys, time

@@ -33,9 +33,9 @@ from fused_grpo.trainer.engines.vllm.start_vllm import DEFAULT_ENVIRONMENT
 from fused_grpo.trainer.engines.weight_files import temporary_folder
 
 # Of this process' place among the ranks, to which its server does not belong: with torchrun's last one vLLM may wait
-# for a store at an address that nobody serves.
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_RANK_VARIABLES += ("TORCHELASTIC_USE_AGENT_STORE",)
+# for a store at an address that nobody serves. The key is of the user's servers.
+_NOT_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NOT_INHERITED += ("TORCHELASTIC_USE_AGENT_STORE", "VLLM_API_KEY")
 _ERROR, _SHOWN = re.compile(r"\w*[Ee]rror: .+"), 2
 _END_SECONDS = 5.0
 _MOMENT = 0.1  # from the end of a process' connections to its own
@@ -59,7 +59,7 @@ class OwnServer:
             self.socket, self._log = str(home / "socket"), home / "log"
             quiet = ("--uvicorn-log-level", "warning", "--disable-uvicorn-access-log")
             command, variables = server_command(folder, options=("--uds", self.socket, *quiet, *as_flags(options)))
-            inherited = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+            inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
             variables = {**inherited, **DEFAULT_ENVIRONMENT, **variables, **_device(), **environment}
             variables["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
             with self._log.open("wb") as log:
