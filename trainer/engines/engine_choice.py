@@ -25,6 +25,7 @@ from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.models.adapters import base_codes, base_model, base_weights, checkpoint_weights, is_adapted
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.quantized import layers_in_4bit
+from fused_grpo.trainer.models.weight_stream import finish
 
 EngineName = Literal["vllm", "server", "transformers"]
 
@@ -180,13 +181,16 @@ def _engine_beside(
     else:
         weights = checkpoint_weights(model, dtype)
     tie = Tie.of(base) if on_cpu and not is_4bit else None
-    with temporary_folder(weights.nbytes) as folder, ExitStack() as started:
-        write_checkpoint(weights, base, tokenizer, folder=folder, tie=tie, quantized=is_4bit)
-        own = OwnServer(folder, arguments, environment=environment)
-        started.callback(own.close)
-        if args.vllm_adapter_sync:
-            engine: RolloutEngine = VLLMServerAdapterEngine(model, tokenizer, own=own, **served)
-        else:
-            engine = VLLMServerEngine(base, tokenizer, own=own, **served)
-        started.pop_all()
+    try:
+        with temporary_folder(weights.nbytes) as folder, ExitStack() as started:
+            write_checkpoint(weights, base, tokenizer, folder=folder, tie=tie, quantized=is_4bit)
+            own = OwnServer(folder, arguments, environment=environment)
+            started.callback(own.close)
+            if args.vllm_adapter_sync:
+                engine: RolloutEngine = VLLMServerAdapterEngine(model, tokenizer, own=own, **served)
+            else:
+                engine = VLLMServerEngine(base, tokenizer, own=own, **served)
+            started.pop_all()
+    finally:
+        finish(weights)  # of a rank that fails the others wait in its gathers
     return engine

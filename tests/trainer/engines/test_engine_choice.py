@@ -13,6 +13,7 @@ from fused_grpo.trainer.engines import engine_choice
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm import inprocess
+from fused_grpo.trainer.models.weight_stream import WeightStream
 
 ROWS = [{"prompt": f"{a}+{a}="} for a in range(4)]
 
@@ -106,3 +107,14 @@ def test_a_stream_whose_longest_prompt_an_engine_needs_is_refused(build_model, t
     args = GRPOConfig(str(tmp_path), vllm_mode="server", max_steps=1)
     with pytest.raises(InputError, match=r"without random access; fix: set vllm_max_model_length"):
         GRPOTrainer(build_model(), lengths, args, stream(), processing_class=tokenizer)
+
+
+@pytest.mark.engine
+def test_a_rank_whose_disk_is_full_takes_part_in_the_gathers_of_others(build_model, tokenizer, monkeypatch) -> None:
+    model = build_model(tied=False)
+    weights = WeightStream(model.state_dict(), model.named_parameters(), is_gathered=True)
+    monkeypatch.setattr(engine_choice, "checkpoint_weights", lambda *_: weights)
+    monkeypatch.setattr(engine_choice, "write_checkpoint", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        choose_engine("vllm", GRPOConfig(generate_ahead=1, vllm_max_model_length=32), model, tokenizer)
+    assert not list(weights)

@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from batches import batch_of, column
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
-from fused_grpo.errors import CheckpointError, InputError, UnsupportedError, WeightSyncError, WrongTypeError
+from fused_grpo.errors import CheckpointError, InputError, UnavailableError, UnsupportedError, WeightSyncError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.training_state import read_adapter
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+from fused_grpo.trainer.engines.vllm import inprocess
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine
 from fused_grpo.trainer.models.adapters import adapter_stream, as_reference, base_weights, checkpoint_weights, saver_of
+from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.types import SamplingParams
 
 # Trained from the first step on: with B = 0, nothing would show.
@@ -365,6 +368,17 @@ def test_an_engine_with_the_adapter_alone_sleeps_with_its_base_model(make_model,
     engine.load_weights(adapter_stream(model), version=1)
     engine.close()
     assert calls == [("sleep", 1), ("wake_up",)]
+
+
+@pytest.mark.engine
+def test_a_rank_that_fails_at_its_base_takes_part_in_the_gathers_of_others(monkeypatch):
+    base = WeightStream({}, [("a", torch.zeros(1))], is_gathered=True)
+    monkeypatch.setattr(inprocess, "base_weights", lambda *_: base)
+    engine = VLLMAdapterEngine.__new__(VLLMAdapterEngine)
+    vars(engine).update(_llm=None, _asleep=False, _adapter=SimpleNamespace(model=None), weight_dtype=None)
+    with pytest.raises(UnavailableError, match="closed"):
+        engine.load_weights([], version=1)
+    assert not list(base)
 
 
 @pytest.mark.engine

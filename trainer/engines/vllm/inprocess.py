@@ -55,7 +55,7 @@ from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder
 from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_model, base_weights, checkpoint_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
 from fused_grpo.trainer.models.quantized import layers_in_4bit
-from fused_grpo.trainer.models.weight_stream import WeightStream
+from fused_grpo.trainer.models.weight_stream import WeightStream, finish
 from fused_grpo.trainer.types import Rollouts, SamplingParams, Turn
 
 _LOUD_LOGGERS = (
@@ -365,7 +365,11 @@ class VLLMAdapterEngine(VLLMEngine):
         from vllm.lora.request import LoRARequest
 
         if not self._has_base or self._asleep:
-            super().load_weights(base_weights(self._adapter.model, self.weight_dtype), version)
+            base = base_weights(self._adapter.model, self.weight_dtype)
+            try:
+                super().load_weights(base, version)
+            finally:
+                finish(base)
             self._has_base = True
         self.weight_version = -1
         want = "an adapter that vLLM can serve; fix: vllm_adapter_sync=False"
