@@ -98,9 +98,27 @@ BUGS = {
     ),
     "a server outlives a trainer that is killed": (
         "trainer/engines/server/serve_beside.py",
-        "    threading.Thread(target=_end_with_trainer, daemon=True).start()\n",
+        "    threading.Thread(target=_end_with_trainer, args=(os.getppid(),), daemon=True).start()\n",
         "",
         [OWN, "-k", "trainer_that_is_killed"],
+    ),
+    "a server ends with the last fork of its trainer": (
+        "trainer/engines/server/serve_beside.py",
+        "os.getppid() == trainer and not",
+        "not",
+        [OWN, "-k", "trainer_that_is_killed"],
+    ),
+    "a server of the trainer's own gets 100 requests at a time": (
+        "trainer/engines/server/replicas.py",
+        "verify=self._certificates, limits=limits, uds",
+        "verify=self._certificates, uds",
+        [OWN, "-k", "as_many_requests"],
+    ),
+    "a server of the trainer's own has the key of the user's": (
+        "trainer/engines/server/own_server.py",
+        ', "VLLM_API_KEY")',
+        ",)",
+        [OWN, "-k", "ends_with_it"],
     ),
     "what a server has started outlives it": (
         "trainer/engines/server/own_server.py",
