@@ -135,8 +135,9 @@ class Learner:
             checkpoint_activations(model, args.gradient_checkpointing_kwargs or {})
         # A copy, because the model changes.
         needs_copy = (args.beta > 0 or teacher == SELF) and not is_adapted(model)
-        # What no checkpoint has, and a resumed run reads again: the reference, or the base of an adapter.
-        self.frozen_weights = self._fingerprint(model) if needs_copy or is_adapted(model) else None
+        # What no checkpoint has, and a resumed run reads again: a reference that stays, or the base of an adapter.
+        is_read_again = is_adapted(model) or (needs_copy and not args.sync_ref_model)
+        self.frozen_weights = self._fingerprint(model) if is_read_again else None
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)

@@ -315,8 +315,9 @@ def test_a_model_that_no_checkpoint_has_must_be_the_same(saved, resumed, options
         resumed(checkpoint, model_seed=1, **options)
 
 
-def test_a_trained_model_may_be_any(saved, resumed):
-    resumed(saved(), model_seed=1)
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1, "sync_ref_model": True}], ids=["alone", "and its reference"])
+def test_a_model_that_the_checkpoint_has_may_be_any(saved, resumed, options):
+    resumed(saved(**options), model_seed=1, **options)
 
 
 def test_a_base_in_another_dtype_is_the_same(make_model):
