@@ -181,6 +181,15 @@ def test_it_sees_the_device_of_its_rank_alone(monkeypatch, visible, current, exp
     assert own_server._device() == {"CUDA_VISIBLE_DEVICES": expected}
 
 
+def test_a_list_is_several_arguments_of_one_flag() -> None:
+    options = {"cudagraph_capture_sizes": [1, 2], "offload_params": {"a"}, "hf_overrides": {"a": [1]}}
+    assert as_flags(options) == [
+        *("--cudagraph-capture-sizes", "1", "2"),
+        *("--offload-params", "a"),
+        *("--hf-overrides", '{"a": [1]}'),
+    ]
+
+
 def test_flags_of_none_are_left_out() -> None:
     assert as_flags({"seed": 0, "quantization": None, "kv_cache_memory_bytes": 1 << 20}) == [
         *("--seed", "0"),

@@ -100,7 +100,8 @@ def as_flags(options: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
-            flags += [f"--{flag}", json.dumps(value) if isinstance(value, list | dict) else str(value)]
+            items = value if isinstance(value, list | tuple | set) else [value]
+            flags += [f"--{flag}", *(json.dumps(item) if isinstance(item, dict) else str(item) for item in items)]
     return flags
 
 
