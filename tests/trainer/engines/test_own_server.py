@@ -106,6 +106,7 @@ def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, m
     assert not server.has_ended
     folder = Path(server.socket).parent
     assert folder.stat().st_mode & 0o777 == 0o700
+    assert said["environment"]["VLLM_RPC_BASE_PATH"] == str(folder)
     server.close()
     wait_for_the_end(said["processes"])
     assert server.has_ended
