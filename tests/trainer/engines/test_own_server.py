@@ -93,6 +93,7 @@ def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, m
     stand_in(SERVER)
     for name in FOREIGN:
         monkeypatch.setenv(name, "True")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     options = {"dtype": "bfloat16", "enforce_eager": True, "enable_chunked_prefill": False, "hf_overrides": {"a": [1]}}
     server = OwnServer("folder", options, environment={"SAID": str(tmp_path / "said")})
     said = what_it_said(tmp_path / "said")
@@ -102,6 +103,7 @@ def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, m
     )
     assert said["arguments"][:2] == ["--model", "folder"]
     assert said["environment"]["VLLM_SERVER_DEV_MODE"] == said["environment"]["VLLM_NO_USAGE_STATS"] == "1"
+    assert said["environment"]["VLLM_LOGGING_LEVEL"] == "DEBUG"  # as in process
     assert not FOREIGN & said["environment"].keys()
     assert not server.has_ended
     folder = Path(server.socket).parent

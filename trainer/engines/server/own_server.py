@@ -60,7 +60,7 @@ class OwnServer:
             quiet = ("--uvicorn-log-level", "warning", "--disable-uvicorn-access-log")
             command, variables = server_command(folder, options=("--uds", self.socket, *quiet, *as_flags(options)))
             inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-            variables = {**inherited, **DEFAULT_ENVIRONMENT, **variables, **_device(), **environment}
+            variables = {**DEFAULT_ENVIRONMENT, **inherited, **variables, **_device(), **environment}
             variables["VLLM_RPC_BASE_PATH"] = str(home)  # of vLLM's own sockets; a long TMPDIR has no room for them
             variables["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
             with self._log.open("wb") as log:
