@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.engines.server import server_folder
 from fused_grpo.trainer.engines.weight_files import Tie, temporary_weight_files
 from fused_grpo.trainer.models import weight_stream
 from fused_grpo.trainer.models.adapters import checkpoint_weights
@@ -35,6 +37,13 @@ def test_checkpoint_weights_are_those_that_save_pretrained_writes(build_model, t
     given = dict(checkpoint_weights(model))
     assert given.keys() == saved.keys()
     assert all(torch.equal(given[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("blocked", ["config.json", "model-00000.safetensors"])
+def test_a_folder_that_cannot_be_written_is_an_error_with_its_size(build_model, tokenizer, tmp_path, blocked) -> None:
+    (tmp_path / blocked).mkdir()
+    with pytest.raises(UnavailableError, match=rf"directory.*, want 0.00 GB in {tmp_path}; fix: space there"):
+        server_folder(build_model("qwen2", tied=True), tokenizer, tmp_path)
 
 
 def test_views_ties_and_strides_arrive_unchanged_and_the_files_are_removed(tmp_path) -> None:

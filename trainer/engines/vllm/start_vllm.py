@@ -36,6 +36,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
@@ -251,9 +252,19 @@ def write_checkpoint(
     tie: Tie | None = None,
     quantized: bool = False,
 ) -> Path:
-    """Write into `folder` what vLLM can start from: `save_config`, and these weights without their `tie`."""
-    save_config(model, tokenizer, folder=str(folder), untie=tie is not None, quantized=quantized)
-    write_weights(weights if tie is None else tie.undo(weights), folder)
+    """Write into `folder` what vLLM can start from: `save_config`, and these weights without their `tie`.
+
+    UnavailableError where it cannot be written.
+    """
+    stream = weights if tie is None else tie.undo(weights)
+    try:
+        save_config(model, tokenizer, folder=str(folder), untie=tie is not None, quantized=quantized)
+        write_weights(stream, folder)
+    except (OSError, SafetensorError) as error:
+        raise UnavailableError(
+            f"got {shown(error)} for the model that vLLM starts from, want {stream.nbytes / 1e9:.2f} GB in {folder}; "
+            "fix: space there: shared memory, or TMPDIR where the model does not fit into it"
+        ) from error
     return folder
 
 
