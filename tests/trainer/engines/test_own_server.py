@@ -140,7 +140,7 @@ def test_it_ends_with_a_trainer_that_is_killed(stand_in, farm, tmp_path, number)
             'sys.exit("usage: server\\nserver: error: unrecognized arguments: --a")',
             "an end with status 1; error: unrecognized arguments: --a",
         ),
-        ('print("WARNING OSError: may follow", "no more", sep="\\n")', "an end with status 0; no more"),
+        ('print("WARNING OSError: may follow", "no more", "", sep="\\n")', "an end with status 0; no more"),
         ("os.kill(os.getpid(), 9)", "an end with status -9"),
     ],
 )

@@ -85,7 +85,8 @@ class OwnServer:
         """Whether it has ended, and the first errors in its log, from which the others follow; "" for neither."""
         has_ended, lines = self.has_ended, list[str]()
         with suppress(FileNotFoundError):  # after `close`
-            lines = [line for line in self._log.read_text(errors="replace").splitlines() if "WARNING" not in line]
+            said = self._log.read_text(errors="replace").splitlines()
+            lines = [line for line in said if line.strip() and "WARNING" not in line]
         named = [match[0] for match in map(_ERROR.search, lines) if match]
         marked = [line for line in lines if "ERROR" in line]
         first = [*dict.fromkeys(named)][:_SHOWN] or marked[:1] or lines[-1:] * has_ended
