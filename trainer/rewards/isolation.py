@@ -248,8 +248,12 @@ class Worker:
 
 def process_environment(*, keep: Collection[str] = ()) -> dict[str, str]:
     """For a new interpreter that imports what this one does: without secrets, and in all of them one order of a set."""
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    return {**without_secrets(os.environ, keep=keep), "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    return {**without_secrets(os.environ, keep=keep), "PYTHONPATH": import_path(), "PYTHONHASHSEED": "0"}
+
+
+def import_path() -> str:
+    """The PYTHONPATH of a new interpreter that imports what this one does. Imports ignore a Path in `sys.path`."""
+    return os.pathsep.join(folder or os.getcwd() for folder in sys.path if isinstance(folder, str))
 
 
 def checked_text(line: bytes) -> dict[str, str]:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -94,6 +95,7 @@ def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, m
     for name in FOREIGN:
         monkeypatch.setenv(name, "True")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])  # a Path, which imports ignore
     options = {"dtype": "bfloat16", "enforce_eager": True, "enable_chunked_prefill": False, "hf_overrides": {"a": [1]}}
     server = OwnServer("folder", options, environment={"SAID": str(tmp_path / "said")})
     said = what_it_said(tmp_path / "said")

@@ -31,6 +31,7 @@ from fused_grpo.errors import shown
 from fused_grpo.trainer.engines.server import server_command
 from fused_grpo.trainer.engines.vllm.start_vllm import DEFAULT_ENVIRONMENT
 from fused_grpo.trainer.engines.weight_files import temporary_folder
+from fused_grpo.trainer.rewards.isolation import import_path
 
 # Of this process' place among the ranks, to which its server does not belong: with torchrun's last one vLLM may wait
 # for a store at an address that nobody serves. The key is of the user's servers.
@@ -62,7 +63,7 @@ class OwnServer:
             inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
             variables = {**DEFAULT_ENVIRONMENT, **inherited, **variables, **_device(), **environment}
             variables["VLLM_RPC_BASE_PATH"] = str(home)  # of vLLM's own sockets; a long TMPDIR has no room for them
-            variables["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+            variables["PYTHONPATH"] = import_path()
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", str(_SCRIPT), *command[3:]],
