@@ -116,8 +116,8 @@ BUGS = {
     ),
     "a server of the trainer's own has the key of the user's": (
         "trainer/engines/server/own_server.py",
-        ', "VLLM_API_KEY")',
-        ",)",
+        ', "VLLM_API_KEY"}',
+        "}",
         [OWN, "-k", "ends_with_it"],
     ),
     "what a server has started outlives it": (

@@ -11,7 +11,14 @@ from batches import batch_of, column
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
-from fused_grpo.errors import CheckpointError, InputError, UnavailableError, UnsupportedError, WeightSyncError, WrongTypeError
+from fused_grpo.errors import (
+    CheckpointError,
+    InputError,
+    UnavailableError,
+    UnsupportedError,
+    WeightSyncError,
+    WrongTypeError,
+)
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.training_state import read_adapter
 from fused_grpo.trainer.engines.engine_choice import choose_engine

@@ -33,10 +33,10 @@ from fused_grpo.trainer.engines.vllm.start_vllm import DEFAULT_ENVIRONMENT
 from fused_grpo.trainer.engines.weight_files import temporary_folder
 from fused_grpo.trainer.rewards.isolation import import_path
 
-# Of this process' place among the ranks, to which its server does not belong: with torchrun's last one vLLM may wait
-# for a store at an address that nobody serves. The key is of the user's servers.
-_NOT_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_NOT_INHERITED += ("TORCHELASTIC_USE_AGENT_STORE", "VLLM_API_KEY")
+# Of this process' place among the ranks, to which its server does not belong: for torchrun's last one vLLM may wait for
+# a store that does not exist. The key is of the user's servers.
+_NOT_INHERITED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_NOT_INHERITED |= {"TORCHELASTIC_USE_AGENT_STORE", "VLLM_API_KEY"}
 _ERROR, _SHOWN = re.compile(r"\w*[Ee]rror: .+"), 2
 _END_SECONDS = 5.0
 _MOMENT = 0.1  # from the end of a process' connections to its own
