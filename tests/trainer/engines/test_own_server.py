@@ -162,6 +162,7 @@ def test_as_many_requests_are_in_flight_as_at_a_server_of_the_users(tmp_path) ->
         await reader.readuntil(b"\r\n\r\n")
         await all_there.wait()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
 
     async def ask_all() -> None:
         async with await asyncio.start_unix_server(answer, path, backlog=150):
