@@ -176,7 +176,7 @@ def test_as_many_requests_are_in_flight_as_at_a_server_of_the_users(tmp_path) ->
 
 
 @pytest.mark.parametrize(
-    ("visible", "current", "expected"), [(None, 2, "2"), ("4,5,GPU-8a", 2, "GPU-8a"), ("7", 0, "7")]
+    ("visible", "current", "expected"), [(None, 2, "2"), ("4, 5, GPU-8a", 2, "GPU-8a"), ("7", 0, "7")]
 )
 def test_it_sees_the_device_of_its_rank_alone(monkeypatch, visible, current, expected) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -113,7 +113,7 @@ def _device() -> dict[str, str]:
     if not torch.cuda.is_available():
         return {}
     index, visible = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[index].strip() if visible else str(index)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
