@@ -293,7 +293,8 @@ def rollout_seconds(run: Run, gpus: int, tensor_parallel: int, *, colocate: bool
         """The time in which so many that start at once end, of whom these shares are unfinished at each age."""
         total = 0.0
         for share, at in zip(shares, ages, strict=True):
-            unfinished = 1 - (1 - share) ** (sequences * replicas)  # the probability that the batch takes that long
+            # The probability that the batch takes that long. Replicas may be more than there are sequences.
+            unfinished = 1 - (1 - share) ** min(sequences * replicas, run.completions)
             one = token_seconds(run, tensor_parallel, max(1.0, sequences * share), run.prompt_length + at)
             total += part * unfinished * one
         return total

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,6 +21,7 @@ from peft import LoraConfig
 
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.engines import weight_files
 from fused_grpo.trainer.engines.server import own_server
 from fused_grpo.trainer.engines.server.own_server import OwnServer, as_flags
 from fused_grpo.trainer.engines.server.replicas import Replicas
@@ -42,7 +44,9 @@ time.sleep(600)
 TRAINER = """
 import os, sys, time
 sys.path.insert(0, sys.argv[1])
+from fused_grpo.trainer.engines import weight_files
 from fused_grpo.trainer.engines.server.own_server import OwnServer
+weight_files._SHARED_MEMORY = sys.argv[4]
 server = OwnServer("folder", {}, environment={"SAID": sys.argv[2]})
 if os.fork() == 0:
     while not os.path.exists(sys.argv[3]):
@@ -50,6 +54,14 @@ if os.fork() == 0:
     os._exit(0)
 time.sleep(600)
 """
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(monkeypatch) -> Iterator[str]:
+    """Of this test's own: others look for what is left in the machine's."""
+    with tempfile.TemporaryDirectory(prefix="own-") as folder:
+        monkeypatch.setattr(weight_files, "_SHARED_MEMORY", folder)
+        yield folder
 
 
 @pytest.fixture
@@ -77,7 +89,7 @@ def what_it_said(path: Path) -> Any:
 
 
 def wait_for_the_end(processes: list[int]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}/stat").exists() and not is_zombie(pid) for pid in processes):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -118,9 +130,9 @@ def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, m
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_a_trainer_that_is_killed(stand_in, farm, tmp_path, number) -> None:
+def test_it_ends_with_a_trainer_that_is_killed(stand_in, farm, tmp_path, shared_memory, number) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
-    arguments = stand_in(SERVER), tmp_path / "said", tmp_path / "end of the fork"
+    arguments = stand_in(SERVER), tmp_path / "said", tmp_path / "end of the fork", shared_memory
     trainer = farm.start(tmp_path / "trainer.py", *arguments, stage="libraries")
     said = what_it_said(tmp_path / "said")
     trainer.kill(number)
@@ -150,7 +162,7 @@ def test_one_that_cannot_start_says_why_at_once(stand_in, build_model, tokenizer
     stand_in(f"import os, sys; {code}")
     server = OwnServer("folder", {}, environment={})
     with pytest.raises(UnavailableError, match=f"^got {re.escape(said)} .*at http://vllm-beside-the-trainer, want"):
-        VLLMServerEngine(build_model("qwen2", tied=True), tokenizer, own=server, timeout=100.0)
+        VLLMServerEngine(build_model("qwen2", tied=True), tokenizer, own=server, timeout=15.0)
     server.close()
 
 
@@ -171,7 +183,7 @@ def test_as_many_requests_are_in_flight_as_at_a_server_of_the_users(tmp_path) ->
     async def asked(client: Any) -> None:
         await asyncio.gather(*(replicas.all[0].request(client, "GET", "/health") for _ in range(150)))
 
-    replicas = Replicas([], own=SimpleNamespace(url="http://own", socket=path), timeout=20.0)
+    replicas = Replicas([], own=SimpleNamespace(url="http://own", socket=path), timeout=10.0)
     asyncio.run(ask_all())
 
 
