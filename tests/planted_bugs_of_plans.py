@@ -53,8 +53,8 @@ BUGS = {
     ),
     "a batch ends with its mean completion": (
         MODEL,
-        "zip(shares, ages, strict=True):\n            unfinished",
-        "zip(shares[:16], ages[:16], strict=True):\n            unfinished",
+        "zip(shares, ages, strict=True):\n            # The probability",
+        "zip(shares[:16], ages[:16], strict=True):\n            # The probability",
         LONGEST,
     ),
     "sequences that do not fit are sampled at once": (
