@@ -32,7 +32,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     return facts
 
 
-@functools.cache  # reading them all takes as long as a step of a small model
+@functools.cache  # no package changes while a process runs
 def _installed_version(package: str) -> str | None:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
