@@ -263,17 +263,18 @@ def _reference_loss(
     loss, _ = factors.grpo_loss(logprobs, entropy, inputs, config)
     upstream, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
     statistics = statistics_of([sums], upstream, inputs.tokens.mask, config, passes)
+    without = inputs.tokens.mask > upstream.have_gradient()
     if centering is not None:
         centering.weigh(factors.token_factors(logprobs, entropy, inputs, config)["policy_weights"])
         own_and_head = centering.upstream(slice(None), torch.zeros_like(logprobs))
         loss = loss + torch.where(own_and_head == 0, 0.0, own_and_head * of_head).sum()
-        statistics = centering.added_to(statistics)
+        statistics = centering.added_to(statistics, without)
     if teacher is not None:
         rows = inputs.tokens.mask.nonzero()[:, 0]
         divergence = reference_divergence(TwoHeads(head, teacher.head).select(rows), teacher.kind, teacher.beta)
         loss = loss + (teacher.weights[rows] * divergence).sum()
         teacher.divergence[rows] = divergence.detach()
-        statistics = teacher.added_to(statistics)
+        statistics = teacher.added_to(statistics, without)
     statistics = {**statistics, "recomputed_fraction": torch.zeros_like(loss.detach())}
     return loss, logprobs.detach(), statistics, upstream.logprobs
 

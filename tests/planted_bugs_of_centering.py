@@ -139,4 +139,16 @@ BUGS = {
         "self.logprobs > 1e9",
         BAD,
     ),
+    "a token that centering alone moves is counted as without a gradient": (
+        HEAD,
+        "without & (of_head == 0).all(1)",
+        "without",
+        [TESTS, "-k", "moved_by_centering and topk"],
+    ),
+    "the same over kept tokens": (
+        "fused_grpo/head/kept_loss.py",
+        "(upstream.have_gradient() | (moved > 0))",
+        "upstream.have_gradient()",
+        [TESTS, "-k", "moved_by_centering and support-torch"],
+    ),
 }

@@ -57,4 +57,10 @@ BUGS = {
         "None",
         RESUMED,
     ),
+    "tokens that only the teacher moves are counted as without a gradient": (
+        "fused_grpo/head/chunked_divergence.py",
+        "(without & (self.weights == 0)).sum()",
+        "without.sum()",
+        ["tests/ops/test_distillation.py", "-k", "by_its_teacher"],
+    ),
 }

@@ -25,7 +25,7 @@ from fused_grpo.head.entries import Segments, Support
 from fused_grpo.head.head import Head
 
 _ROUNDED_UP = 1e-2  # what a sampler in 16 bits makes of a log-prob of 0
-METRICS = ("centering_sampler_mass", "centering_trainer_mass", "centering_l1")
+METRICS = ("centering_sampler_mass", "centering_trainer_mass", "centering_l1", "zero_gradient_fraction")
 
 
 @dataclass
@@ -86,10 +86,10 @@ class Centering:
         if policy_weights is not None:
             self.weights = self.weights * policy_weights
 
-    def added_to(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The statistics of the loss, with this part of it."""
+    def added_to(self, statistics: dict[str, Tensor], without: Tensor) -> dict[str, Tensor]:
+        """The statistics of the loss, with this part of it; `without` this part the tokens [N] have no gradient."""
         c, of_head, mass = self._terms(slice(None))
-        return with_centering(statistics, c, of_head, self.logprobs, mass)
+        return with_centering(statistics, c, of_head, self.logprobs, mass, without & (of_head == 0).all(1))
 
     def _terms(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(c [R, K], d loss / d log p of H [R, K], the probability of H under the sampler and the policy [2, R])."""
@@ -115,11 +115,12 @@ def weights_of(inputs: LossInputs) -> Tensor:
 
 
 def with_centering(
-    statistics: dict[str, Tensor], c: Tensor, of_head: Tensor, logprobs: Tensor, mass: Tensor
+    statistics: dict[str, Tensor], c: Tensor, of_head: Tensor, logprobs: Tensor, mass: Tensor, zero: Tensor
 ) -> dict[str, Tensor]:
-    """The statistics of a loss with sum(of_head * logprobs) in it, and the metrics of c and of the masses [2, N]."""
+    """The statistics of a loss with sum(of_head * logprobs) in it, with the metrics of c, of the masses [2, N] and of
+    the tokens [N] with a gradient of `zero`."""
     loss = torch.where(of_head == 0, 0.0, of_head * logprobs).sum()
-    means = formulas.over_tokens(torch.stack([*mass.sum(1), c.abs().sum()]), statistics)
+    means = formulas.over_tokens(torch.stack([*mass.sum(1), c.abs().sum(), zero.sum()]), statistics)
     return {**statistics, "loss": statistics["loss"] + loss, **dict(zip(METRICS, means, strict=True))}
 
 

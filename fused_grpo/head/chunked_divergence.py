@@ -105,11 +105,12 @@ class Teacher:
             gradients.add_gradient(tile, pair.gradient_(*upstream, dtype=tile.hidden.dtype))
         self.divergence[rows] = pair.divergence
 
-    def added_to(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The statistics of the other loss, with the divergences in them and in the loss."""
+    def added_to(self, statistics: dict[str, Tensor], without: Tensor) -> dict[str, Tensor]:
+        """The statistics of the other loss, `without` [N] whose gradient these tokens are, with this part of it."""
         loss = statistics["loss"] + (self.weights * self.divergence).sum()
         divergence = formulas.over_tokens(self.divergence.sum(), statistics)
-        return {**statistics, "loss": loss, "distillation": divergence}
+        zero = formulas.over_tokens((without & (self.weights == 0)).sum(), statistics)
+        return {**statistics, "loss": loss, "distillation": divergence, "zero_gradient_fraction": zero}
 
 
 def chunked_divergence(

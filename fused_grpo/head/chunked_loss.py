@@ -167,9 +167,12 @@ def chunked_loss(
     loop = _in_two_phases if two_phases else _one_by_one
     statistics, seen, upstream, squares = loop(rows, memory, inputs, config, visitor)
     del memory  # before dW is rounded beside its accumulator
-    for part in (teacher, centering):
-        statistics = statistics if part is None else part.added_to(statistics)
-    del beside, teacher, sweep, visitor
+    part = teacher if centering is None else centering
+    if part is not None:
+        without = (mask if order is None else mask[order]) > upstream.have_gradient()
+        without = without if order is None else _scattered(without, order, len(mask))
+        statistics = part.added_to(statistics, without)
+    del beside, part, teacher, sweep, visitor
     d_hidden, d_weight, d_bias = gradients.finish()
     if shards is not None and d_hidden is not None:
         d_hidden = shards.sum_over_ranks(d_hidden).to(head.hidden.dtype)

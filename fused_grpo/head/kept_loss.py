@@ -49,7 +49,9 @@ def supported_loss(
     if sampler is not None:
         logprobs, sampler = rows.entry_logprobs(row_statistics), sampler[rows.items]
         c, of_entries, mass = _centering_of_entries(rows, logprobs, sampler, row_statistics, inputs, config)
-        statistics = with_centering(statistics, c, of_entries, logprobs, mass)
+        moved = torch.zeros_like(scored, dtype=torch.int32).index_add_(0, rows.row_of_entries, (of_entries != 0).int())
+        zero = scored > (upstream.have_gradient() | (moved > 0))
+        statistics = with_centering(statistics, c, of_entries, logprobs, mass, zero)
     recomputed = upstream.have_gradient()[rows.others].sum() * differentiated
     gradients: Gradients = (None, None, None)
     if differentiated:

@@ -197,6 +197,16 @@ def test_a_coefficient_of_0_is_the_loss_alone_with_a_metric():
     assert ours["distillation"] > 0
 
 
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("coef", [0.0, 0.7])
+def test_every_token_has_a_gradient_by_its_teacher(coef, impl):
+    given, teacher, _ = split(make_inputs() | {"hidden": make_inputs()["hidden"].nan_to_num()})
+    distillation = Distillation(**teacher, coef=coef)
+    given |= {"advantages": torch.zeros_like(given["advantages"])}
+    out = fused_linear_grpo_loss(**given, distillation=distillation, impl=impl)
+    assert out.metrics["zero_gradient_fraction"] == (coef == 0.0)
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_no_tokens_give_a_loss_of_zero(impl):
     for name, value in solve(make_inputs() | {"mask": torch.zeros(N)}, {}, impl=impl).items():

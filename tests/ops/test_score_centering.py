@@ -342,6 +342,24 @@ def test_only_what_is_needed_leaves_rows_without_an_advantage_out():
         torch.testing.assert_close(every[name], needed[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("mode", ["topk", "kept", "support"])
+@pytest.mark.parametrize("variant", ["dppo_tv", "sequence"])
+def test_tokens_without_a_gradient_are_not_moved_by_centering_either(variant, mode, impl):
+    given = with_support(problem()) if mode == "support" else problem()
+    given.loss["advantages"][1] = 0.0
+    config = config_of("topk" if mode == "topk" else "kept", **VARIANTS[variant])
+    for score in ("all", "needed"):
+        leaves = {name: x.float().requires_grad_() for name, x in given.leaves.items()}
+        how = {"config": config, "impl": impl, "score": score, "chunk_bytes": V * 4 * 9}
+        out = fused_linear_grpo_loss(**leaves, **given.head, **given.loss, **how)
+        out.loss.backward()
+        moved = (leaves["hidden"].grad != 0).any(-1).sum()
+        tokens, share = out.metrics["loss_tokens"], out.metrics["zero_gradient_fraction"]
+        assert 0 < moved < B * T - 4
+        torch.testing.assert_close(tokens * (1 - share), moved.to(tokens.dtype))
+
+
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(
     seed=st.integers(0, 10**6),
