@@ -93,14 +93,17 @@ def for_each_target(statistics: Statistics, below: Tensor | None) -> Statistics:
 
 def distinct_targets(head: Head, grad_logprobs: Tensor) -> tuple[Head, Tensor]:
     """(the head whose repeated targets are -1, the gradients [N, K] with those of repetitions at the first place)."""
-    targets, gradients = head.targets.clone(), grad_logprobs.clone()
-    for k in range(targets.shape[1] - 1):
-        later, first = slice(k + 1, None), targets[:, k : k + 1]
-        again = (targets[:, later] == first) & (first >= 0)
-        gradients[:, k] += torch.where(again, gradients[:, later], 0.0).sum(1)
-        gradients[:, later].masked_fill_(again, 0.0)
-        targets[:, later].masked_fill_(again, -1)
-    return replace(head, targets=targets), gradients
+    targets, order = head.targets.sort(dim=1, stable=True)
+    gradients, reach = grad_logprobs.gather(1, order), 1
+    # Repetitions stand side by side. Each adds the sum of those behind it, twice as far each time, always in one order.
+    while reach < targets.shape[1]:
+        again = (targets[:, reach:] == targets[:, :-reach]) & (targets[:, reach:] >= 0)
+        gradients[:, :-reach] += torch.where(again, gradients[:, reach:], 0.0)
+        reach *= 2
+    again = torch.zeros_like(targets, dtype=torch.bool)
+    again[:, 1:] = (targets[:, 1:] == targets[:, :-1]) & (targets[:, 1:] >= 0)
+    targets, gradients = targets.masked_fill(again, -1), gradients.masked_fill(again, 0.0)
+    return replace(head, targets=head.targets.scatter(1, order, targets)), gradients.scatter(1, order, gradients)
 
 
 class KnownTargets(NamedTuple):
