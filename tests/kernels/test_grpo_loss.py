@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from exp_of_gpus import SIGNS, make_exp_noisy
 from torch import Tensor
 
 from fused_grpo._maths import formulas
@@ -70,9 +71,17 @@ def check(oracle: Any, inputs: dict[str, Tensor], **config: Any) -> None:
     for ours, other, wanted in zip(given, rough_gradients, exact_gradients, strict=True):
         oracle.assert_as_exact_as_torch(ours, other, wanted)
     assert statistics.keys() == exact.keys()
+    # Terms of both signs add up to the loss: their rounding is of their size, not of the size of their sum.
+    size = {name: terms_of(inputs) for name in ("loss", "policy_term")}
     for name, value in statistics.items():
         assert value.dtype == torch.float32
-        oracle.assert_as_exact_as_torch(value, rough[name], exact[name])
+        oracle.assert_as_exact_as_torch(value, rough[name], exact[name], magnitude=size.get(name, 1.0))
+
+
+def terms_of(inputs: dict[str, Tensor]) -> float:
+    """The sum of |weight * ratio * advantage| over the tokens in the mask."""
+    ratio = (inputs["logprobs"] - inputs.get("old_logprobs", inputs["logprobs"])).exp()
+    return (inputs["weights"] * ratio * inputs["advantages"].abs())[inputs["mask"]].sum().item()
 
 
 VARIANTS = {
@@ -135,6 +144,13 @@ def test_every_set_of_inputs_matches_autograd(oracle: Any, given: tuple[str, ...
 def test_tokens_beyond_one_program_are_counted_once(oracle: Any, N: int) -> None:
     inputs = problem(N) | {"mask": torch.arange(N) % 3 != 1}
     check(oracle, inputs)
+
+
+@pytest.mark.cpu_only(reason="a GPU has its own exp")
+@pytest.mark.parametrize("sign", SIGNS)
+def test_the_exp_of_a_gpu_is_no_other_loss(oracle: Any, monkeypatch: pytest.MonkeyPatch, sign: str) -> None:
+    make_exp_noisy(monkeypatch, sign)
+    check(oracle, problem(2500))
 
 
 @pytest.mark.parametrize(("advantage", "ratio", "slope"), [(1, 1.3, 0), (1, 0.7, -0.7), (-1, 0.7, 0), (-1, 1.3, 1.3)])
