@@ -61,6 +61,8 @@ def table(content: Mapping[str, Any]) -> str:
     work, env = content["work"], content["environment"]
     reasons = {run["seed"]: run["disturbed"] for run in content["runs"] if "disturbed" in run}
     left_out = "".join(f"The costs of seed {seed} are left out: {reason}. " for seed, reason in reasons.items())
+    if "accumulation of TRL" in work:
+        left_out = f"TRL has gradient_accumulation_steps={work['accumulation of TRL']}. {left_out}"
     header = ["", *COSTS, "held out, each seed", f"last {SMOOTHED} rewards, each seed"]
     return (
         f"{markdown(header, lines)}\n\n{work['steps']} steps of {work['completions']} completions, {work['dtype']}; "

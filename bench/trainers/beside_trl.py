@@ -11,7 +11,8 @@ bench/results/<machine>/beside-trl-<date>.json and a picture beside it, and goes
     generate          of which in the rollout engine, weights' transfer included
     memory            the most bytes of the process and its children that no file backs, sampled every 0.1 s
 
-TRL's update is computed in one piece. `--accumulation n` trains with TRL alone, and n micro-batches in a step.
+TRL's update is computed in one piece, its default. With `--accumulation n` it has n micro-batches in a step, which is
+its way to less memory.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if other := [name for name in ("commit", "environment", "work") if found[name] != here[name]]:
         raise DataError(f"got {path} of another {' and '.join(other)}, want one run throughout; fix: another --output")
     for seed in range(options.seeds):
-        for name in TRAINERS if options.accumulation == 1 else ("TRL",):
+        for name in TRAINERS:
             if any((old["trainer"], old["seed"]) == (name, seed) for old in found["runs"]):
                 continue
             found["runs"].append(one_run(name, seed, options))

@@ -39,6 +39,10 @@ def test_the_table_is_beside_trls_means_and_leaves_out_the_first_two_steps():
     cells = [cell.strip() for cell in lines[4].split("|")[1:-1]]
     assert cells == ["ours, vLLM", "4.00 (0.33×)", "2.00 (0.33×)", "4.00 (0.33×)", "0.500, 0.600", "0.750, 0.750"]
     assert "0.250 of 200 sums" in lines[-1]
+    assert "accumulation" not in lines[-1]
+    parts = content()
+    parts["work"]["accumulation of TRL"] = 8
+    assert "TRL has gradient_accumulation_steps=8." in table(parts)
     assert "4.00 s a step, of it 2.00 s generating; reward 0.250 -> 0.750" in summary(content()["runs"][2])
 
 
