@@ -2,7 +2,7 @@
 
 PLAY = ["tests/trainer/episodes/test_play.py", "-k", "what_was_said and Concurrent"]
 TASKS = ["tests/trainer/episodes/test_environments.py", "-k", "writes_the_task"]
-IDS = ["tests/trainer/episodes/test_conversation.py", "-k", "only_grow or calls_of_a_reply"]
+IDS = ["tests/trainer/episodes/test_conversation.py", "-k", "only_grow or calls_of_a_reply or in_an_argument"]
 ORDER = ["tests/trainer/episodes/test_play.py", "-k", "order_in_which"]
 
 BUGS = {
@@ -23,6 +23,12 @@ BUGS = {
         'random.Random(f"{self._batch}/{number}")',
         'random.Random(f"{self._batch}/{seed}")',
         TASKS,
+    ),
+    "the end of a thought in an argument ends one": (
+        "trainer/episodes/calls.py",
+        'text.partition(end) if begun_before or begins else ("", "", text)',
+        "text.partition(end)",
+        IDS,
     ),
     "the token that ends a turn comes twice": (
         "trainer/episodes/conversation.py",

@@ -98,7 +98,7 @@ class Template:
         """
         ids = list(ids)
         try:
-            return self._parsed(ids, prefix, tools) if self._has_own_parser else self._by_family(ids, tools)
+            return (self._parsed if self._has_own_parser else self._by_family)(ids, prefix, tools)
         except Exception:  # of the response template, which is a program, or of what the model wrote
             text = ""
             with suppress(Exception):  # of ids that are none, which the check of completions names
@@ -118,11 +118,13 @@ class Template:
         calls = [checked_call(call.get("function", call)) for call in message.get("tool_calls") or ()]
         return {"role": "assistant", **message, "content": content, **({"tool_calls": calls} if calls else {})}
 
-    def _by_family(self, ids: list[int], tools: Sequence[Any]) -> Message:
+    def _by_family(self, ids: list[int], prefix: Sequence[int], tools: Sequence[Any]) -> Message:
         assert self._family is not None
         last = len(ids) - (1 if ids and ids[-1] in self._stops else 0)
-        # Special tokens too: a family may mark its calls with one.
-        return self._family.message(self._tokenizer.decode(ids[:last], skip_special_tokens=False), tools)
+        start = next((place for place in range(len(prefix), 0, -1) if prefix[place - 1] in self._stops), 0)
+        # Special tokens too: a family may mark its calls, and a thought, with one.
+        before, text = (self._tokenizer.decode(part, skip_special_tokens=False) for part in (prefix[start:], ids[:last]))
+        return self._family.message(text, tools, before=before)
 
     def _rendered(self, messages: list[Message], **options: Any) -> Any:
         options = {**self._options, "tokenize": False, "add_generation_prompt": True, "return_dict": False, **options}

@@ -15,6 +15,7 @@ from fused_grpo.errors import DataError, InputError, UnavailableError, shown
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, column_names, is_plain_arrow, is_stream, mapped, read_rows
 from fused_grpo.trainer.episodes.tools import Tool, check_tools
+from fused_grpo.trainer.rewards.isolation import is_isolated
 from fused_grpo.trainer.rewards.reward_call import own_copy
 
 Factory = Callable[[], Any]
@@ -164,7 +165,7 @@ def methods_of(environment: Any) -> list[Tool]:
     members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     return [
         # An isolated tool is a function of its arguments alone: no process could have the object.
-        function if getattr(function, "is_isolated", False) else getattr(environment, name)
+        function if is_isolated(function) else getattr(environment, name)
         for name, function in members
         if name not in NOT_TOOLS and not name.startswith("_")
     ]

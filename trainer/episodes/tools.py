@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from fused_grpo.errors import InputError, elide_middle
 from fused_grpo.trainer.common.threads import event_loop, in_thread, leave_blocked_loop
+from fused_grpo.trainer.rewards.isolation import is_isolated
 from fused_grpo.trainer.rewards.reward_call import is_async, own_copy
 from fused_grpo.trainer.rewards.worker import as_text, error_text
 from fused_grpo.trainer.types import ToolCall
@@ -98,7 +99,6 @@ class Answers:
         self, call: Mapping[str, Any], tool: Tool | None, running: Future[str] | None, start: float, most: int
     ) -> tuple[ToolCall, str]:
         start, failed = start if running else time.perf_counter(), False
-        is_isolated = getattr(tool, "is_isolated", False)
         try:
             if tool is None:
                 raise ValueError(f"Tool {call['name']} not found.")
@@ -106,7 +106,7 @@ class Answers:
                 raise TimeoutError(f"{call['name']} was not called: a call before it took too long")
             running = running or self._started(tool, call)
             # An isolated tool has a limit of its own, which begins when it has a process.
-            left = None if is_isolated else start + self._timeout - time.perf_counter()
+            left = None if is_isolated(tool) else start + self._timeout - time.perf_counter()
             if not wait([running], left).done:
                 running.cancel()
                 self.has_timed_out = self._is_late = True
@@ -114,8 +114,8 @@ class Answers:
                 raise TimeoutError(f"{call['name']} took longer than {self._timeout:g} s")
             text = running.result()
         except BaseException as error:  # of the tool's: signals reach the main thread alone
-            if is_isolated and isinstance(error, InputError):
-                raise  # no process can load it, which no model can mend
+            if isinstance(error, InputError):
+                raise  # of an isolated one that no process can load, which no model can mend
             text, failed = str({"error": error_text(error)}), True
         recorded, text, seconds = _clean(elide_middle(text, _RECORDED)), text[: most + 1], time.perf_counter() - start
         return ToolCall(call["name"], own_copy(call["arguments"]), recorded, failed, seconds), _clean(text)

@@ -37,6 +37,7 @@ from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, 
 WORKER = "fused_grpo.trainer.rewards.worker"
 START_SECONDS = 300.0  # to import the function's module, which no completion is to blame for
 REPLY_BYTES = 1 << 18  # of one completion or tool call
+_INSIDE = "FUSED_GRPO_ISOLATED"  # the variable of a worker with the names of the functions in whose workers it began
 Failed = float | None | Literal["raise"]
 What = Literal["reward function", "tool"]
 T = TypeVar("T")
@@ -88,6 +89,11 @@ def importable(
     if is_async(loaded):
         raise InputError(f"got the async function {reference}, want a plain one: a worker does one thing at a time")
     return reference, loaded
+
+
+def is_isolated(function: Any) -> bool:
+    """Whether it is an isolated function, and not one around it, which has its attributes by `functools.wraps`."""
+    return hasattr(function, "is_isolated") and not hasattr(getattr(function, "__wrapped__", None), "is_isolated")
 
 
 class WorkerError(Exception):
@@ -194,6 +200,12 @@ class Worker:
 
     def __init__(self, function: IsolatedFunction) -> None:
         reference, limits = function.reference, (str(function.timeout), str(function.memory or 0))
+        inside = os.environ.get(_INSIDE, "").splitlines()
+        if reference in inside:  # each would start another one, without an end
+            raise InputError(
+                f"got {reference}, which is called in its own process, where that name means a function around it; "
+                "fix: give one of the two another name, or functools.wraps"
+            )
         self.socket, worker_socket = socket.socketpair()
         self.replies = self.socket.makefile("rb")
         try:
@@ -202,7 +214,7 @@ class Worker:
                     [sys.executable, "-m", WORKER, function.what, reference, *limits],
                     stdin=worker_socket.fileno(),
                     stdout=worker_socket.fileno(),
-                    env=process_environment(keep=function.secrets),
+                    env=process_environment(keep=function.secrets) | {_INSIDE: "\n".join([*inside, reference])},
                     # A process group, which is killed with what it started, and which Ctrl-C does not reach.
                     start_new_session=True,
                 )
