@@ -410,8 +410,9 @@ class GRPOTrainer(TransformersFace):
     def _leave_epoch(self) -> None:
         """Leave the rest of an epoch out, if a callback has said so: before a checkpoint, which goes on behind it."""
         if self.control.should_epoch_stop:  # until the next epoch begins; a second call changes nothing
-            self.state.epoch = float(self.epochs.skip(self.step))
-            self.collector.next_pass()
+            passes = int(self.epochs.skip(self.step))
+            self.state.epoch = float(passes)
+            self.collector.next_pass(passes)
             self.buffer = None
 
     def _end_epoch(self) -> None:

@@ -83,9 +83,11 @@ class PromptSampler:
         """What there is to say about what was drawn."""
         return {"prompts/dropped": float(self.dropped)} if self.dropped else {}
 
-    def next_pass(self) -> None:
-        """Leave the rest of this pass over the dataset out."""
-        self.used += -self.used % len(self._dataset)
+    def next_pass(self, passes: int) -> None:
+        """Leave the rest of a pass over the dataset out: go to the end of so many."""
+        # The last batch may have begun the next pass. Its further rounds, if any, are prompts that no step counts.
+        end = passes * len(self._dataset)
+        self.used = end if end > self.used - self._size else self.used + -self.used % len(self._dataset)
 
     @property
     def batches_per_pass(self) -> int:
@@ -183,7 +185,7 @@ class StreamSampler(PromptSampler):
         self.row_numbers = [drawn[place][1] for place in self._share]
         return [drawn[place][0] for place in self._share]
 
-    def next_pass(self) -> None:
+    def next_pass(self, passes: int) -> None:
         if self._used_of_pass:
             self._pass, self._used_of_pass, self._place, self._rows = self._pass + 1, 0, None, None
             self._kept_in_pass = False
@@ -229,7 +231,7 @@ class StreamSampler(PromptSampler):
             elif not self._kept_in_pass:
                 raise DataError(f"got {number} prompts in train_dataset, all of them too long, want one")
             else:
-                self.next_pass()
+                self.next_pass(self._pass + 1)
 
     def _open(self) -> None:
         if self._shuffle:
