@@ -33,7 +33,8 @@ from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import without_bars
 from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput
-from fused_grpo.trainer.models.adapters import is_adapted, saver_of
+from fused_grpo.trainer.models.adapters import base_model, is_adapted, saver_of
+from fused_grpo.trainer.models.quantized import codes_identity
 
 
 def _part(path: str) -> Any:
@@ -219,6 +220,7 @@ class TransformersFace:
             eval_before=self.results.eval_before,
             eval_after=self.results.eval_after,
             adapter=is_adapted(self.model),
+            quantization=codes_identity(base_model(self.model).config),
             tags=[tags] if isinstance(tags, str) else tags or [],
         )
 

@@ -361,8 +361,8 @@ class GRPOConfig(LossOptions, DerivedOptions):
     num_completions_to_print: int | None = None
     """Number of rows of that table. None is 4."""
     rollouts_kept_steps: int = 1000
-    """Number of steps in a block of completions: rollouts.jsonl has the newest block, rollouts-old.jsonl the one
-    before, and older ones are removed. 0 keeps all."""
+    """Number of steps in a block of completions, those of the first process: rollouts.jsonl has the newest block,
+    rollouts-old.jsonl the one before, and older ones are removed. 0 keeps all."""
     report_to: list[str] = field(default_factory=list)
     """Names of trackers that get the metrics through Accelerate: tensorboard, wandb, trackio, ..."""
     project: str = "fused-grpo"

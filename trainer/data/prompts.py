@@ -41,6 +41,27 @@ def has_chat_template(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | 
     return bool(getattr(tokenizer, "chat_template", "its own") or (chat_template_kwargs or {}).get("chat_template"))
 
 
+def has_own_parser(tokenizer: Any) -> bool:
+    """Whether its `parse_response` takes replies apart: by a response template, or by a schema that transformers reads.
+
+    A warning says where it does not read the schema, as releases after 5.14.
+    """
+    if getattr(tokenizer, "response_template", None):
+        return True
+    if not getattr(tokenizer, "response_schema", None):
+        return False
+    with suppress(Exception):  # that there is no text to read
+        try:
+            tokenizer.parse_response([])
+        except AttributeError:
+            warn_once(
+                "got a tokenizer with a response_schema, which this version of transformers does not read; fix: "
+                "tokenizer.response_template = ... (transformers, 'response parsing')"
+            )
+            return False
+    return True
+
+
 def tool_options(tools: Sequence[Callable[..., Any]]) -> dict[str, Any]:
     """The variables of a chat template that have the tools' schemas; none without tools."""
     schemas = [get_json_schema(tool) for tool in tools]

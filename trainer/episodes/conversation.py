@@ -15,11 +15,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fused_grpo.errors import DataError, UnsupportedError, shown
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.data.prompts import encode_prompts, has_chat_template, tool_options
+from fused_grpo.trainer.data.prompts import encode_prompts, has_chat_template, has_own_parser, tool_options
 from fused_grpo.trainer.episodes.calls import checked_call, family_of
 
 Message = dict[str, Any]
@@ -41,7 +42,7 @@ class Template:
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None, *, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._options, self._stops = tokenizer, dict(options or {}), set(stop_ids)
-        self._has_own_parser = any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
+        self._has_own_parser = has_own_parser(tokenizer)
         text, self._dummy = self._checked_dummy()
         self._family = family_of(text, _CALL)
         if self._family is None and not self._has_own_parser:
@@ -123,8 +124,8 @@ class Template:
         last = len(ids) - (1 if ids and ids[-1] in self._stops else 0)
         start = next((place for place in range(len(prefix), 0, -1) if prefix[place - 1] in self._stops), 0)
         # Special tokens too: a family may mark its calls, and a thought, with one.
-        before, text = (self._tokenizer.decode(part, skip_special_tokens=False) for part in (prefix[start:], ids[:last]))
-        return self._family.message(text, tools, before=before)
+        read = partial(self._tokenizer.decode, skip_special_tokens=False)
+        return self._family.message(read(ids[:last]), tools, before=read(prefix[start:]))
 
     def _rendered(self, messages: list[Message], **options: Any) -> Any:
         options = {**self._options, "tokenize": False, "add_generation_prompt": True, "return_dict": False, **options}

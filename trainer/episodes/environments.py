@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +15,10 @@ import numpy as np
 import torch
 
 from fused_grpo.errors import DataError, InputError, UnavailableError, shown
+from fused_grpo.trainer.common.threads import event_loop
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, column_names, is_plain_arrow, is_stream, mapped, read_rows
-from fused_grpo.trainer.episodes.tools import Tool, check_tools
+from fused_grpo.trainer.episodes.tools import ASYNC, Tool, check_tools
 from fused_grpo.trainer.rewards.isolation import is_isolated
 from fused_grpo.trainer.rewards.reward_call import own_copy
 
@@ -22,6 +26,9 @@ Factory = Callable[[], Any]
 COLUMN = "environment"
 NOT_TOOLS = ("reset", "get_reward")
 NO_PROMPT = [{"role": "user", "content": ""}]  # `reset` writes it
+_LONG = 60.0  # seconds
+
+_log = logging.getLogger(__name__)
 
 
 def rows_of_environments(dataset: Any, factory: Factory | Mapping[str, Factory], args: GRPOConfig) -> Any:
@@ -141,7 +148,7 @@ class Environments:
             del given["prompt"]
         kind = type(environment).__name__
         wanted = f"it to begin an episode of a row with {', '.join(given) or 'no columns'}"
-        with _named_errors(f"reset() of {kind}", wanted), _seeded(seed):
+        with _named_errors(f"reset() of {kind}", wanted), _watched(f"reset() of {kind}"), _seeded(seed):
             if "seed" in inspect.signature(environment.reset).parameters:
                 given.setdefault("seed", seed)
             begun = environment.reset(**given)
@@ -155,7 +162,7 @@ class Environments:
         return begun
 
     def _made(self, name: str | None) -> Any:
-        with _named_errors("environment_factory", "an environment"):
+        with _named_errors("environment_factory", "an environment"), _watched("environment_factory"):
             return self.factories[name]()
 
 
@@ -184,7 +191,10 @@ def _own_reward(kind: type[Any]) -> Callable[..., Any]:
         return [one.get_reward() if type(one) is kind else None for one in environments]
 
     async def awaited(environments: list[Any], **_: Any) -> list[float | None]:
-        return [await one.get_reward() if type(one) is kind else None for one in environments]
+        return [await in_loop_of_tools(one.get_reward()) if type(one) is kind else None for one in environments]
+
+    def in_loop_of_tools(reward: Any) -> Any:  # where clients belong that the object keeps open
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(reward, event_loop(ASYNC)))
 
     reward: Callable[..., Any] = awaited if inspect.iscoroutinefunction(kind.get_reward) else called
     reward.__name__ = kind.__name__
@@ -200,6 +210,19 @@ def _named_errors(source: str, wanted: str) -> Iterator[None]:
         raise UnavailableError(
             f"got {type(error).__name__} from {source}: {shown(error, 2000)}; want {wanted}; fix: the environment"
         ) from error
+
+
+@contextmanager
+def _watched(call: str) -> Iterator[None]:
+    """A warning where a call without a time limit takes long."""
+    text = "%s has not returned for %g s, and the run waits for it; fix: a time limit there, if it should not"
+    warning = threading.Timer(_LONG, _log.warning, [text, call, _LONG])
+    warning.daemon = True
+    warning.start()
+    try:
+        yield
+    finally:
+        warning.cancel()
 
 
 @contextmanager

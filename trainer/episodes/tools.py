@@ -27,7 +27,7 @@ from fused_grpo.trainer.types import ToolCall
 
 Tool = Callable[..., Any]
 Slots = threading.Semaphore  # of calls at the same time, of all episodes
-_ASYNC = "async tools"  # the name of their event loop: one that blocks it stops no reward
+ASYNC = "async tools"  # the name of their event loop: one that blocks it stops no reward
 _RECORDED = 10_000  # characters of an answer, in rollouts.jsonl and the report
 
 
@@ -86,7 +86,7 @@ class Answers:
             return as_text(await begin())  # begun here: a call with wrong arguments raises at once
 
         def on_loop(begin: Callable[[], Any]) -> Future[str]:
-            return asyncio.run_coroutine_threadsafe(awaited(begin), event_loop(_ASYNC))
+            return asyncio.run_coroutine_threadsafe(awaited(begin), event_loop(ASYNC))
 
         def called() -> str:
             answer = tool(**arguments)
@@ -110,7 +110,7 @@ class Answers:
             if not wait([running], left).done:
                 running.cancel()
                 self.has_timed_out = self._is_late = True
-                leave_blocked_loop(_ASYNC, timeout=self._timeout)
+                leave_blocked_loop(ASYNC, timeout=self._timeout)
                 raise TimeoutError(f"{call['name']} took longer than {self._timeout:g} s")
             text = running.result()
         except BaseException as error:  # of the tool's: signals reach the main thread alone

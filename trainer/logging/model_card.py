@@ -6,6 +6,7 @@ private is in it: secrets in the configuration are redacted, and a local path is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ class CardFacts:
     eval_before: Mapping[str, float] | None = None
     eval_after: Mapping[str, float] | None = None
     adapter: bool = False
+    quantization: Mapping[str, Any] | None = None  # options of the base's, as transformers names them
     tags: Sequence[str] = ()  # beside ours
 
 
@@ -53,8 +55,11 @@ def write_model_card(directory: Path, facts: CardFacts, args: GRPOConfig) -> Pat
 
 
 def model_card(facts: CardFacts, args: GRPOConfig) -> str:
+    options = {name: value for name, value in (facts.quantization or {}).items() if value is not None}
+    options = json.loads(json.dumps(options))  # plain text in the place of transformers' enumerations
     return render(
         "model_card.md",
+        quantization=options if options.get("load_in_4bit") else None,  # which the weights beside the card do not say
         facts=facts,
         base_model=facts.base_model if is_hub_id(facts.base_model) else None,
         dataset=facts.dataset if is_hub_id(facts.dataset) else None,
