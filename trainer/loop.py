@@ -58,9 +58,9 @@ from fused_grpo.trainer.episodes.environments import rows_of_environments, with_
 from fused_grpo.trainer.learner import Optimizers, Rounding
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
-from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, TrainResult
+from fused_grpo.trainer.logging.run_output import LogEntry, Results, RunOutput, TrainResult
 from fused_grpo.trainer.models.loading import uncompiled
-from fused_grpo.trainer.transformers_face import Results, TransformersFace
+from fused_grpo.trainer.transformers_face import TransformersFace
 
 
 class GRPOTrainer(TransformersFace):

@@ -1,11 +1,7 @@
 """`GRPOConfig`: the options of a run. Names, defaults and meanings are TRL's; the field docstrings are the `--help`.
 
-The effective batch is `per_device_train_batch_size * gradient_accumulation_steps * processes` sequences: those of one
-optimizer step. One `generate` call makes `steps_per_generation` micro-batches, with `num_generations` completions for
-each of their prompts, and `num_iterations` passes use them.
-
-A field that only TRL has is read by the parsers of TRL's scripts, and refused with the reason where it would change the
-run: `trl_fields.json` has them.
+docs/trainer.md says at which point of a step which of them counts. A field that only TRL has is read by the parsers of
+TRL's scripts, and refused with the reason where it would change the run: `trl_fields.json` has them.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class Environments:
             del given["prompt"]
         kind = type(environment).__name__
         wanted = f"it to begin an episode of a row with {', '.join(given) or 'no columns'}"
-        with _named_errors(f"reset() of {kind}", wanted), _watched(f"reset() of {kind}"), _seeded(seed):
+        with _awaited(f"reset() of {kind}", wanted), _seeded(seed):
             if "seed" in inspect.signature(environment.reset).parameters:
                 given.setdefault("seed", seed)
             begun = environment.reset(**given)
@@ -162,7 +162,7 @@ class Environments:
         return begun
 
     def _made(self, name: str | None) -> Any:
-        with _named_errors("environment_factory", "an environment"), _watched("environment_factory"):
+        with _awaited("environment_factory", "an environment"):
             return self.factories[name]()
 
 
@@ -180,7 +180,7 @@ def methods_of(environment: Any) -> list[Tool]:
 
 def is_done(environment: Any) -> bool:
     """Whether its `done` is true; a method of that name is a tool. UnavailableError for a property that raises."""
-    with _named_errors(f"`done` of {type(environment).__name__}", "True or False"):
+    with _awaited(f"`done` of {type(environment).__name__}", "True or False"):
         done = getattr(environment, "done", False)
     return isinstance(done, bool | np.bool_) and bool(done)
 
@@ -202,25 +202,17 @@ def _own_reward(kind: type[Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _named_errors(source: str, wanted: str) -> Iterator[None]:
-    """UnavailableError for whatever an environment raises."""
+def _awaited(source: str, wanted: str) -> Iterator[None]:
+    """UnavailableError for whatever an environment raises, and a warning where it takes long: it has no time limit."""
+    text = "%s has not returned for %g s, and the run waits for it; fix: a time limit there, if it should not"
+    warning = threading.Timer(_LONG, _log.warning, [text, source, _LONG])
+    warning.start()
     try:
         yield
     except (Exception, SystemExit) as error:
         raise UnavailableError(
             f"got {type(error).__name__} from {source}: {shown(error, 2000)}; want {wanted}; fix: the environment"
         ) from error
-
-
-@contextmanager
-def _watched(call: str) -> Iterator[None]:
-    """A warning where a call without a time limit takes long."""
-    text = "%s has not returned for %g s, and the run waits for it; fix: a time limit there, if it should not"
-    warning = threading.Timer(_LONG, _log.warning, [text, call, _LONG])
-    warning.daemon = True
-    warning.start()
-    try:
-        yield
     finally:
         warning.cancel()
 

@@ -1,7 +1,7 @@
 """Functions that a model may call, and their answers (docs/agents.md).
 
-The calls of a turn are answered by one thread for the episode: plain functions one after the other, `async` ones at the
-same time. A time limit ends the wait, not the call: a plain function goes on in its daemon thread.
+One thread for the episode answers the calls of a turn. A time limit ends the wait, not the call: a plain function goes
+on in its daemon thread.
 """
 
 from __future__ import annotations

@@ -26,11 +26,7 @@ NUMBER = re.compile(r"(?:(?<![\d)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(
 def accuracy(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     """1.0 if the final answer equals the "answer" column, as a number or as text, else 0.0; None if there is none.
 
-    The answer of a text is the content of its last `\\boxed{...}`; without one, what follows its last `####` (the form
-    of GSM8K); without both, the whole text. The column is read in the same way, so whole solutions will do. Where the
-    correct answer is a number, a completion is right if the last number in its answer has the same value: "1,030",
-    "$1030", "1030.0" and "#### 1030" are the same number. Any other correct answer has to be the answer's text, without
-    regard to case, outer spaces and a final period. For formulas there is `accuracy_reward`, which uses math-verify.
+    docs/rewards.md has the rule. For formulas there is `accuracy_reward`, which uses math-verify.
     """
     return [is_right(text_of(completion), correct) for completion, correct in zip(completions, answer, strict=True)]
 

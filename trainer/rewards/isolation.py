@@ -1,11 +1,8 @@
 """A function in a process of its own, with a time limit and a memory limit: reward functions here, tools in episodes/.
 
-For code that runs or parses model output. One worker process serves all calls, one completion at a time, so that a
-failure concerns one completion: the worker's process group is killed, and the next completion gets a new worker, which
-is a new interpreter that imports the function by name. Requests and replies are lines of JSON over a socket pair; a
-reply from a process that runs model output must not be unpickled. That rules out process pools (concurrent.futures,
-pebble): they unpickle replies, and "spawn" runs the user's script again. pebble also leaves alive what a killed worker
-has started.
+docs/rewards.md has what a user sees. Requests and replies are lines of JSON over a socket pair: a reply from a process
+that runs model output must not be unpickled. That rules out process pools (concurrent.futures, pebble): they unpickle
+replies, and "spawn" runs the user's script again. pebble also leaves alive what a killed worker has started.
 
 Before it replies, a worker echoes the random number of the request. If it does not, an earlier completion has left
 something behind (a busy thread, unread output), and a new worker gets the request. This is not a sandbox (SECURITY.md).
@@ -214,7 +211,12 @@ class Worker:
                     [sys.executable, "-m", WORKER, function.what, reference, *limits],
                     stdin=worker_socket.fileno(),
                     stdout=worker_socket.fileno(),
-                    env=process_environment(keep=function.secrets) | {_INSIDE: "\n".join([*inside, reference])},
+                    env={
+                        **without_secrets(os.environ, keep=function.secrets),
+                        "PYTHONPATH": import_path(),
+                        "PYTHONHASHSEED": "0",  # in all workers one order of a set
+                        _INSIDE: "\n".join([*inside, reference]),
+                    },
                     # A process group, which is killed with what it started, and which Ctrl-C does not reach.
                     start_new_session=True,
                 )
@@ -256,11 +258,6 @@ class Worker:
         if not line.endswith(b"\n"):
             raise ValueError(f"more than {REPLY_BYTES} bytes, or half a line")
         return line
-
-
-def process_environment(*, keep: Collection[str] = ()) -> dict[str, str]:
-    """For a new interpreter that imports what this one does: without secrets, and in all of them one order of a set."""
-    return {**without_secrets(os.environ, keep=keep), "PYTHONPATH": import_path(), "PYTHONHASHSEED": "0"}
 
 
 def import_path() -> str:
