@@ -1,7 +1,8 @@
-"""The bugs of `planted_bugs.py` in the curriculum and in pass@k: (file, old, new, caught by)."""
+"""The bugs of `planted_bugs.py` in the order of prompts, the curriculum and pass@k: (file, old, new, caught by)."""
 
 CURRICULUM = ["tests/trainer/data/test_curriculum.py", "-k", "not hears"]
 RESUMED = ["tests/trainer/checkpoint/test_resume.py", "-k", "stopped and curriculum"]
+EPOCHS = ["tests/trainer/test_callbacks.py", "-k", "leaves_the_next_one_whole"]
 RATES = ["tests/trainer/collect/test_pass_rates.py"]
 
 BUGS = {
@@ -28,6 +29,12 @@ BUGS = {
         "if len(known) > 1:",
         "if True:",
         CURRICULUM,
+    ),
+    "an epoch that is left out takes the next one with it": (
+        "trainer/data/prompt_sampler.py",
+        "end if end > self.used - self._size else self.used +",
+        "self.used +",
+        EPOCHS,
     ),
     "pass@k of samples with replacement": (
         "trainer/collect/scoring.py",

@@ -2,7 +2,9 @@
 
 PLAY = ["tests/trainer/episodes/test_play.py", "-k", "what_was_said and Concurrent"]
 TASKS = ["tests/trainer/episodes/test_environments.py", "-k", "writes_the_task"]
-IDS = ["tests/trainer/episodes/test_conversation.py", "-k", "only_grow or calls_of_a_reply"]
+IDS = ["tests/trainer/episodes/test_conversation.py", "-k", "only_grow or calls_of_a_reply or in_an_argument"]
+AROUND = ["tests/trainer/episodes/test_isolated_tools.py", "-k", "around_an_isolated_one"]
+LOOP = ["tests/trainer/episodes/test_long_calls.py", "-k", "share_an_event_loop"]
 ORDER = ["tests/trainer/episodes/test_play.py", "-k", "order_in_which"]
 
 BUGS = {
@@ -23,6 +25,24 @@ BUGS = {
         'random.Random(f"{self._batch}/{number}")',
         'random.Random(f"{self._batch}/{seed}")',
         TASKS,
+    ),
+    "the end of a thought in an argument ends one": (
+        "trainer/episodes/calls.py",
+        'text.partition(end) if begun_before or begins else ("", "", text)',
+        "text.partition(end)",
+        IDS,
+    ),
+    "a process calls the function around an isolated one": (
+        "trainer/rewards/worker.py",
+        'vars(around)["__wrapped__"] if is_isolated(around) else function',
+        "function",
+        AROUND,
+    ),
+    "the reward of an environment is awaited elsewhere than its tools": (
+        "trainer/episodes/environments.py",
+        "await in_loop_of_tools(one.get_reward())",
+        "await one.get_reward()",
+        LOOP,
     ),
     "the token that ends a turn comes twice": (
         "trainer/episodes/conversation.py",

@@ -58,9 +58,9 @@ from fused_grpo.trainer.episodes.environments import rows_of_environments, with_
 from fused_grpo.trainer.learner import Optimizers, Rounding
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
-from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, TrainResult
+from fused_grpo.trainer.logging.run_output import LogEntry, Results, RunOutput, TrainResult
 from fused_grpo.trainer.models.loading import uncompiled
-from fused_grpo.trainer.transformers_face import Results, TransformersFace
+from fused_grpo.trainer.transformers_face import TransformersFace
 
 
 class GRPOTrainer(TransformersFace):
@@ -410,8 +410,9 @@ class GRPOTrainer(TransformersFace):
     def _leave_epoch(self) -> None:
         """Leave the rest of an epoch out, if a callback has said so: before a checkpoint, which goes on behind it."""
         if self.control.should_epoch_stop:  # until the next epoch begins; a second call changes nothing
-            self.state.epoch = float(self.epochs.skip(self.step))
-            self.collector.next_pass()
+            passes = int(self.epochs.skip(self.step))
+            self.state.epoch = float(passes)
+            self.collector.next_pass(passes)
             self.buffer = None
 
     def _end_epoch(self) -> None:

@@ -2,12 +2,9 @@
 
 docs/planning.md has the phases of a step, how far off the predictions are, and what is left out.
 
-**Lengths.** A batch ends with its longest completion, while ever fewer sequences share the weights that are read for
-every token. Lengths have the distribution of the largest entropy with this mean and maximum: exponential, cut off. An
-engine with fewer places than sequences refills them until none waits, and then drains: what is left of a sequence at
-that time has the distribution of renewal theory, S_e(t) = integral of S / mean.
-
-**Rates.** The shares of the vendors' peaks in `Rates` are fitted to published runs.
+Lengths have the distribution of the largest entropy with this mean and maximum: exponential, cut off. An engine with
+fewer places than sequences refills them until none waits, and then drains: what is left of a sequence at that time has
+the distribution of renewal theory, S_e(t) = integral of S / mean.
 """
 
 from __future__ import annotations

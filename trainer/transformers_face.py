@@ -7,7 +7,6 @@ loop makes the parts and passes them to the constructor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -32,22 +31,14 @@ from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import without_bars
 from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
-from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput
-from fused_grpo.trainer.models.adapters import is_adapted, saver_of
+from fused_grpo.trainer.logging.run_output import LogEntry, Results, RunOutput
+from fused_grpo.trainer.models.adapters import base_model, is_adapted, saver_of
+from fused_grpo.trainer.models.quantized import codes_identity
 
 
 def _part(path: str) -> Any:
     """A property that is an attribute of one of the trainer's parts."""
     return property(attrgetter(path))
-
-
-@dataclass
-class Results:
-    """What the model card and the result of `train` say of a run."""
-
-    metrics: dict[str, Any] = field(default_factory=dict)  # of the last step
-    eval_before: dict[str, float] | None = None
-    eval_after: dict[str, float] | None = None  # of the last evaluation
 
 
 class TransformersFace:
@@ -213,12 +204,11 @@ class TransformersFace:
             name=model_name or self.args.hub_model_id or self.output_dir.name,
             rewards=self.rewards.names,
             steps=self.learner.step,
-            metrics=self.results.metrics,
+            results=self.results,
             base_model=self.model_path,
             dataset=dataset_name,
-            eval_before=self.results.eval_before,
-            eval_after=self.results.eval_after,
             adapter=is_adapted(self.model),
+            quantization=codes_identity(base_model(self.model).config),
             tags=[tags] if isinstance(tags, str) else tags or [],
         )
 

@@ -156,6 +156,22 @@ def test_the_rest_of_an_epoch_is_left_out(make_trainer, saved):
     assert (resumed.step, resumed.state.epoch, resumed.sampler.used) == (11, 2.0, 32)
 
 
+@pytest.mark.parametrize("stop", [2, 4])
+def test_an_epoch_left_out_inside_a_batch_leaves_the_next_one_whole(make_trainer, stop):
+    """A batch of 12 prompts is for three steps; the second one has the last 4 of 16 rows, and 8 of the next epoch."""
+    options = {"per_device_train_batch_size": 16, "steps_per_generation": 3, "max_steps": stop + 3, "save_steps": 1}
+    trainer = make_trainer(callbacks=[deciding(should_epoch_stop=stop)], **options)
+    trainer.train()
+    assert (trainer.sampler.used, trainer.state.epoch) == (16 + 12, 1.75)
+    rows = [trainer.dataset[trainer.sampler._number_at(16 + place)] for place in range(12)]
+    drawn = [json.loads(line) for line in (trainer.output_dir / "rollouts.jsonl").read_text().splitlines()]
+    assert [record["prompt"] for record in drawn[-48::4]] == [row["prompt"] for row in rows]
+    for step in (stop, stop + 1):
+        resumed = make_trainer(overwrite_output_dir=False, **options)
+        resumed.train(resume_from_checkpoint=trainer.output_dir / f"checkpoint-{step}")
+        assert (resumed.sampler.used, resumed.state.epoch) == (16 + 12, 1.75)
+
+
 def test_early_stopping_ends_the_run_and_the_best_model_is_loaded(make_trainer):
     def worse_and_worse(completions, **_):
         return [-trainer.step if len(completions) == len(EVAL_ROWS) else 0.0 for _ in completions]

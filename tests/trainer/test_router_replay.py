@@ -271,8 +271,8 @@ def start(tmp_path, tokenizer, make_model):
 
 
 def test_what_cannot_replay_is_refused_at_the_start(start, make_model):
-    with pytest.raises(InputError, match=r"router_replay=True with use_vllm=False.* fix:"):
-        GRPOConfig(router_replay=True, use_vllm=False)
+    with pytest.raises(InputError, match=r"router_replay=True with the transformers engine.* fix: use_vllm=True"):
+        start(options={"use_vllm": False})
     with pytest.raises(InputError, match=r"router_replay=True with a rollout_func.* fix:"):
         start(rollout_func=lambda prompts, trainer: {})
     args, config = GRPOConfig(router_replay=True, use_cpu=True), make_model().config

@@ -1,9 +1,8 @@
 """A checkpoint on the disk: complete or absent, compared with its manifest before it is used, and found by its step.
 
-docs/checkpoints.md says what is in one and how it is saved. A process that is killed between the two renames of
-`_replacing` leaves both checkpoints complete: resuming finds the old one, and the next save of that name renames it
-back first. Sums show damage, not who wrote a file. So what is read here and beside is opened by `open_regular`: a pipe,
-a device or a file without end cannot stop a run. Nothing is unpickled, and pickles are refused by their name.
+docs/checkpoints.md says what is in one, how it is saved, and what is checked when it is read: sums show damage, not who
+wrote a file. So what is read here and beside is opened by `open_regular`: a pipe, a device or a file without end cannot
+stop a run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The output directory of a run: another run in it is never lost, and leftovers of a killed run are removed.
 
 Another run is moved aside, file by file, into `former-run-<n>` in the same directory: renaming there needs no space,
-works where the directory is a mount point, and neither resuming nor the rotation of checkpoints looks into it. The logs
-are renamed last, so what a crash leaves is still known as a run, and the next start moves it too. A run that is alive
-has the directory locked by the kernel (flock, on `.lock`); what is in that file tells others who has it.
+and works where the directory is a mount point. The logs are renamed last, so what a crash leaves is still known as a
+run, and the next start moves it too. docs/checkpoints.md has the lock of a run that is alive.
 """
 
 from __future__ import annotations

@@ -372,14 +372,17 @@ def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
     used, rows = place["prompts"], place["num_prompts"]
     schedule, beginning = numbers["scheduler"], learner.beginning[1]
     counts = [name for name in ("last_epoch", "_step_count") if name in beginning and name in schedule]
-    # Where a callback has left out the rest of an epoch, its prompts were left out too.
+    # Where a callback has left out the rest of an epoch, its prompts were too, and those of the next in its last batch.
+    saved = numbers["buffers"]["0"]
+    waiting = 0.0 if saved is None else prompts * (1 - saved["done"] / steps)
+    learned = calls * prompts if rows is None else round(epoch * rows + waiting)
     jumped = rows is not None and epoch > step * prompts / steps / rows + 1e-6
     consistent = {
         "skipped": skips["in_a_row"] <= skips["total"] <= step,
         "scheduler": all(schedule[name] - beginning[name] == step - skips["total"] for name in counts),
         "epoch": rows is None or epoch <= math.ceil(used / rows) + 1e-6,
         "generate_calls": calls * steps >= step,
-        "prompts": used >= calls * prompts and (jumped or used == calls * prompts),
+        "prompts": used >= learned and (jumped or used in (learned, calls * prompts)),
         "prompts_of_pass": max(place.get("prompts_of_pass", 0), place.get("pass", 0)) <= used + place.get("dropped", 0),
         "buffers": numbers["buffers"].keys() == {str(rank) for rank in range(processes)}
         and len({saved is None for saved in numbers["buffers"].values()}) == 1,

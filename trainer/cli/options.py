@@ -24,7 +24,8 @@ import yaml
 from tyro.constructors import PrimitiveConstructorSpec
 
 from fused_grpo.config import check_ranges
-from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer.common.packages import installed
 from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.derived_options import mapping
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, changed_options, own_fields
@@ -178,11 +179,7 @@ class TrainOptions(GRPOConfig):
         """The `peft.LoraConfig` of these options; None without `use_peft`, UnavailableError without peft."""
         if not self.use_peft:
             return None
-        try:
-            from peft import LoraConfig
-        except ImportError as error:
-            raise UnavailableError("got use_peft, want peft installed; fix: pip install fused-grpo[peft]") from error
-        return LoraConfig(
+        return installed("peft", extra="peft").LoraConfig(
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,

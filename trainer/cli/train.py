@@ -63,7 +63,7 @@ class Inputs:
 
 
 def train(options: TrainOptions) -> None:
-    """Train with these options, or show them (`--dry-run`)."""
+    """Train with these options, or show them (`--dry-run`). Of a task, the last line has the held-out means."""
     disable_progress_bar()  # of weights, between our own lines
     if sys.stderr.isatty():
         enable_progress_bars()  # of downloads
@@ -76,11 +76,6 @@ def train(options: TrainOptions) -> None:
         return
     path, resume = Path(options.output_dir), bool(options.resume_from_checkpoint)
     check_output_dir(path, resume=resume, overwrite=options.overwrite_output_dir, keep=options.model)
-    train_model(options)
-
-
-def train_model(options: TrainOptions) -> None:
-    """Train the user's model, or the built-in one. Of a task, the last line has the held-out mean before and after."""
     if options.model is None:
         if not torch.cuda.is_available():
             # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.

@@ -226,12 +226,12 @@ class Collector:
             samples = self._with_greedy(samples, from_tensors(greedy)) if self.has_greedy else samples
             self.queue.restore(rows, samples, before=before, weight_version=version)
 
-    def next_pass(self) -> None:
-        """Leave out the rest of this pass over the data, and what is in flight of it."""
+    def next_pass(self, passes: int) -> None:
+        """Leave out the rest of a pass over the data, so that so many are over, and what is in flight of it."""
         self.queue.wait()
         if self.queue:
             self.load_state(self._place())
-        self.sampler.next_pass()
+        self.sampler.next_pass(passes)
 
     def _place(self) -> dict[str, Any]:
         """The position behind the batches that were learned from, before those in flight."""

@@ -114,22 +114,18 @@ def check_arguments(
 
 def _check_generate_ahead(args: Any, rollout_func: Any, rollout_engine: Any, environment_factory: Any) -> None:
     """Raise InputError for what would be used by the trainer and by the sampling of a later batch at the same time."""
-    got = f"got generate_ahead={args.generate_ahead} with"
-    if rollout_func is not None:  # it would sample from the model while that is trained
-        raise InputError(f"{got} rollout_func, want vLLM alone; fix: leave one of them out")
-    if environment_factory is not None:  # its object is scored while the next batch is played
-        raise InputError(f"{got} environment_factory, want one of them; fix: generate_ahead=0")
-    if args.vllm_enable_sleep_mode:
-        raise InputError(
-            f"{got} vllm_enable_sleep_mode=True, want vLLM awake: it samples while the trainer learns; fix: leave "
-            "one of them out"
-        )
+    # It would sample from the model while that is trained.
+    want(args, "generate_ahead rollout_func", rollout_func is None, "vLLM alone; fix: leave one of them out")
+    # Its object is scored while the next batch is played.
+    want(args, "generate_ahead environment_factory", environment_factory is None, "one of them; fix: generate_ahead=0")
+    wanted = "vLLM awake: it samples while the trainer learns; fix: leave one of them out"
+    want(args, "generate_ahead vllm_enable_sleep_mode", not args.vllm_enable_sleep_mode, wanted)
     own = getattr(rollout_engine, "has_own_weights", True) and getattr(rollout_engine, "samples_in_background", False)
     if rollout_engine is not None and not own:
         raise InputError(
-            f"{got} a {type(rollout_engine).__name__}, want weights of its own, and `generate` and `load_weights` that "
-            "may run in another thread than the trainer's; fix: samples_in_background = True where that is so, or "
-            "generate_ahead=0"
+            f"got generate_ahead={args.generate_ahead} with a {type(rollout_engine).__name__}, want weights of its "
+            "own, and `generate` and `load_weights` that may run in another thread than the trainer's; fix: "
+            "samples_in_background = True where that is so, or generate_ahead=0"
         )
 
 
@@ -216,8 +212,6 @@ def _check_engine(args: Any) -> None:
         wanted = "it with vLLM in the trainer's process; fix: leave it out, or set it where the server is started"
         want(args, f"{name} vllm_mode use_vllm", has_effect or getattr(args, name) in (None, False, {}, "auto"), wanted)
     has_vllm = args.use_vllm is not False
-    wanted = "vLLM, which computes a model in another way than the trainer does; fix: leave either out"
-    want(args, "router_replay use_vllm", has_vllm or not args.router_replay, wanted)
     want(args, "vllm_mode use_vllm", has_vllm or not by_server, "one or the other; fix: leave use_vllm out")
 
 

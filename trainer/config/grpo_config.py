@@ -1,11 +1,7 @@
 """`GRPOConfig`: the options of a run. Names, defaults and meanings are TRL's; the field docstrings are the `--help`.
 
-The effective batch is `per_device_train_batch_size * gradient_accumulation_steps * processes` sequences: those of one
-optimizer step. One `generate` call makes `steps_per_generation` micro-batches, with `num_generations` completions for
-each of their prompts, and `num_iterations` passes use them.
-
-A field that only TRL has is read by the parsers of TRL's scripts, and refused with the reason where it would change the
-run: `trl_fields.json` has them.
+docs/trainer.md says at which point of a step which of them counts. A field that only TRL has is read by the parsers of
+TRL's scripts, and refused with the reason where it would change the run: `trl_fields.json` has them.
 """
 
 from __future__ import annotations
@@ -361,8 +357,8 @@ class GRPOConfig(LossOptions, DerivedOptions):
     num_completions_to_print: int | None = None
     """Number of rows of that table. None is 4."""
     rollouts_kept_steps: int = 1000
-    """Number of steps in a block of completions: rollouts.jsonl has the newest block, rollouts-old.jsonl the one
-    before, and older ones are removed. 0 keeps all."""
+    """Number of steps in a block of completions, those of the first process: rollouts.jsonl has the newest block,
+    rollouts-old.jsonl the one before, and older ones are removed. 0 keeps all."""
     report_to: list[str] = field(default_factory=list)
     """Names of trackers that get the metrics through Accelerate: tensorboard, wandb, trackio, ..."""
     project: str = "fused-grpo"

@@ -1,17 +1,8 @@
 """`CurriculumSampler`: prompts whose groups have unequal rewards are drawn more often: they are those that teach.
 
-Prompts are in levels: ranges of the column "difficulty", or each prompt is a level of its own. The weight of a prompt
-is the share s of groups with unequal rewards in its level, which changes in training:
-
-    s = (m + unequal groups of the level) / (1 + groups of the level),   at least LEAST
-
-of the groups in the window, which are the newest ones: at least GROUPS, and PER_LEVEL for each level. m is that share
-of all levels, and 1 as long as the window is empty. So a level of which nothing is known is tried as if it were one
-like the others, and what leaves the window is forgotten.
-
-A batch is a sample by these weights without replacement (Efraimidis and Spirakis 2006: the rows with the greatest
-u^(1/s), for u uniform in (0, 1]). It depends on the seed, the number of prompts drawn before and the window, which is
-the same on every rank. An epoch is as many prompts as there are rows.
+docs/tasks.md has the weight s of a prompt, by the newest groups of its level. A batch is a sample by these weights
+without replacement (Efraimidis and Spirakis 2006: the rows with the greatest u^(1/s), for u uniform in (0, 1]). It
+depends on the seed, the number of prompts drawn before and those groups, which are the same on every rank.
 """
 
 from __future__ import annotations

@@ -210,37 +210,33 @@ def load_rows(source: str, *, split: str = "train", config: str | None = None, s
         split, config: of a directory or a hub dataset; the configuration where it has several ("main").
         streaming: read and download rows as they are needed.
     """
-    try:
-        return _load(source, split=split, config=config, streaming=streaming)
-    except Exception as error:  # of the hub, the network, the file system or the file format
-        got = f"got dataset {source!r} (split {split!r})"
-        raise DataError(f"{got}, which cannot be loaded: {error.__cause__ or error}") from error
-
-
-def _load(source: str, *, split: str, config: str | None, streaming: bool) -> Any:
     from datasets import load_dataset, load_from_disk
 
     path = Path(source)
-    if file_format := FILE_FORMATS.get(path.suffix):
-        files = [path] if path.is_file() else [Path(name) for name in glob(source)]
-        if not files:
-            raise FileNotFoundError("no such file")
-        for file in files:
-            _check_file(file)
-        return load_dataset(file_format, data_files=source, split="train", streaming=streaming)
-    if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
-        saved = load_from_disk(source)
-        if isinstance(saved, dict):
-            if split not in saved:
-                raise ValueError(f"it has the splits {sorted(saved)}")
-            saved = saved[split]
-        return saved.to_iterable_dataset() if streaming else saved
-    for file in path.rglob("*"):
-        if file.suffix in _PACKED and FILE_FORMATS.get(file.with_suffix("").suffix, "json") == "json":
-            raise ValueError(f"{file.name} is compressed, so its JSON cannot be looked at first; unpack it")
-        if file.suffix in FILE_FORMATS and not file.is_dir():
-            _check_file(file)
-    return load_dataset(source, config, split=split, streaming=streaming)
+    try:
+        if file_format := FILE_FORMATS.get(path.suffix):
+            files = [path] if path.is_file() else [Path(name) for name in glob(source)]
+            if not files:
+                raise FileNotFoundError("no such file")
+            for file in files:
+                _check_file(file)
+            return load_dataset(file_format, data_files=source, split="train", streaming=streaming)
+        if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+            saved = load_from_disk(source)
+            if isinstance(saved, dict):
+                if split not in saved:
+                    raise ValueError(f"it has the splits {sorted(saved)}")
+                saved = saved[split]
+            return saved.to_iterable_dataset() if streaming else saved
+        for file in path.rglob("*"):
+            if file.suffix in _PACKED and FILE_FORMATS.get(file.with_suffix("").suffix, "json") == "json":
+                raise ValueError(f"{file.name} is compressed, so its JSON cannot be looked at first; unpack it")
+            if file.suffix in FILE_FORMATS and not file.is_dir():
+                _check_file(file)
+        return load_dataset(source, config, split=split, streaming=streaming)
+    except Exception as error:  # of the hub, the network, the file system or the file format
+        got = f"got dataset {source!r} (split {split!r})"
+        raise DataError(f"{got}, which cannot be loaded: {error.__cause__ or error}") from error
 
 
 def _check_file(path: Path) -> None:
@@ -353,7 +349,10 @@ def clean_prompt(prompt: Any) -> Any:
     messages = _without_none(prompt)
     for message in messages:
         parts = message.get("content") if isinstance(message, dict) else None
-        if isinstance(parts, list) and all(map(_is_text_part, parts)):
+        if isinstance(parts, list) and all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in parts
+        ):
             message["content"] = "".join(part["text"] for part in parts)
     return messages
 
@@ -362,10 +361,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     return list(map(_without_none, value)) if isinstance(value, list) else value
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def prompt_problem(prompt: Any) -> str | None:

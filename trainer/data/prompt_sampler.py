@@ -1,13 +1,8 @@
 """`PromptSampler`: the prompts of each batch, in an order that only the seed decides. `Epochs` counts the passes.
 
-There is one global sequence of prompts: pass after pass over the dataset, with no gap between them. Batch k is the next
-`prompts_per_batch * world_size / repeats` of it, and each rank takes its share. The order of a pass depends on the seed
-and the number of the pass alone. So the number of prompts that have been used is the whole state of a run. It means the
-same with any number of ranks and any batch size.
-
-A stream has no random access. Every rank reads all of it and keeps its share; a resumed run starts the pass again and
-skips the rows that were used. `datasets` can jump to a position in a stream instead, but loses the rows in a shuffle
-buffer, so this is done only for streams that are not shuffled.
+docs/data.md has the order. Batch k is the next `prompts_per_batch * world_size / repeats` prompts of one sequence, and
+each rank takes its share. So the number of prompts that have been used is the whole state of a run, and means the same
+with any number of ranks and any batch size. Of a stream, which has no random access, every rank reads all.
 """
 
 from __future__ import annotations
@@ -83,18 +78,15 @@ class PromptSampler:
         """What there is to say about what was drawn."""
         return {"prompts/dropped": float(self.dropped)} if self.dropped else {}
 
-    def next_pass(self) -> None:
-        """Leave the rest of this pass over the dataset out."""
-        self.used += -self.used % len(self._dataset)
-
-    @property
-    def batches_per_pass(self) -> int:
-        """Batches of a pass over a dataset with a length, without the prompts that fill none."""
-        return len(self._dataset) // self._size
+    def next_pass(self, passes: int) -> None:
+        """Leave the rest of a pass over the dataset out: go to the end of so many."""
+        # The last batch may have begun the next pass. Prompts of its further rounds, if any, no step counts.
+        end = passes * len(self._dataset)
+        self.used = end if end > self.used - self._size else self.used + -self.used % len(self._dataset)
 
     def first_pass(self) -> Iterator[list[int]]:
-        """The row numbers of this rank in the batches of a first pass; what this sampler draws next stays as it is."""
-        for batch in range(self.batches_per_pass):
+        """The row numbers of this rank in the full batches of a first pass; what is drawn next stays as it is."""
+        for batch in range(len(self._dataset) // self._size):
             yield [self._number_at(batch * self._size + place) for place in self._share]
 
     def position(self) -> dict[str, Any]:
@@ -183,7 +175,7 @@ class StreamSampler(PromptSampler):
         self.row_numbers = [drawn[place][1] for place in self._share]
         return [drawn[place][0] for place in self._share]
 
-    def next_pass(self) -> None:
+    def next_pass(self, passes: int) -> None:
         if self._used_of_pass:
             self._pass, self._used_of_pass, self._place, self._rows = self._pass + 1, 0, None, None
             self._kept_in_pass = False
@@ -229,7 +221,7 @@ class StreamSampler(PromptSampler):
             elif not self._kept_in_pass:
                 raise DataError(f"got {number} prompts in train_dataset, all of them too long, want one")
             else:
-                self.next_pass()
+                self.next_pass(self._pass + 1)
 
     def _open(self) -> None:
         if self._shuffle:

@@ -1,8 +1,7 @@
 """Prompts as the model gets them: text, token ids, and whether there is room for a completion. Formats are TRL's.
 
-Every prompt of a run is encoded once, before anything slow. Those that leave no room for a completion are dropped with
-a count, or an error: from a dataset with random access before the run begins, so that order, epochs and resume are
-those of the dataset without them; from a stream by the sampler as it reads.
+Every prompt of a run is encoded once, before anything slow; those of a stream as the sampler reads it. docs/data.md
+says what becomes of those that leave no room for a completion.
 """
 
 from __future__ import annotations
@@ -39,6 +38,24 @@ def has_chat_template(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | 
     """Whether conversations can be rendered: the tokenizer has a template, or the options have one."""
     # mistral-common's tokenizers have a template but no such attribute.
     return bool(getattr(tokenizer, "chat_template", "its own") or (chat_template_kwargs or {}).get("chat_template"))
+
+
+def has_own_parser(tokenizer: Any) -> bool:
+    """Whether its `parse_response` takes replies apart: by a response template, or a schema, which 5.14 reads last."""
+    if getattr(tokenizer, "response_template", None):
+        return True
+    if not getattr(tokenizer, "response_schema", None):
+        return False
+    with suppress(Exception):  # that there is no text to read
+        try:
+            tokenizer.parse_response([])
+        except AttributeError:
+            warn_once(
+                "got a tokenizer with a response_schema, which this version of transformers does not read; fix: "
+                "tokenizer.response_template = ... (transformers, 'response parsing')"
+            )
+            return False
+    return True
 
 
 def tool_options(tools: Sequence[Callable[..., Any]]) -> dict[str, Any]:

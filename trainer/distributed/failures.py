@@ -8,13 +8,12 @@ group's store before its rank ends, and the other ranks read it there; of a rank
 writes the error file of torch.distributed.elastic, from which torchrun and `accelerate launch` print the first failing
 rank: with NCCL, whose collectives do not raise when a rank has ended, that is the only report.
 
-**Steps whose loss or gradient is NaN or infinite.** All ranks compare the same two numbers, so they decide alike. What
-is kept of such a step `rollout_buffer.from_tensors` reads. A skipped one uses its part of the rollouts and of
-`max_steps`, so every run ends; neither the optimizer nor the schedule is stepped.
+**Steps whose loss or gradient is NaN or infinite.** All ranks compare the same two numbers, so they decide alike.
 
-**Signals** (docs/trainer.md). The handler only sets a flag, which the loop reads after each step, so that all ranks
-stop after the same one. Launchers forward what the scheduler has sent to every process: within two seconds it is the
-same request. SIGHUP and SIGUSR1 stay as they are where they are handled or ignored already, by nohup or a plugin.
+**Signals.** The handler only sets a flag, which the loop reads after each step, so that all ranks stop after the same
+one. Launchers forward what the scheduler has sent to every process: within two seconds it is the same request.
+
+docs/trainer.md says of both what a user sees.
 """
 
 from __future__ import annotations

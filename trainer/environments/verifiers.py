@@ -1,7 +1,6 @@
 """A taskset of verifiers 0.4 (`verifiers.v1`) as a `Task`: its rows, and its rewards for a completion of one turn.
 
-verifiers plays its tasks in loops of its own, which ask a server for completions. Here the trainer samples, and the
-task's rewards read the conversation. Tasks that need more of such a loop are refused.
+Here the trainer samples, and the task's rewards read the conversation: docs/environments.md says which tasks need more.
 """
 
 from __future__ import annotations

@@ -32,15 +32,18 @@ class Family:
     read: Reader
     thought: tuple[str, str] = ("<think>", "</think>")
 
-    def message(self, text: str, tools: Sequence[Any]) -> dict[str, Any]:
-        """A turn as a message, as TRL has it; raises what the reader raises."""
+    def message(self, text: str, tools: Sequence[Any], *, before: str = "") -> dict[str, Any]:
+        """A turn as a message, as TRL has it; raises what the reader raises. `before`: what the prompt begins it with.
+
+        A thought ends with the first mark of its end. Without one that has begun, such a mark is text, as in a call.
+        """
         begin, end = self.thought
-        thought, is_over, rest = text.partition(end)
-        if not is_over and text.lstrip().startswith(begin):  # what it only thinks of is not called
+        begun_before, begins = before.rfind(begin.strip()) > before.rfind(end), text.lstrip().startswith(begin)
+        thought, is_over, rest = text.partition(end) if begun_before or begins else ("", "", text)
+        if begins and not is_over:  # what it only thinks of is not called
             return {"role": "assistant", "content": text}
         said, calls = self.read(rest.lstrip("\n") if is_over else text, tools)
         message: dict[str, Any] = {"role": "assistant", "content": said.strip() if calls else said}
-        # The prompt may have begun the thought.
         if is_over and (thought := thought.strip().removeprefix(begin.strip()).strip()):
             message["reasoning_content"] = thought
         return message | ({"tool_calls": list(map(checked_call, calls))} if calls else {})

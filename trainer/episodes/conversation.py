@@ -15,11 +15,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fused_grpo.errors import DataError, UnsupportedError, shown
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.data.prompts import encode_prompts, has_chat_template, tool_options
+from fused_grpo.trainer.data.prompts import encode_prompts, has_chat_template, has_own_parser, tool_options
 from fused_grpo.trainer.episodes.calls import checked_call, family_of
 
 Message = dict[str, Any]
@@ -41,7 +42,7 @@ class Template:
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None, *, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._options, self._stops = tokenizer, dict(options or {}), set(stop_ids)
-        self._has_own_parser = any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
+        self._has_own_parser = has_own_parser(tokenizer)
         text, self._dummy = self._checked_dummy()
         self._family = family_of(text, _CALL)
         if self._family is None and not self._has_own_parser:
@@ -98,7 +99,7 @@ class Template:
         """
         ids = list(ids)
         try:
-            return self._parsed(ids, prefix, tools) if self._has_own_parser else self._by_family(ids, tools)
+            return (self._parsed if self._has_own_parser else self._by_family)(ids, prefix, tools)
         except Exception:  # of the response template, which is a program, or of what the model wrote
             text = ""
             with suppress(Exception):  # of ids that are none, which the check of completions names
@@ -118,11 +119,13 @@ class Template:
         calls = [checked_call(call.get("function", call)) for call in message.get("tool_calls") or ()]
         return {"role": "assistant", **message, "content": content, **({"tool_calls": calls} if calls else {})}
 
-    def _by_family(self, ids: list[int], tools: Sequence[Any]) -> Message:
+    def _by_family(self, ids: list[int], prefix: Sequence[int], tools: Sequence[Any]) -> Message:
         assert self._family is not None
         last = len(ids) - (1 if ids and ids[-1] in self._stops else 0)
-        # Special tokens too: a family may mark its calls with one.
-        return self._family.message(self._tokenizer.decode(ids[:last], skip_special_tokens=False), tools)
+        start = next((place for place in range(len(prefix), 0, -1) if prefix[place - 1] in self._stops), 0)
+        # Special tokens too: a family may mark its calls, and a thought, with one.
+        read = partial(self._tokenizer.decode, skip_special_tokens=False)
+        return self._family.message(read(ids[:last]), tools, before=read(prefix[start:]))
 
     def _rendered(self, messages: list[Message], **options: Any) -> Any:
         options = {**self._options, "tokenize": False, "add_generation_prompt": True, "return_dict": False, **options}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,15 +15,20 @@ import numpy as np
 import torch
 
 from fused_grpo.errors import DataError, InputError, UnavailableError, shown
+from fused_grpo.trainer.common.threads import event_loop
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, column_names, is_plain_arrow, is_stream, mapped, read_rows
-from fused_grpo.trainer.episodes.tools import Tool, check_tools
+from fused_grpo.trainer.episodes.tools import ASYNC, Tool, check_tools
+from fused_grpo.trainer.rewards.isolation import is_isolated
 from fused_grpo.trainer.rewards.reward_call import own_copy
 
 Factory = Callable[[], Any]
 COLUMN = "environment"
 NOT_TOOLS = ("reset", "get_reward")
 NO_PROMPT = [{"role": "user", "content": ""}]  # `reset` writes it
+_LONG = 60.0  # seconds
+
+_log = logging.getLogger(__name__)
 
 
 def rows_of_environments(dataset: Any, factory: Factory | Mapping[str, Factory], args: GRPOConfig) -> Any:
@@ -140,7 +148,7 @@ class Environments:
             del given["prompt"]
         kind = type(environment).__name__
         wanted = f"it to begin an episode of a row with {', '.join(given) or 'no columns'}"
-        with _named_errors(f"reset() of {kind}", wanted), _seeded(seed):
+        with _awaited(f"reset() of {kind}", wanted), _seeded(seed):
             if "seed" in inspect.signature(environment.reset).parameters:
                 given.setdefault("seed", seed)
             begun = environment.reset(**given)
@@ -154,7 +162,7 @@ class Environments:
         return begun
 
     def _made(self, name: str | None) -> Any:
-        with _named_errors("environment_factory", "an environment"):
+        with _awaited("environment_factory", "an environment"):
             return self.factories[name]()
 
 
@@ -164,7 +172,7 @@ def methods_of(environment: Any) -> list[Tool]:
     members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     return [
         # An isolated tool is a function of its arguments alone: no process could have the object.
-        function if getattr(function, "is_isolated", False) else getattr(environment, name)
+        function if is_isolated(function) else getattr(environment, name)
         for name, function in members
         if name not in NOT_TOOLS and not name.startswith("_")
     ]
@@ -172,7 +180,7 @@ def methods_of(environment: Any) -> list[Tool]:
 
 def is_done(environment: Any) -> bool:
     """Whether its `done` is true; a method of that name is a tool. UnavailableError for a property that raises."""
-    with _named_errors(f"`done` of {type(environment).__name__}", "True or False"):
+    with _awaited(f"`done` of {type(environment).__name__}", "True or False"):
         done = getattr(environment, "done", False)
     return isinstance(done, bool | np.bool_) and bool(done)
 
@@ -183,7 +191,10 @@ def _own_reward(kind: type[Any]) -> Callable[..., Any]:
         return [one.get_reward() if type(one) is kind else None for one in environments]
 
     async def awaited(environments: list[Any], **_: Any) -> list[float | None]:
-        return [await one.get_reward() if type(one) is kind else None for one in environments]
+        return [await in_loop_of_tools(one.get_reward()) if type(one) is kind else None for one in environments]
+
+    def in_loop_of_tools(reward: Any) -> Any:  # where clients belong that the object keeps open
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(reward, event_loop(ASYNC)))
 
     reward: Callable[..., Any] = awaited if inspect.iscoroutinefunction(kind.get_reward) else called
     reward.__name__ = kind.__name__
@@ -191,14 +202,19 @@ def _own_reward(kind: type[Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _named_errors(source: str, wanted: str) -> Iterator[None]:
-    """UnavailableError for whatever an environment raises."""
+def _awaited(source: str, wanted: str) -> Iterator[None]:
+    """UnavailableError for whatever an environment raises, and a warning where it takes long: it has no time limit."""
+    text = "%s has not returned for %g s, and the run waits for it; fix: a time limit there, if it should not"
+    warning = threading.Timer(_LONG, _log.warning, [text, source, _LONG])
+    warning.start()
     try:
         yield
     except (Exception, SystemExit) as error:
         raise UnavailableError(
             f"got {type(error).__name__} from {source}: {shown(error, 2000)}; want {wanted}; fix: the environment"
         ) from error
+    finally:
+        warning.cancel()
 
 
 @contextmanager

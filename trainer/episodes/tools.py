@@ -1,7 +1,7 @@
 """Functions that a model may call, and their answers (docs/agents.md).
 
-The calls of a turn are answered by one thread for the episode: plain functions one after the other, `async` ones at the
-same time. A time limit ends the wait, not the call: a plain function goes on in its daemon thread.
+One thread for the episode answers the calls of a turn. A time limit ends the wait, not the call: a plain function goes
+on in its daemon thread.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from fused_grpo.errors import InputError, elide_middle
 from fused_grpo.trainer.common.threads import event_loop, in_thread, leave_blocked_loop
+from fused_grpo.trainer.rewards.isolation import is_isolated
 from fused_grpo.trainer.rewards.reward_call import is_async, own_copy
 from fused_grpo.trainer.rewards.worker import as_text, error_text
 from fused_grpo.trainer.types import ToolCall
 
 Tool = Callable[..., Any]
 Slots = threading.Semaphore  # of calls at the same time, of all episodes
-_ASYNC = "async tools"  # the name of their event loop: one that blocks it stops no reward
+ASYNC = "async tools"  # the name of their event loop: one that blocks it stops no reward
 _RECORDED = 10_000  # characters of an answer, in rollouts.jsonl and the report
 
 
@@ -85,7 +86,7 @@ class Answers:
             return as_text(await begin())  # begun here: a call with wrong arguments raises at once
 
         def on_loop(begin: Callable[[], Any]) -> Future[str]:
-            return asyncio.run_coroutine_threadsafe(awaited(begin), event_loop(_ASYNC))
+            return asyncio.run_coroutine_threadsafe(awaited(begin), event_loop(ASYNC))
 
         def called() -> str:
             answer = tool(**arguments)
@@ -98,7 +99,6 @@ class Answers:
         self, call: Mapping[str, Any], tool: Tool | None, running: Future[str] | None, start: float, most: int
     ) -> tuple[ToolCall, str]:
         start, failed = start if running else time.perf_counter(), False
-        is_isolated = getattr(tool, "is_isolated", False)
         try:
             if tool is None:
                 raise ValueError(f"Tool {call['name']} not found.")
@@ -106,16 +106,16 @@ class Answers:
                 raise TimeoutError(f"{call['name']} was not called: a call before it took too long")
             running = running or self._started(tool, call)
             # An isolated tool has a limit of its own, which begins when it has a process.
-            left = None if is_isolated else start + self._timeout - time.perf_counter()
+            left = None if is_isolated(tool) else start + self._timeout - time.perf_counter()
             if not wait([running], left).done:
                 running.cancel()
                 self.has_timed_out = self._is_late = True
-                leave_blocked_loop(_ASYNC, timeout=self._timeout)
+                leave_blocked_loop(ASYNC, timeout=self._timeout)
                 raise TimeoutError(f"{call['name']} took longer than {self._timeout:g} s")
             text = running.result()
         except BaseException as error:  # of the tool's: signals reach the main thread alone
-            if is_isolated and isinstance(error, InputError):
-                raise  # no process can load it, which no model can mend
+            if isinstance(error, InputError):
+                raise  # of an isolated one that no process can load, which no model can mend
             text, failed = str({"error": error_text(error)}), True
         recorded, text, seconds = _clean(elide_middle(text, _RECORDED)), text[: most + 1], time.perf_counter() - start
         return ToolCall(call["name"], own_copy(call["arguments"]), recorded, failed, seconds), _clean(text)

@@ -6,6 +6,7 @@ private is in it: secrets in the configuration are redacted, and a local path is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from fused_grpo.trainer.common.formatting import short_number
 from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, changed_options
 from fused_grpo.trainer.logging.report import render
+from fused_grpo.trainer.logging.run_output import Results
 
 PLAIN = str | int | float | Path | torch.dtype
 OPTION_CHARACTERS = 500  # of one option in a card
@@ -36,12 +38,11 @@ class CardFacts:
     name: str  # of the model
     rewards: Sequence[str]
     steps: int
-    metrics: Mapping[str, Any]  # of the last step
+    results: Results
     base_model: str | None = None  # a hub id or a path
     dataset: str | None = None  # a hub id or a path
-    eval_before: Mapping[str, float] | None = None
-    eval_after: Mapping[str, float] | None = None
     adapter: bool = False
+    quantization: Mapping[str, Any] | None = None  # options of the base's, as transformers names them
     tags: Sequence[str] = ()  # beside ours
 
 
@@ -53,12 +54,15 @@ def write_model_card(directory: Path, facts: CardFacts, args: GRPOConfig) -> Pat
 
 
 def model_card(facts: CardFacts, args: GRPOConfig) -> str:
+    options = {name: value for name, value in (facts.quantization or {}).items() if value is not None}
+    options = json.loads(json.dumps(options))  # plain text in the place of transformers' enumerations
     return render(
         "model_card.md",
+        quantization=options if options.get("load_in_4bit") else None,  # which the weights beside the card do not say
         facts=facts,
         base_model=facts.base_model if is_hub_id(facts.base_model) else None,
         dataset=facts.dataset if is_hub_id(facts.dataset) else None,
-        results=_results(facts),
+        results=_results(facts.results),
         options=_changed_options(args),
         versions=[f"{name} {number}" for name, number in versions(PACKAGES).items() if name != "python"],
     )
@@ -103,12 +107,12 @@ def push_to_hub(
         ) from error
 
 
-def _results(facts: CardFacts) -> list[tuple[str, str, str]]:
+def _results(found: Results) -> list[tuple[str, str, str]]:
     """Held-out rewards before and after, and the last training step: name, before, after."""
-    before, after = facts.eval_before or {}, facts.eval_after or {}
+    before, after = found.eval_before or {}, found.eval_after or {}
     rows = [(f"held-out {key}", short_number(before.get(key)), short_number(after[key])) for key in after if before]
     last = {"reward": "training reward", "completions/mean_length": "completion length, tokens", "kl": "KL"}
-    return rows + [(name, "", short_number(facts.metrics[key])) for key, name in last.items() if key in facts.metrics]
+    return rows + [(name, "", short_number(found.metrics[key])) for key, name in last.items() if key in found.metrics]
 
 
 def _changed_options(args: GRPOConfig) -> str:

@@ -4,12 +4,9 @@ They are plain text, append-only and opened anew for each write: a killed run lo
 shell can follow them, and there is nothing to close. Trackers show the same numbers; the report is made from these
 files.
 
-Blocks of `rollouts_kept_steps` steps bound the log of completions, the larger one: the first completions of a new block
-move rollouts.jsonl to rollouts-old.jsonl, in the place of the block before. Where a block ends depends on the number of
-the step alone, so a resumed run has the blocks of a run that was never stopped.
-
-Names of metrics are TRL's where TRL has one; docs/trainer.md says what the others mean, and `step_time` is the whole of
-`time/<phase>`. What a reward function logs never has one of these names.
+Blocks of `rollouts_kept_steps` steps bound the log of completions, the larger one. Where a block ends depends on the
+number of the step alone, so a resumed run has the blocks of a run that was never stopped. docs/trainer.md has the names
+of metrics; what a reward function logs never has one of these.
 """
 
 from __future__ import annotations
@@ -99,11 +96,7 @@ def free_name(given: object) -> str:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a .jsonl file, without a last line that a killed run did not finish.
-
-    Raises:
-        CheckpointError: another line is not a record.
-    """
+    """The records of a .jsonl file, without a last line that a killed run did not finish; CheckpointError: another."""
     return list(iterate_records(path))
 
 

@@ -1,11 +1,8 @@
 """All output of a run: console, metrics, rollouts, trackers, warnings, report. Only the main process writes it.
 
-docs/trainer.md says what goes where. Trackers (TensorBoard, Weights & Biases, trackio, MLflow, ...) are Accelerate's.
-That they are installed is checked before a model is loaded: Accelerate skips a missing one with a message at debug
-level only.
-
-Warnings with a fix name what makes a run learn little or nothing although nothing fails, each once: `at_start` reads
-the options, `Advice` the metrics of each step.
+docs/trainer.md says what goes where. Trackers are Accelerate's, which skips a missing one with a message at debug level
+only: so it is checked that they are installed. Warnings with a fix name what makes a run learn little or nothing
+although nothing fails, each once: `at_start` reads the options, `Advice` the metrics of each step.
 """
 
 from __future__ import annotations
@@ -45,6 +42,15 @@ EQUAL_STEPS = 10
 GROWTH_STEPS, GROWTH, LEAST_DIFFERENCE = 10, 3.0, 0.01  # steps of each mean, factor between them, nats
 THINKING_TOKENS = 2048  # fewer are seldom enough
 SUGGESTED_PROMPTS = 32  # prompts of an optimizer step, as in the recipes
+
+
+@dataclass
+class Results:
+    """What the model card and the result of `train` say of a run."""
+
+    metrics: dict[str, Any] = field(default_factory=dict)  # of the last step
+    eval_before: dict[str, float] | None = None
+    eval_after: dict[str, float] | None = None  # of the last evaluation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,7 @@
 """The built-in task: addition of two-digit numbers, one character per token, and a model that rarely carries.
 
-The base model, a transformer with 134 thousand parameters, lies beside this file, so that every machine starts from
-the same weights. It adds each column and ignores carries in six of seven samples, always if it decodes greedily: one
-in five of the held-out sums is right. GRPO then has only prompts and an exact-match reward, and the model learns to
-carry. Neither stage sees a held-out sum, in either order of its terms.
+docs/trainer.md has the task. The base model, a transformer with 134 thousand parameters, adds each column and ignores
+carries in six of seven samples, always if it decodes greedily.
 
 base_model.safetensors: scripts/make_base_model.py wrote it with seed 1, in fp16; sha256 of the file
 da00e2268cea3a0adabee97cffb2bfe408b40febcb88d85bba81df9331cfbe70

@@ -1,11 +1,8 @@
 """A function in a process of its own, with a time limit and a memory limit: reward functions here, tools in episodes/.
 
-For code that runs or parses model output. One worker process serves all calls, one completion at a time, so that a
-failure concerns one completion: the worker's process group is killed, and the next completion gets a new worker, which
-is a new interpreter that imports the function by name. Requests and replies are lines of JSON over a socket pair; a
-reply from a process that runs model output must not be unpickled. That rules out process pools (concurrent.futures,
-pebble): they unpickle replies, and "spawn" runs the user's script again. pebble also leaves alive what a killed worker
-has started.
+docs/rewards.md has what a user sees. Requests and replies are lines of JSON over a socket pair: a reply from a process
+that runs model output must not be unpickled. That rules out process pools (concurrent.futures, pebble): they unpickle
+replies, and "spawn" runs the user's script again. pebble also leaves alive what a killed worker has started.
 
 Before it replies, a worker echoes the random number of the request. If it does not, an earlier completion has left
 something behind (a busy thread, unread output), and a new worker gets the request. This is not a sandbox (SECURITY.md).
@@ -37,6 +34,7 @@ from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, 
 WORKER = "fused_grpo.trainer.rewards.worker"
 START_SECONDS = 300.0  # to import the function's module, which no completion is to blame for
 REPLY_BYTES = 1 << 18  # of one completion or tool call
+_INSIDE = "FUSED_GRPO_ISOLATED"  # the variable of a worker with the names of the functions in whose workers it began
 Failed = float | None | Literal["raise"]
 What = Literal["reward function", "tool"]
 T = TypeVar("T")
@@ -88,6 +86,11 @@ def importable(
     if is_async(loaded):
         raise InputError(f"got the async function {reference}, want a plain one: a worker does one thing at a time")
     return reference, loaded
+
+
+def is_isolated(function: Any) -> bool:
+    """Whether it is an isolated function, and not one around it, which has its attributes by `functools.wraps`."""
+    return hasattr(function, "is_isolated") and not hasattr(getattr(function, "__wrapped__", None), "is_isolated")
 
 
 class WorkerError(Exception):
@@ -194,6 +197,12 @@ class Worker:
 
     def __init__(self, function: IsolatedFunction) -> None:
         reference, limits = function.reference, (str(function.timeout), str(function.memory or 0))
+        inside = os.environ.get(_INSIDE, "").splitlines()
+        if reference in inside:  # each would start another one, without an end
+            raise InputError(
+                f"got {reference}, which is called in its own process, where that name means a function around it; "
+                "fix: give one of the two another name, or functools.wraps"
+            )
         self.socket, worker_socket = socket.socketpair()
         self.replies = self.socket.makefile("rb")
         try:
@@ -202,7 +211,12 @@ class Worker:
                     [sys.executable, "-m", WORKER, function.what, reference, *limits],
                     stdin=worker_socket.fileno(),
                     stdout=worker_socket.fileno(),
-                    env=process_environment(keep=function.secrets),
+                    env={
+                        **without_secrets(os.environ, keep=function.secrets),
+                        "PYTHONPATH": import_path(),
+                        "PYTHONHASHSEED": "0",  # in all workers one order of a set
+                        _INSIDE: "\n".join([*inside, reference]),
+                    },
                     # A process group, which is killed with what it started, and which Ctrl-C does not reach.
                     start_new_session=True,
                 )
@@ -244,11 +258,6 @@ class Worker:
         if not line.endswith(b"\n"):
             raise ValueError(f"more than {REPLY_BYTES} bytes, or half a line")
         return line
-
-
-def process_environment(*, keep: Collection[str] = ()) -> dict[str, str]:
-    """For a new interpreter that imports what this one does: without secrets, and in all of them one order of a set."""
-    return {**without_secrets(os.environ, keep=keep), "PYTHONPATH": import_path(), "PYTHONHASHSEED": "0"}
 
 
 def import_path() -> str:

@@ -1,9 +1,8 @@
 """One reward function: find it by its name, call it, and check what it returns (docs/rewards.md has the signature).
 
 Each completion gets copies of its own at each call (`own_copy`), because one row serves all completions of its prompt.
-The result is checked before an advantage is computed from it, and an error names the function and the prompt. What the
-function logs is kept only if the call succeeds, so a repeated call does not log twice. The timeout ends the wait, not
-the call: Python code cannot be stopped from outside. `isolated` runs a function in a process that can be killed.
+The result is checked before an advantage is computed from it, and an error names the function and the prompt. The
+timeout ends the wait, not the call: Python code cannot be stopped from outside.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """All reward functions of a run, called on a batch, reward models among them.
 
-Plain functions are called one after another, `async` functions concurrently and at the same time. Each call has its
-own timeout, and `reward_failure` says what becomes of one that fails (docs/rewards.md). To find the failing groups, the
-function is called for each group alone. A group is dropped whole and for all functions: an advantage compares the
-members of a group, and without one member or one function the others would have another baseline.
+Plain functions are called one after another, `async` functions concurrently and at the same time. docs/rewards.md says
+what becomes of a call that fails, and why a group is dropped whole and for all functions.
 """
 
 from __future__ import annotations
@@ -62,11 +60,10 @@ class Rewards:
     """The reward functions of a run; InputError for what is not callable, or options that contradict each other.
 
     Args:
-        functions: one or several of: a function, plain or `async`; its name as "module:name", "module.name" or
-            "path.py:name"; a short name of builtin_rewards.py; a sequence-classification model, or its path or hub id.
+        functions: one or several of those in the table of docs/rewards.md.
         weights: one per function, for the weighted sum. None: all 1.
         processing_classes: tokenizers of reward models, one per function (None: the tokenizer saved with the model).
-        failure, retries: what to do when a call fails: "fail", "retry" so many times, or "drop" (docs/rewards.md).
+        failure, retries: what to do when a call fails: "fail", "retry" so many times, or "drop".
         timeout: seconds that a call may take. None: no limit.
         device: the device of reward models. None: a model given by name stays on the CPU, a module where it is.
         chat_template_kwargs: variables for the chat templates of reward models.

@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 from fused_grpo.errors import shown
-from fused_grpo.trainer.rewards.isolation import REPLY_BYTES
+from fused_grpo.trainer.rewards.isolation import REPLY_BYTES, is_isolated
 from fused_grpo.trainer.rewards.reward_call import RewardCaller, RewardInputs, load_reward, reward_name
 
 FILE_BYTES = 1 << 30  # of one file: writing more raises OSError
@@ -43,8 +43,9 @@ def main(what: str, reference: str, seconds: float, memory: int) -> None:
     except Exception as error:
         print(json.dumps({"error": shown(error)}), file=replies)
         return
-    # Where a module names the isolated function as the plain one was named, each process would start another one.
-    function = inspect.unwrap(function, stop=lambda one: not getattr(one, "is_isolated", False))
+    # Where a module names the isolated function, or one around it, as the plain one was named.
+    around = inspect.unwrap(function, stop=is_isolated)
+    function = vars(around)["__wrapped__"] if is_isolated(around) else function
     answer: Callable[[Any], str] = functools.partial(tool_reply, function)
     if what != "tool":
         answer = functools.partial(reward_reply, RewardCaller(function, reward_name(function)))
@@ -59,6 +60,15 @@ def main(what: str, reference: str, seconds: float, memory: int) -> None:
         reply = answer(json.loads(arguments))
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(reply, file=replies)
+        if not _has_streams():  # the next call gets a new process
+            return
+
+
+def _has_streams() -> bool:
+    """Whether code that the function ran has left standard output and error open."""
+    with suppress(OSError):
+        return all(map(os.fstat, (1, 2))) and not any(getattr(one, "closed", False) for one in (sys.stdout, sys.stderr))
+    return False
 
 
 def _disconnect(*descriptors: int) -> None:

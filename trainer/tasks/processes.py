@@ -1,10 +1,7 @@
 """What of a task of reasoning-gym runs in the processes of isolated functions: generators and verifiers.
 
-Some generators go through sets of strings, whose order differs from process to process but for those with one hash
-seed: the ranks of a run, or a run and the one that resumes it, would have other entries.
-
-Some verifiers run what a model wrote: `eval`, or sympy's parser, which evaluates. An answer that ends its process, or
-takes more than its time or memory, costs that process alone.
+Some generators go through sets of strings, whose order is the same in processes with one hash seed alone. Some
+verifiers run what a model wrote: `eval`, or sympy's parser, which evaluates. docs/tasks.md says what comes of both.
 """
 
 from __future__ import annotations

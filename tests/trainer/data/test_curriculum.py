@@ -123,7 +123,7 @@ def test_seeds_differ_and_the_rest_of_an_epoch_can_be_left_out():
     first, other = make(), make(seed=4)
     first.next_batch(), other.next_batch()
     assert first.batch != other.batch
-    first.next_pass()
+    first.next_pass(1)
     assert first.used == 100
 
 

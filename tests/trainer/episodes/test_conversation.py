@@ -81,12 +81,25 @@ def test_calls_of_a_reply(said, content, calls):
 
 def test_thoughts_are_apart_from_the_reply():
     tokenizer, template = made()
-    for said in ("<think>hm</think>\n\n12", "hm</think>\n\n12"):  # the prompt may have begun the thought
-        message = template.reply(tokenizer(said + END)["input_ids"], [], [])
+    for before, said in (("", "<think>hm</think>\n\n12"), ("<think>\n", "hm</think>\n\n12")):
+        prompt = tokenizer(f"<|im_start|>user\n?{END}\n<|im_start|>assistant\n{before}")["input_ids"]
+        message = template.reply(tokenizer(said + END)["input_ids"], prompt, [])
         assert message == {"role": "assistant", "content": "12", "reasoning_content": "hm"}
     inside = f"<think>{call('f')}</think>{call('g')}"
     (only,) = template.reply(tokenizer(inside + END)["input_ids"], [], [])["tool_calls"]
     assert only["function"]["name"] == "g"
+
+
+@pytest.mark.parametrize("before", ["", "<think>\n\n</think>\n\n"])
+@pytest.mark.parametrize("thought", ["", "<think>hm</think>\n\n"])
+def test_the_end_of_a_thought_in_an_argument_is_text(before, thought):
+    tokenizer, template = made()
+    asked = f"<|im_start|>user\nOpen with <think>{END}\n<|im_start|>assistant\n"  # the user's begins none
+    said = call("f", text="write </think> first") + call("g")
+    message = template.reply(tokenizer(thought + said + END)["input_ids"], tokenizer(asked + before)["input_ids"], [])
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in message["tool_calls"]]
+    assert calls == [("f", {"text": "write </think> first"}), ("g", {})]
+    assert message.get("reasoning_content", "") == ("hm" if thought else "")
 
 
 @pytest.mark.parametrize(

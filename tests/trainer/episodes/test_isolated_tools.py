@@ -207,6 +207,53 @@ def test_a_function_is_called_by_its_name(tmp_path):
     assert tool("import os; answer = os.getppid()") == str(os.getpid())
 
 
+AROUND = """
+import functools
+from fused_grpo.trainer.episodes import isolated_tool
+from fused_grpo.trainer.rewards import isolated
+
+inner = isolated_tool(run, timeout=20.0)
+{wraps}
+def run(code: str, times: int = 1) -> str:
+    return "around " + inner(code, times)
+
+def score(completions, **columns):
+    return [1.0] * len(completions)
+
+scored = isolated(score, timeout=20.0)
+@functools.wraps(scored)
+def score(completions, **columns):
+    return [2 * value for value in scored(completions=completions)]
+"""
+
+
+def test_a_function_around_an_isolated_one_may_have_its_name(tmp_path):
+    """Its process calls the plain function, and not the one around it, which would start a process, and so on."""
+    (tmp_path / "around.py").write_text(SOURCE + AROUND.replace("{wraps}", "@functools.wraps(inner)"))
+    tool = load_reward(f"{tmp_path / 'around.py'}:run", what="tool")
+    assert answered(tool, "import os; answer = os.getppid()") == [(False, f"around {os.getpid()}")]
+    # The limit is not that of the isolated one: what the function around it does may hang.
+    ((failed, text),) = answered(tool, "import time; time.sleep(3)", timeout=0.5)
+    assert (failed, text) == (True, "{'error': 'run took longer than 0.5 s'}")
+    assert load_reward(f"{tmp_path / 'around.py'}:score")(completions=["a", "b"]) == [2.0, 2.0]
+
+
+def test_a_function_that_calls_itself_in_its_process_starts_no_further_one(tmp_path):
+    (tmp_path / "around.py").write_text(SOURCE + AROUND.replace("{wraps}", ""))
+    tool = load_reward(f"{tmp_path / 'around.py'}:run", what="tool")
+    tool.__doc__ = load_reward(f"{tmp_path / 'around.py'}:later").__doc__
+    ((failed, text),) = answered(tool, PID)
+    assert failed
+    assert "which is called in its own process, where that name means a function around it; fix: give one" in text
+    assert len(processes(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.stdout.close()", "import os; os.close(1)"])
+def test_a_call_that_closes_standard_output_harms_no_later_one(make, code):
+    tool = make(workers=1)
+    assert answered(tool, code, "print('x'); answer = 5") == [(False, "None"), (False, "5")]
+
+
 class Shop:
     def price(self, item: str) -> int:
         return len(item)

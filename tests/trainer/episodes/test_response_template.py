@@ -10,6 +10,7 @@ from talkers import END, TEMPLATE, talking_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from fused_grpo.errors import UnsupportedError
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.episodes.conversation import Template
 
 HERMES = TEMPLATE[TEMPLATE.index("<tool_call>") : TEMPLATE.index("</tool_call>") + len("</tool_call>")]
@@ -139,6 +140,22 @@ def test_a_response_schema_reads_a_turn_without_its_prompt(make_trainer, tokeniz
             {"role": "tool", "name": "repeat", "content": "777"},
             {"role": "assistant", "content": "It is 777."},
         ]
+
+
+def test_a_schema_that_transformers_does_not_read_is_left_to_the_family(make_trainer, caplog):
+    """As after 5.14, where loading drops it; set by hand, it would read nothing."""
+    tokenizer = talking_tokenizer()
+    tokenizer.response_schema = {"type": "object"}
+
+    def parse_response(response, **options):
+        raise AttributeError("This tokenizer does not have a `response_template` for parsing chat responses!")
+
+    tokenizer.parse_response = parse_response
+    said = tokenizer('<tool_call>{"name": "repeat", "arguments": {"times": 3}}</tool_call>')["input_ids"]
+    warn_once.cache_clear()
+    (one,) = Template(tokenizer, None, stop_ids=[tokenizer.eos_token_id]).reply(said, [], [])["tool_calls"]
+    assert one["function"] == {"name": "repeat", "arguments": {"times": 3}}
+    assert "with a response_schema, which this version of transformers does not read; fix:" in caplog.text
 
 
 def test_a_response_template_that_reads_no_call_is_refused(make_trainer, templated):

@@ -12,16 +12,15 @@ from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.derived_options import fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.model_card import CardFacts, is_hub_id, model_card, push_to_hub, write_model_card
+from fused_grpo.trainer.logging.run_output import Results
 
 FACTS = {
     "name": "me/sums",
     "rewards": ["accuracy", "format"],
     "steps": 120,
-    "metrics": {"reward": 0.75, "kl": 0.01},
+    "results": Results({"reward": 0.75, "kl": 0.01}, {"reward": 0.31}, {"reward": 0.6789}),
     "base_model": "Qwen/Qwen2.5-1.5B",
     "dataset": "openai/gsm8k",
-    "eval_before": {"reward": 0.31},
-    "eval_after": {"reward": 0.6789},
 }
 
 
@@ -79,7 +78,7 @@ def test_dtypes_and_paths_are_readable(tmp_path):
 
 
 def test_an_adapters_card_loads_it_with_peft_and_has_no_empty_table():
-    facts = FACTS | {"adapter": True, "metrics": {}, "eval_before": None, "eval_after": None}
+    facts = FACTS | {"adapter": True, "results": Results()}
     card = model_card(CardFacts(**facts), GRPOConfig())
     assert front_matter(card)["library_name"] == "peft"
     assert "AutoPeftModelForCausalLM" in card

@@ -72,6 +72,19 @@ def distance(model, rollouts) -> float:
     return (torch.cat(ours) - torch.cat(list(map(torch.tensor, rollouts.sampling_logprobs)))).abs().mean().item()
 
 
+def test_the_card_says_that_the_base_was_in_4_bits_and_loads_it_so(start, make_model, in_4bit, tokenizer):
+    model = in_4bit(make_model(hidden_size=64), **BASES["fp4"])
+    tokenizer.save_pretrained(model.name_or_path)
+    trainer = start(model, max_steps=1)
+    card = (trainer.train().checkpoint / "README.md").read_text()
+    assert "The base was in 4 bits, and the adapter belongs to that one." in card
+    scope = {}
+    exec(card.split("```python\n")[1].split("```")[0].replace("run", str(trainer.output_dir / "final")), scope)
+    loaded = layers_in_4bit(scope["model"])
+    assert len(loaded) == len(layers_in_4bit(model)) > 0
+    assert {layer.weight.quant_type for layer in loaded.values()} == {"fp4"}
+
+
 @pytest.mark.parametrize("base", BASES)
 def test_a_run_is_that_on_the_dequantised_base(start, make_model, in_4bit, base):
     model = in_4bit(make_model(hidden_size=64), **BASES[base])
