@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from packaging import version
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 
@@ -130,6 +131,16 @@ def check_biases(model: nn.Module) -> None:
             "got trained biases of layers in 4 bits with another compute dtype, to which bitsandbytes rounds them, "
             "want them exact; fix: bias='none' in LoraConfig (lora_bias is exact), or bnb_4bit_compute_dtype='float32'"
         )
+
+
+def check_layout(model: nn.Module) -> None:
+    """UnsupportedError for layers in 4 bits that a checkpoint has transposed: GPT-2's Conv1D."""
+    for name, layer in layers_in_4bit(model).items():
+        if issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D):
+            raise UnsupportedError(
+                f"got {name} in 4 bits, a Conv1D that bitsandbytes has transposed, with a vLLM engine, which loads "
+                "the layout of a checkpoint, want linear layers; fix: use_vllm=False, or no quantization_config"
+            )
 
 
 def dequantized(layer: Any, *, device: torch.device | str | None = None) -> Any:

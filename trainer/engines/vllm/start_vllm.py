@@ -40,6 +40,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
+from fused_grpo.trainer.common.redaction import public_text, redacted
 from fused_grpo.trainer.engines.weight_files import Tie, write_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes, kv_width
 from fused_grpo.trainer.models.quantized import quantization_of
@@ -150,8 +151,9 @@ def start_vllm(folder: str, *, options: dict[str, Any], on_cpu: bool, resources:
         started.append(_launch_with_mask(folder, options, on_cpu=on_cpu))
     except Exception as error:
         raise UnavailableError(
-            f"got {type(error).__name__} from vLLM at its start: {error}; want an engine with {options}; fix: change "
-            "those options (max_model_len, engine_options), or take the transformers engine"
+            f"got {type(error).__name__} from vLLM at its start: {public_text(str(error))}; want an engine with "
+            f"{redacted(options)}; fix: change those options (max_model_len, engine_options), or take the transformers "
+            "engine"
         ) from error
     return started[0]
 
