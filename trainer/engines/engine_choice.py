@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -206,10 +207,11 @@ def _engine_beside(args: GRPOConfig, model: Any, tokenizer: Any, options: VLLMOp
     served = base_codes if is_4bit else base_weights if args.vllm_adapter_sync else checkpoint_weights
     weights = served(model, options.dtype)
     tie = Tie.of(base) if on_cpu and not is_4bit else None
+    log = Path(args.output_dir) / f"vllm-{args.process_index}.log"
     try:
         with temporary_folder(weights.nbytes) as folder, ExitStack() as started:
             write_checkpoint(weights, base, tokenizer, folder=folder, tie=tie, quantized=is_4bit)
-            own = OwnServer(folder, arguments, environment=environment)
+            own = OwnServer(folder, arguments, environment=environment, log=log)
             started.callback(own.close)
             engine = _server_engine(args, model, tokenizer, own)
             started.pop_all()

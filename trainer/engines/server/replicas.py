@@ -40,6 +40,7 @@ Json = dict[str, Any]
 _PAUSES, _HEALTH_INTERVAL = (0.0, 0.2, 1.0), 0.5
 # uvicorn closes idle connections after 5 s; one that is reused in that moment would look like a server that died.
 _KEEP_ALIVE = 2.0
+_MOMENT = 0.1  # seconds from the end of a process' connections to its own
 _GRACE = 1.0  # seconds that the other servers have to answer after one has failed
 # Largest response: of any route but completions, for each sampled token (its text, id and log-prob), each listed one,
 # and the experts of each token that was read or sampled (1,365 of them in all layers, two bytes of each in base64).
@@ -83,6 +84,7 @@ class Replica:
 
     def __init__(self, url: str, api_key: str | None, own: OwnServer | None = None) -> None:
         self.url, self._key, self._own = url, api_key, own
+        self.log = "the server's log" if own is None else f"its log, {own.log}"
         self.in_flight = 0  # requests without a response so far
         self.last_error = "no answer"
 
@@ -114,6 +116,8 @@ class Replica:
             async with client.stream(method, self.url + path, json=body) as response:
                 content = await _read(response, path, limit=_largest_response(body))
         except httpx.HTTPError as error:
+            if self._own is not None:
+                await asyncio.sleep(_MOMENT)
             self._failed(f"{type(error).__name__} ({str(error)[:500] or 'connection lost'})")
             raise RequestError(self.last_error, retry=self._own is None or not self._own.has_ended) from error
         finally:
@@ -220,7 +224,7 @@ class Replicas:
             except RequestError as error:
                 raise UnavailableError(
                     f"got {replica.redacted(str(error))[:1000]} at {replica.url}, want what was asked of it; fix: look "
-                    "at that server's log"
+                    f"at {replica.log}"
                 ) from None
 
         return self.run(lambda client: _together(on_one(client, replica) for replica in self.all), doing=doing)
@@ -288,9 +292,10 @@ class Replicas:
         return self.run(all_completed, doing=f"completing {len(bodies)} prompts")
 
     def _no_completions(self, problem: str) -> UnavailableError:
+        again = "start it again and " * (self._socket is None)
         return UnavailableError(
-            f"got {problem}, want completions from {self}; fix: look at the server's log; one trainer per server; if "
-            "it stopped, start it again and start the trainer from its last checkpoint"
+            f"got {problem}, want completions from {self}; fix: look at {self.all[0].log}; one trainer per server; if "
+            f"it stopped, {again}start the trainer from its last checkpoint"
         )
 
     def __str__(self) -> str:

@@ -1,13 +1,15 @@
 """What the process of an OwnServer runs: vLLM's server, until the trainer ends. It imports nothing of this package.
 
-Standard input is a pipe that the trainer writes nothing to. It ends when the trainer does, but for one that has forked:
-then this process gets another parent.
+Standard input is a pipe, from which the arguments come as a line of JSON. It ends when the trainer does, but for one
+that has forked: then this process gets another parent.
 """
 
+import json
 import os
 import runpy
 import select
 import signal
+import sys
 import threading
 import time
 
@@ -24,5 +26,8 @@ def _end_with_trainer(trainer: int) -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_trainer, args=(os.getppid(),), daemon=True).start()
+    parent = os.getppid()
+    with open(0, "rb", buffering=0, closefd=False) as arguments:
+        sys.argv[1:] = json.loads(arguments.readline())
+    threading.Thread(target=_end_with_trainer, args=(parent,), daemon=True).start()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
