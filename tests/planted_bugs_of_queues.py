@@ -98,7 +98,7 @@ BUGS = {
     ),
     "a server outlives a trainer that is killed": (
         "trainer/engines/server/serve_beside.py",
-        "    threading.Thread(target=_end_with_trainer, args=(parent,), daemon=True).start()\n",
+        "    threading.Thread(target=_end_with_trainer, args=(os.getppid(),), daemon=True).start()\n",
         "",
         [OWN, "-k", "trainer_that_is_killed"],
     ),

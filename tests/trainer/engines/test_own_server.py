@@ -268,29 +268,16 @@ def test_flags_of_none_are_left_out() -> None:
     ]
 
 
-class FromTheFarm:
-    """vLLM's server, in a process that has imported vLLM already; it starts when it is given its arguments."""
-
-    def __init__(self, farm: Any, env: dict[str, str]) -> None:
-        self._farm, self._env, self._process, self.stdin = farm, env, None, self
-
-    def write(self, arguments: bytes) -> None:
-        script = Path(__file__).with_name("serve_forked.py")
-        self._process = self._farm.start(script, *json.loads(arguments), env=self._env, stage="vllm")
-
-    def close(self) -> None:
-        """Its trainer's end is not noticed: standard input is empty there."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._process, name)
-
-
 @pytest.fixture
 def from_the_farm(farm, monkeypatch) -> Iterator[None]:
-    processes = list[FromTheFarm]()
+    """vLLM's server, in a process that has imported vLLM already."""
+    processes = list[Any]()
 
-    def started(command: list[str], *, env: dict[str, str], **pipes: Any) -> FromTheFarm:
-        processes.append(FromTheFarm(farm, env))
+    def started(command: list[str], *, env: dict[str, str], **pipes: Any) -> Any:
+        # It waits for its trainer in vain: standard input is empty there.
+        script, arguments = Path(__file__).with_name("serve_forked.py"), json.loads(env["FUSED_GRPO_SERVER_ARGUMENTS"])
+        processes.append(farm.start(script, *arguments, env=env, stage="vllm"))
+        processes[-1].stdin = None
         return processes[-1]
 
     monkeypatch.setattr(own_server.subprocess, "Popen", started)

@@ -1,14 +1,10 @@
-"""A vLLM server of the trainer's own: vLLM that samples while the trainer learns, where the user has started none.
-
-In the trainer's process, vLLM would use its random generators, compiler settings and device while the optimizer does.
-So every rank starts a server beside itself, on the same device, with the options of the engine in process.
+"""A vLLM server of the trainer's own, beside each rank; docs/engines.md says why ("Starting a server").
 
 **It ends with the trainer**, by whatever signal that ends: serve_beside.py notices it, and then ends its process group,
 to which vLLM's own processes belong.
 
 **It listens at a socket** in a folder that this user alone can enter, and at no port: development mode, which the sync
-of weights needs, lets any client control the server. Its arguments may have secrets, and any user can read those of a
-process, so they come through its standard input.
+of weights needs, lets any client control the server.
 """
 
 from __future__ import annotations
@@ -68,6 +64,7 @@ class OwnServer:
             variables = {**DEFAULT_ENVIRONMENT, **inherited, **variables, **_device(), **environment}
             variables["VLLM_RPC_BASE_PATH"] = str(home)  # of vLLM's own sockets; a long TMPDIR has no room for them
             variables["PYTHONPATH"] = import_path()
+            variables["FUSED_GRPO_SERVER_ARGUMENTS"] = json.dumps(command[3:])
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("wb") as file:
                 self._process = subprocess.Popen(
@@ -76,13 +73,9 @@ class OwnServer:
                     stdin=subprocess.PIPE,
                     stdout=file,
                     stderr=file,
-                    bufsize=0,
                     start_new_session=True,  # a process group of its own, which Ctrl-C does not reach
                 )
             resources.callback(_end, self._process, os.getpid())
-            assert self._process.stdin is not None  # as it is a pipe
-            with suppress(BrokenPipeError):  # it has ended, as `errors` says
-                self._process.stdin.write(json.dumps(command[3:]).encode() + b"\n")
             self.close = weakref.finalize(self, resources.pop_all().close)
 
     @property
