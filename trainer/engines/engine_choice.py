@@ -19,13 +19,7 @@ from fused_grpo.trainer.engines.server.adapter_engine import VLLMServerAdapterEn
 from fused_grpo.trainer.engines.server.own_server import OwnServer
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
-from fused_grpo.trainer.engines.vllm.inprocess import (
-    VLLMAdapterEngine,
-    VLLMEngine,
-    VLLMOptions,
-    check_engine_options,
-    with_adapter,
-)
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine, VLLMEngine, VLLMOptions, check_engine_options
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed, check_routed_experts, write_checkpoint
 from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder
 from fused_grpo.trainer.logging.console import progress
@@ -33,7 +27,6 @@ from fused_grpo.trainer.models.adapters import base_codes, base_model, base_weig
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.quantized import check_layout, layers_in_4bit
 from fused_grpo.trainer.models.weight_stream import finish
-from fused_grpo.trainer.types import SamplingParams
 
 EngineName = Literal["vllm", "server", "transformers"]
 
@@ -140,8 +133,7 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
             "an adapter; fix: leave it out"
         )
     if name == "transformers":
-        most = 1 if args.batch_invariant else None
-        cache = args.cache_implementation
+        most, cache = 1 if args.batch_invariant else None, args.cache_implementation
         return TransformersEngine(model, tokenizer, seed=args.seed, cache_implementation=cache, max_sequences=most)
     check_layout(base_model(model))
     if name == "server":
@@ -154,7 +146,7 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
         seed=args.seed,
         trust_remote_code=args.runs_remote_code,
         enable_sleep_mode=args.vllm_enable_sleep_mode,
-        support=_support(args),
+        support=sampling if (sampling := args.sampling(seed=0)).wants_ids else None,
         max_sequences=args.prompts_per_process(args.world_size) * args.group_part(args.world_size),
         needed=_needed(args),
         engine_options=args.vllm_engine_kwargs or {},
@@ -166,28 +158,22 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
     return VLLMEngine(base_model(model), tokenizer, options)
 
 
-def _support(args: GRPOConfig) -> SamplingParams | None:
-    """The sampling of which supports or the most likely tokens are wanted. None: neither."""
-    return sampling if (sampling := args.sampling(seed=0)).wants_ids else None
-
-
 def _server_engine(args: GRPOConfig, model: Any, tokenizer: Any, own: OwnServer | None = None) -> RolloutEngine:
     """The engine over the servers that the options name, or over one of this process' own.
 
     As in process there is no limit of time with that: where it has ended, it is noticed without one.
     """
     served: dict[str, Any] = {
+        "own": own,
+        "base_urls": [] if own else server_urls(args),
+        "allow_remote": args.vllm_server_allow_remote,
+        "timeout": None if own else args.vllm_server_timeout,
         "max_model_len": args.vllm_max_model_length,
         "seed": args.seed,
-        "support": _support(args),
+        "support": args.sampling(seed=0),
         "batch_invariant": args.batch_invariant,
         "routed_experts": args.router_replay,
     }
-    if own is not None:
-        served |= {"own": own, "timeout": None}
-    else:
-        served |= {"base_urls": server_urls(args), "allow_remote": args.vllm_server_allow_remote}
-        served["timeout"] = args.vllm_server_timeout
     if args.vllm_adapter_sync:
         return VLLMServerAdapterEngine(model, tokenizer, **served)
     if own is None:
@@ -201,7 +187,7 @@ def _engine_beside(args: GRPOConfig, model: Any, tokenizer: Any, options: VLLMOp
     environment = {"VLLM_BATCH_INVARIANT": "1"} if args.batch_invariant else {}
     on_cpu, is_4bit = next(base.parameters()).device.type == "cpu", False
     if args.vllm_adapter_sync:
-        options, is_4bit = with_adapter(options, ServedAdapter(model)), bool(layers_in_4bit(model))
+        options, is_4bit = options.with_adapter(ServedAdapter(model)), bool(layers_in_4bit(model))
         environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     arguments = options.arguments(base, in_process=False)
     served = base_codes if is_4bit else base_weights if args.vllm_adapter_sync else checkpoint_weights

@@ -1,15 +1,10 @@
 """vLLM inside the trainer's process: one `llm.generate` per effective batch, and weights loaded as tensors.
 
-Why in this process. Measured on two CPU cores, 2-layer model: `LLM()` takes 22 s with its engine in processes of its
-own (vLLM's CPU platform always spawns two, and each imports torch and vLLM again) and 2 s here; sampling costs the
-same. Weights are loaded from the trainer's own tensors (6 ms; on a GPU they never leave it), and no process can be left
-behind. The price is that vLLM changes the state of the trainer's process, which start_vllm.py restores, and that there
-is one engine per process, because vLLM's process groups are global. Where one exists (DDP), vLLM makes its own over all
-ranks: every rank has to start an engine.
-
-**An adapter beside the base model** (VLLMAdapterEngine). The base is frozen, so it is loaded once. After that a sync
-writes the adapter (megabytes, to shared memory) and vLLM loads it in place of the last one. The price is in sampling:
-every layer multiplies with A and B too, which merged weights (VLLMEngine, the default) avoid.
+Why in this process. vLLM's CPU platform spawns two for its engine, each of which imports torch and vLLM again; sampling
+costs the same. Weights are loaded from the trainer's own tensors (on a GPU they never leave it), and no process can be
+left behind. The price is that vLLM changes the state of the trainer's process, which start_vllm.py restores, and that
+there is one engine per process, because vLLM's process groups are global. Where one exists (DDP), vLLM makes its own
+over all ranks: every rank has to start an engine.
 """
 
 from __future__ import annotations
@@ -66,7 +61,6 @@ _LOUD_LOGGERS = (
 )
 _TAKEN = {"model", "tokenizer", "dtype", "max_model_len", "seed", "enable_sleep_mode", "load_format", "logprobs_mode"}
 _TAKEN |= {"gpu_memory_utilization", "trust_remote_code"}
-_ADAPTER_SYNC = "vllm_adapter_sync=True"
 _NEEDED_BY = {"enable_return_routed_experts": "router_replay=True", "model_impl": "vllm_model_impl"}
 _PARTIAL_PREFILLS = {"enable_chunked_prefill", "long_prefill_token_threshold"}  # see cpu_options
 
@@ -89,9 +83,7 @@ class VLLMOptions:
     def arguments(self, model: PreTrainedModel, *, in_process: bool = True) -> dict[str, Any]:
         """Those of `vllm.LLM` for a causal LM on its device; of a process beside the trainer's if not `in_process`.
 
-        Raises:
-            InputError, UnsupportedError: as `check_engine_options`, or score centering that needs more log-probs than
-                vLLM lists.
+        It raises what `check_engine_options` and `check_listed` do.
         """
         on_cpu, vocab_size = next(model.parameters()).device.type == "cpu", model.config.get_text_config().vocab_size
         same = ("max_model_len", "gpu_memory_utilization", "seed", "trust_remote_code")
@@ -111,10 +103,25 @@ class VLLMOptions:
         closed = (_PARTIAL_PREFILLS if on_cpu else set()) | (set() if in_process else {"return_sampling_mask"})
         check_engine_options(self.engine_options, self.needed, closed=closed)
         options |= {**self.needed, **self.engine_options}
-        asked, fix = options.get("max_logprobs", 0), "max_logprobs in vllm_engine_kwargs"
-        most = vocab_size if asked < 0 else asked
+        most, fix = options.get("max_logprobs", 0), "max_logprobs in vllm_engine_kwargs"
         check_listed(support, max_listed=most, vocab_size=vocab_size, engine=VLLMEngine.name, fix=fix)
         return options
+
+    def with_adapter(self, adapter: ServedAdapter) -> VLLMOptions:
+        """Those of an engine that loads this adapter; VLLMAdapterEngine says what it raises."""
+        check_installed()
+        model, is_4bit = base_model(adapter.model), bool(layers_in_4bit(adapter.model))
+        device = next(model.parameters()).device.type
+        check_precision(self.dtype, device, engine="a vllm engine", fix="vllm_dtype='bfloat16'")
+        if device == "cpu" and getattr(model.config.get_text_config(), "num_experts_per_tok", None):
+            raise UnsupportedError(
+                "got a mixture of experts with vllm_adapter_sync on a CPU, want a GPU: with adapters, vLLM's CPU build "
+                "cannot load experts again; fix: vllm_adapter_sync=False, which serves merged weights"
+            )
+        if is_4bit:
+            check_4bit(self.dtype)
+        lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": _rank_of_engine(adapter.rank)}
+        return replace(self, needed={**self.needed, **lora, **(OPTIONS_IN_4BIT if is_4bit else {})})
 
 
 def check_engine_options(given: Mapping[str, Any], needed: Mapping[str, Any], *, closed: Collection[str] = ()) -> None:
@@ -128,8 +135,7 @@ def check_engine_options(given: Mapping[str, Any], needed: Mapping[str, Any], *,
             f"got engine_options with {', '.join(wrong)}, want only what the engine leaves open; fix: use the "
             "option of that name (vllm_dtype for dtype in a run), or leave it out"
         )
-    several = [name for name in given if name.endswith("_parallel_size") and given[name] != 1]
-    if several:
+    if several := [name for name in given if name.endswith("_parallel_size") and given[name] != 1]:
         raise UnsupportedError(
             f"got {several[0]}={given[several[0]]}, want 1: an engine in the trainer's process serves "
             "from one device; fix: leave it out, and let every rank have its own engine"
@@ -139,8 +145,8 @@ def check_engine_options(given: Mapping[str, Any], needed: Mapping[str, Any], *,
         is_more = isinstance(got, int) and isinstance(want, int) and got >= want
         if got != want and not is_more:
             raise InputError(
-                f"got {name}={got!r} in vllm_engine_kwargs, want {want!r} with {_NEEDED_BY.get(name, _ADAPTER_SYNC)}; "
-                "fix: leave either out"
+                f"got {name}={got!r} in vllm_engine_kwargs, want {want!r} with "
+                f"{_NEEDED_BY.get(name, 'vllm_adapter_sync=True')}; fix: leave either out"
             )
 
 
@@ -192,13 +198,12 @@ class VLLMEngine(RolloutEngine):
         config = self._llm.llm_engine.model_config
         # Not those that were asked for: vLLM may have started without its mask.
         self._has_mask = getattr(config, "return_sampling_mask", False)
-        limit = config.max_logprobs if config.max_logprobs >= 0 else self._vocab_size
         self._options = partial(
             vllm_requests,
             seeds=random.Random(options.seed),
             engine=self.name,
             max_model_len=options.max_model_len,
-            max_listed=0 if self._has_mask else limit,
+            max_listed=0 if self._has_mask else config.max_logprobs,
             vocab_size=self._vocab_size,
         )
         VLLMEngine._running.add(self)
@@ -356,9 +361,8 @@ class VLLMAdapterEngine(VLLMEngine):
         model: the trainer's PeftModel. All other arguments are those of VLLMEngine.
 
     Raises:
-        UnsupportedError: an adapter that vLLM has no layers for: DoRA, biases, trained copies of modules, and
-            adapters on parameters (experts), on the head or on the embedding; fp32 on a GPU, and with a base in 4 bits;
-            a mixture of experts on a CPU.
+        UnsupportedError: an adapter that vLLM has no layers for, as ServedAdapter; fp32 on a GPU, and with a base in 4
+            bits; a mixture of experts on a CPU.
         UnavailableError: a base in 4 bits, and no plugin of vLLM's for it.
         InputError: a rank above the largest that vLLM has.
     """
@@ -370,7 +374,7 @@ class VLLMAdapterEngine(VLLMEngine):
 
     def __init__(self, model: Any, tokenizer: Any, options: VLLMOptions) -> None:
         self._adapter = ServedAdapter(model)
-        super().__init__(base_model(model), tokenizer, with_adapter(options, self._adapter))
+        super().__init__(base_model(model), tokenizer, options.with_adapter(self._adapter))
 
     def _start(self, model: Any, tokenizer: Any, arguments: dict[str, Any], resources: ExitStack) -> Any:
         if not layers_in_4bit(model):
@@ -401,23 +405,6 @@ class VLLMAdapterEngine(VLLMEngine):
             with self._adapter.folder(WeightStream.of(named_weights)) as folder:
                 llm.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
             self._lora_request = LoRARequest("policy", 1, str(folder))
-
-
-def with_adapter(options: VLLMOptions, adapter: ServedAdapter) -> VLLMOptions:
-    """The options of an engine that loads this adapter; VLLMAdapterEngine says what it raises."""
-    check_installed()
-    model, is_4bit = base_model(adapter.model), bool(layers_in_4bit(adapter.model))
-    device = next(model.parameters()).device.type
-    check_precision(options.dtype, device, engine="a vllm engine", fix="vllm_dtype='bfloat16'")
-    if device == "cpu" and getattr(model.config.get_text_config(), "num_experts_per_tok", None):
-        raise UnsupportedError(
-            "got a mixture of experts with vllm_adapter_sync on a CPU, want a GPU: with adapters, vLLM's CPU build "
-            "cannot load experts again; fix: vllm_adapter_sync=False, which serves merged weights"
-        )
-    if is_4bit:
-        check_4bit(options.dtype)
-    lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": _rank_of_engine(adapter.rank)}
-    return replace(options, needed={**options.needed, **lora, **(OPTIONS_IN_4BIT if is_4bit else {})})
 
 
 def _completion(output: Any, listed: bool, top: int = 0) -> Completion:
