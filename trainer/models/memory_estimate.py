@@ -30,7 +30,7 @@ from fused_grpo.passes.buffers import chunk_budget
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.models.attention import attention_cost, sees_all, tree_sizes
 from fused_grpo.trainer.models.loading import wants_bf16
-from fused_grpo.trainer.models.quantized import is_codes, number_in_4bit
+from fused_grpo.trainer.models.quantized import is_codes, layers_in_4bit
 
 CPU_BLOCK_TOKENS = 32  # of vLLM's KV cache
 CPU_SEQUENCES = 256  # that vLLM samples at a time
@@ -122,7 +122,7 @@ def shape_of(
             model = AutoModelForCausalLM.from_config(model)
     text, head = model.config.get_text_config(), model.get_output_embeddings()
     # bitsandbytes has the codes of two weights in one number.
-    quantized = number_in_4bit(model)
+    quantized = sum(math.prod(layer.weight.quant_state.shape) for layer in layers_in_4bit(model).values())
     parameters = sum(parameter.numel() for parameter in model.parameters() if not is_codes(parameter)) + quantized
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     modules = model.named_modules()

@@ -1,8 +1,7 @@
 """Bases whose linear layers are in 4 bits (bitsandbytes), on which LoRA is trained: QLoRA, arXiv:2305.14314.
 
 A layer holds 4-bit codes and a scale for each block of them, and computes with the weight W that they stand for, which
-is made in every pass and dropped. So the policy is W + (alpha / r) B A with that W, exactly, and so is what an engine
-gets that computes in 16 or 32 bits. The codes never change.
+is made in every pass and dropped. The codes never change.
 
 bitsandbytes is imported only where a model has such layers.
 """
@@ -10,7 +9,6 @@ bitsandbytes is imported only where a model has such layers.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,11 +96,6 @@ def layers_in_4bit(model: nn.Module) -> dict[str, Any]:
 def compute_dtypes(model: nn.Module) -> list[torch.dtype]:
     """Of its layers in 4 bits, where they say one: they cast what they multiply to it."""
     return [layer.compute_dtype for layer in layers_in_4bit(model).values() if layer.compute_dtype is not None]
-
-
-def number_in_4bit(model: nn.Module) -> int:
-    """How many weights are in 4 bits."""
-    return sum(math.prod(layer.weight.quant_state.shape) for layer in layers_in_4bit(model).values())
 
 
 def keep_exact(model: nn.Module) -> None:

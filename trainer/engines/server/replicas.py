@@ -6,10 +6,8 @@ deadline all requests in flight are cancelled, and vLLM drops requests whose cli
 Responses are not trusted: they may come from another program, another version or a broken server. All pass through
 `Replica.request`, and `parsed` compares all of them with types, so that the code behind it needs no guards.
 
-`load_weights` gives each server a weight version of its own (vLLM's string, unique to this sync). A restart resets it,
-and another trainer's sync replaces it. After sampling, each server is asked for its version once. A server that fails
-three times or has another version is out for the rest of the generation. What it has not completed, or sampled from
-stale weights, the others sample; the next generation asks it again, the next sync needs it.
+A server that fails, or has another weight version than that of the last sync, is out for the rest of the generation:
+docs/engines.md ("When something fails").
 """
 
 from __future__ import annotations
