@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import chdir, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,7 +189,8 @@ def test_it_ends_with_a_trainer_that_is_killed(stand_in, farm, tmp_path, shared_
 def test_one_that_cannot_start_says_why_at_once(stand_in, build_model, tokenizer, tmp_path, code, said) -> None:
     stand_in(f"import os, sys; {code}")
     log = tmp_path / "run" / "log"
-    server = OwnServer("folder", {}, environment={}, log=log)
+    with chdir(tmp_path):
+        server = OwnServer("folder", {}, environment={}, log=Path("run", "log"))
     message = f"^got {re.escape(said)} .*at http://vllm-beside-the-trainer, want .*fix: look at its log, {log}$"
     with pytest.raises(UnavailableError, match=message):
         VLLMServerEngine(build_model("qwen2", tied=True), tokenizer, own=server, timeout=15.0)

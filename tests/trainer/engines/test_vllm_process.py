@@ -98,12 +98,10 @@ def test_closing_twice_is_fine_and_leaves_no_temporary_file(temporary_folder, mo
 
 
 def test_a_start_that_fails_half_way_leaves_nothing(temporary_folder, model, tokenizer) -> None:
-    with pytest.raises(UnavailableError, match=r"at its start.*fix:"):
-        VLLMEngine(
-            model,
-            tokenizer,
-            VLLMOptions(max_model_len=64, dtype=torch.float32, engine_options={"kv_cache_memory_bytes": 1}),
-        )
+    given = {"kv_cache_memory_bytes": 1, "hf_token": "hf_secret"}
+    with pytest.raises(UnavailableError, match=r"at its start.*'hf_token': '<redacted>'.*fix:") as caught:
+        VLLMEngine(model, tokenizer, replace(OPTIONS, engine_options=given))
+    assert "hf_secret" not in str(caught.value)
     assert list(temporary_folder.iterdir()) == []
     assert not torch.distributed.is_initialized()
     VLLMEngine(model, tokenizer, OPTIONS).close()
@@ -193,15 +191,9 @@ def test_an_option_whose_value_vllm_refuses_is_an_error_of_the_option(engine) ->
 
 def test_options_that_the_engine_decides_are_refused(model, tokenizer) -> None:
     with pytest.raises(InputError, match="load_format"):
-        VLLMEngine(
-            model, tokenizer, VLLMOptions(max_model_len=64, dtype=torch.float32, engine_options={"load_format": "auto"})
-        )
+        VLLMEngine(model, tokenizer, replace(OPTIONS, engine_options={"load_format": "auto"}))
     with pytest.raises(UnsupportedError, match="tensor_parallel_size=2"):
-        VLLMEngine(
-            model,
-            tokenizer,
-            VLLMOptions(max_model_len=64, dtype=torch.float32, engine_options={"tensor_parallel_size": 2}),
-        )
+        VLLMEngine(model, tokenizer, replace(OPTIONS, engine_options={"tensor_parallel_size": 2}))
 
 
 def test_a_run_says_nothing_on_the_console_and_leaves_no_process(farm) -> None:

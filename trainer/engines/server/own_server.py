@@ -57,7 +57,7 @@ class OwnServer:
     ) -> None:
         with ExitStack() as resources:
             home = resources.enter_context(temporary_folder(0))
-            self.socket, self.log = str(home / "socket"), log
+            self.socket, self.log = str(home / "socket"), log.absolute()
             quiet = ("--uvicorn-log-level", "warning", "--disable-uvicorn-access-log")
             command, variables = server_command(folder, options=("--uds", self.socket, *quiet, *as_flags(options)))
             inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}

@@ -116,13 +116,13 @@ class Replica:
         except httpx.HTTPError as error:
             if self._own is not None:
                 await asyncio.sleep(_MOMENT)
-            self._failed(f"{type(error).__name__} ({str(error)[:500] or 'connection lost'})")
+            await self._failed(f"{type(error).__name__} ({str(error)[:500] or 'connection lost'})")
             raise RequestError(self.last_error, retry=self._own is None or not self._own.has_ended) from error
         finally:
             self.in_flight -= 1
         if not response.is_success:
             status, text = response.status_code, self.redacted(content.decode(errors="replace"))
-            self._failed(f"status {status} from {path}: {text[:500]!r}")
+            await self._failed(f"status {status} from {path}: {text[:500]!r}")
             kind = NoRouteError if status == httpx.codes.NOT_FOUND else RequestError
             raise kind(self.last_error, retry=status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS)
         if not is_json:
@@ -133,9 +133,9 @@ class Replica:
             text = self.redacted(content.decode(errors="replace"))
             raise RequestError(f"an answer from {path} that is not JSON: {text[:200]!r}") from None
 
-    def _failed(self, problem: str) -> None:
+    async def _failed(self, problem: str) -> None:
         """Keep what went wrong, with what the log of a server of the trainer's own says of it."""
-        errors = "" if self._own is None else self._own.errors()
+        errors = "" if self._own is None else await asyncio.to_thread(self._own.errors)
         self.last_error = self.redacted(f"{errors} ({problem})" if errors else problem)
 
     async def has_weight_version(self, client: httpx.AsyncClient, version: str) -> bool:
@@ -290,10 +290,10 @@ class Replicas:
         return self.run(all_completed, doing=f"completing {len(bodies)} prompts")
 
     def _no_completions(self, problem: str) -> UnavailableError:
-        again = "start it again and " * (self._socket is None)
+        again = "one trainer per server; if it stopped, start it again and " * (self._socket is None)
         return UnavailableError(
-            f"got {problem}, want completions from {self}; fix: look at {self.all[0].log}; one trainer per server; if "
-            f"it stopped, {again}start the trainer from its last checkpoint"
+            f"got {problem}, want completions from {self}; fix: look at {self.all[0].log}; {again}start the trainer "
+            "from its last checkpoint"
         )
 
     def __str__(self) -> str:
