@@ -36,7 +36,7 @@ BUGS = {
     "the probabilities of kept tokens may sum to less than 1": (SAMPLING, "0.0 if is_top_k else 1.0", "0.0", LISTS),
     "an engine is not asked whether it lists enough": (
         SAMPLING,
-        "if listed > max_listed:\n        raise",
+        "if listed > max_listed >= 0:\n        raise",
         "if False:\n        raise",
         LISTS,
     ),

@@ -138,6 +138,36 @@ BUGS = {
         "home = resources.enter_context(temporary_folder(0))\n            home.chmod(0o755)",
         [OWN, "-k", "ends_with_it"],
     ),
+    "the arguments of a server are for all to see": (
+        "trainer/engines/server/own_server.py",
+        '[sys.executable, "-P", str(_SCRIPT)]',
+        '[sys.executable, "-P", str(_SCRIPT), *command[3:]]',
+        [OWN, "-k", "ends_with_it"],
+    ),
+    "a fork that ends takes the server with it": (
+        "trainer/engines/server/own_server.py",
+        "    if os.getpid() != starter:\n        return\n",
+        "",
+        [OWN, "-k", "fork_of_its_trainer"],
+    ),
+    "a fork that ends removes the server's folder": (
+        "trainer/engines/weight_files.py",
+        "if os.getpid() == owner:",
+        "if True:",
+        [OWN, "-k", "fork_of_its_trainer"],
+    ),
+    "a request that fails holds up all others": (
+        "trainer/engines/server/replicas.py",
+        "await asyncio.sleep(_MOMENT)",
+        '__import__("time").sleep(_MOMENT)',
+        [OWN, "-k", "side_by_side"],
+    ),
+    "a step has the metrics of the last sync": (
+        "trainer/collect/collector.py",
+        "self.sync_metrics = self.queue[0].sync_metrics",
+        'self.sync_metrics = dict(getattr(engine, "sync_metrics", {}))',
+        [TESTS, "-k", "own_sync"],
+    ),
     "sampling goes on behind a failure": (
         "trainer/collect/batch_queue.py",
         "            if failure is not None:\n                raise failure\n",

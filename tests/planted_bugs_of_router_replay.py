@@ -62,6 +62,18 @@ BUGS = {
         "own_experts = batch",
         [RUNS, "-k", "own_routers"],
     ),
+    "prompts are apart without replay": (
+        "trainer/batching/micro_batches.py",
+        "if packing.replays and experts is not None",
+        "if experts is not None",
+        TREES,
+    ),
+    "an engine is told to return no experts": (
+        "trainer/engines/vllm/inprocess.py",
+        "if got != want and not is_more:",
+        "if False:",
+        ["tests/trainer/engines/test_engine_choice.py", "-k", "contradicts and router_replay"],
+    ),
     "a checkpoint has no experts": (
         "trainer/batching/rollout_buffer.py",
         '    "routed_experts": None,  # as it is\n',

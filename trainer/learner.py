@@ -130,6 +130,7 @@ class Learner:
             attention=attention_cost(hidden_size),
             sequences=args.sequences_per_micro_batch,
             max_tokens=args.max_tokens_per_micro_batch,
+            replays=args.router_replay,
         )
         if args.gradient_checkpointing:
             checkpoint_activations(model, args.gradient_checkpointing_kwargs or {})

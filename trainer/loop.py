@@ -378,7 +378,7 @@ class GRPOTrainer(TransformersFace):
             self.weight_check.warn_of_routing(metrics, self.engine, is_mixture=self.learner.routers is not None)
 
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
-        metrics = {**getattr(self.engine, "sync_metrics", {}), **metrics} | {
+        metrics |= {
             "epoch": float(self.epochs.at(self.step)),
             "generate_calls": self.collector.generate_calls,
             "rollout_engine": self.engine.name,

@@ -129,11 +129,12 @@ class AsyncLookup(Lookup):
 
 def vllm_engine(problem: Problem, *, sequences: int) -> Any:
     """vLLM in this process, which has one at a time."""
-    from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+    from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, VLLMOptions
 
     model: Any = problem.model()
     model = model.to(torch.bfloat16 if torch.cuda.is_available() else torch.float32)
-    return VLLMEngine(model, problem.tokenizer(), max_model_len=2048, dtype=model.dtype, max_sequences=sequences)
+    options = VLLMOptions(max_model_len=2048, dtype=model.dtype, max_sequences=sequences)
+    return VLLMEngine(model, problem.tokenizer(), options)
 
 
 def player(engine: Any, problem: Calling, tool: Lookup, number: int) -> Callable[[], Rollouts]:

@@ -293,11 +293,11 @@ def test_a_vllm_without_its_second_model_runner_is_refused_at_the_start(start):
 @pytest.mark.parametrize("replay", [True, False])
 def test_engines_are_asked_for_experts(monkeypatch, make_model, tokenizer, replay):
     asked = []
-    for name in ("VLLMEngine", "VLLMServerEngine"):
-        monkeypatch.setattr(engine_choice, name, lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(engine_choice, "VLLMEngine", lambda model, tokenizer, options: asked.append(options))
+    monkeypatch.setattr(engine_choice, "VLLMServerEngine", lambda *_, **options: asked.append(options))
     monkeypatch.setattr(engine_choice, "check_installed", lambda: None)
     args = GRPOConfig(router_replay=replay, use_cpu=True)
     for name in ("vllm", "server"):
         engine_choice.choose_engine(name, args, make_model(), tokenizer)
-    assert asked[0]["engine_options"] == ({"enable_return_routed_experts": True} if replay else {})
+    assert asked[0].needed == ({"enable_return_routed_experts": True} if replay else {})
     assert asked[1]["routed_experts"] is args.sampling(seed=0).routed_experts is replay

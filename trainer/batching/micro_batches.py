@@ -47,6 +47,7 @@ class Packing:
     attention: float = 0.0  # the cost of attending to one token, in units of a token's cost in the rest of a layer
     sequences: int = 1  # of a micro-batch, in order, where there is no `max_tokens`
     max_tokens: int | None = None  # places of a micro-batch (R * L), at most; a longer sequence is alone
+    replays: bool = False  # True: what is computed once has to go to the same experts
 
 
 def micro_batches(
@@ -72,8 +73,7 @@ def trees_of(batch: Sequence[Sample], chosen: Sequence[int], packing: Packing) -
     same: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
     for index in chosen:
         prompt, experts = batch[index].prompt_ids, batch[index].routed_experts
-        # What is computed once goes to the same experts.
-        routing = b"" if experts is None else experts[: len(prompt)].numpy().tobytes()
+        routing = experts[: len(prompt)].numpy().tobytes() if packing.replays and experts is not None else b""
         same.setdefault((tuple(prompt), routing), []).append(index)
     trees, most = [], packing.sequences if packing.max_tokens is None else None
     for (shared, _), members in same.items():

@@ -11,8 +11,9 @@ for the others, and nothing more is sampled on it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, wait
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fused_grpo.trainer.common.threads import in_thread
@@ -32,6 +33,7 @@ class Prefetched(NamedTuple):
     samples: Future[list[Sample]]
     before: dict[str, Any]  # the position of the collector before the rows were drawn
     weight_version: int  # the optimizer step whose weights sample it
+    sync_metrics: Mapping[str, float] = MappingProxyType({})  # of the sync that the engine got them by, once sampled
 
 
 class BatchQueue(deque[Prefetched]):
@@ -45,7 +47,14 @@ class BatchQueue(deque[Prefetched]):
         return not all(batch.samples.done() for batch in self)
 
     def request(
-        self, rows: list[Row], sample: Complete, *, before: dict[str, Any], weight_version: int, load: Load = None
+        self,
+        rows: list[Row],
+        sample: Complete,
+        *,
+        before: dict[str, Any],
+        weight_version: int,
+        sync_metrics: Mapping[str, float],
+        load: Load = None,
     ) -> None:
         """Have `sample` called in a thread, behind all that was requested before; and `load` first, if it is given."""
         earlier = self[-1].samples if self else None
@@ -60,7 +69,7 @@ class BatchQueue(deque[Prefetched]):
                 raise failure
             return sample()
 
-        self.append(Prefetched(rows, in_thread(work, name="prefetch"), before, weight_version))
+        self.append(Prefetched(rows, in_thread(work, name="prefetch"), before, weight_version, sync_metrics))
 
     def restore(self, rows: list[Row], samples: list[Sample], *, before: dict[str, Any], weight_version: int) -> None:
         """Add a batch of a checkpoint."""

@@ -25,7 +25,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -79,14 +79,17 @@ class Collector:
         self.has_greedy = self.args.advantage_estimator == "remax"
         self.generate_calls = self.num_tokens = 0  # tokens over all ranks; a prompt counts with each completion
         self.queue = BatchQueue()
+        self.sync_metrics: Mapping[str, float] = {}  # of the sync whose weights sampled what was drawn last
         self.rules, self.longest_prompt = start.rules, start.longest_prompt  # of episodes; None: no tools
 
     def draw(self, engine: RolloutEngine, phases: Phases) -> Drawn:
         """Rows of the dataset and their completions: the oldest of the queue, or new ones."""
         with phases("generate"):
             if self.queue:
+                self.sync_metrics = self.queue[0].sync_metrics
                 return self.queue.take()
             rows, complete = self._next_batch(engine)
+            self.sync_metrics = dict(getattr(engine, "sync_metrics", {}))
             return rows, complete()
 
     def collect(self, engine: RolloutEngine, phases: Phases, *, draw: Draw = lambda: None) -> Scored:
@@ -117,7 +120,7 @@ class Collector:
             advantages = self._advantages(facts, self.args.num_generations)
         self.num_tokens += sum(one.scored.num_tokens for one in facts)
         metrics = rollout_metrics(facts, self.rewards.names, self.args) | of_rounds
-        metrics |= {"num_tokens": float(self.num_tokens)} | self.sampler.metrics()
+        metrics |= {"num_tokens": float(self.num_tokens), **self.sync_metrics, **self.sampler.metrics()}
         return replace(scored.with_advantages(advantages), metrics=metrics)
 
     def buffer(self, scored: Scored, phases: Phases) -> RolloutBuffer:
@@ -183,8 +186,14 @@ class Collector:
             with phases("sync"):
                 weights = copied(self.learner.served_weights(engine), kept=kept)
             load = partial(checked_load_weights, engine, weights, version=step)
-        before = self._position()
-        self.queue.request(*self._next_batch(engine), before=before, weight_version=step, load=load)
+        before, synced = self._position(), dict[str, float]()
+        rows, complete = self._next_batch(engine)
+
+        def sample() -> list[Sample]:  # in the thread in which the engine loads weights
+            synced.update(getattr(engine, "sync_metrics", {}))
+            return complete()
+
+        self.queue.request(rows, sample, before=before, weight_version=step, sync_metrics=synced, load=load)
 
     def state(self, *, wait: bool = True) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
         """The position in the data and the prefetched samples: JSON, the same on every rank, and a table of each batch.

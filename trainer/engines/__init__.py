@@ -49,7 +49,7 @@ class RolloutEngine(Protocol):
     why_no_support: str | None = None  # of rollouts without the support of each token: what the engine needs for it
     samples_in_background: bool = False  # True: it may sample, and load weights, in another thread than the trainer's
     first_rank_sends: bool = False  # True: `load_weights` reads those of the first rank alone
-    sync_metrics: Mapping[str, float] = MappingProxyType({})  # of the last `load_weights`, logged with each step
+    sync_metrics: Mapping[str, float] = MappingProxyType({})  # of the last `load_weights`, logged with its samples
     own_prompts: bool = False  # True: `generate` takes `rows` of the dataset with their numbers, and may encode them
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -13,18 +14,18 @@ from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
-from fused_grpo.trainer.engines.served_adapter import OPTIONS_IN_4BIT, ServedAdapter
+from fused_grpo.trainer.engines.served_adapter import ServedAdapter
 from fused_grpo.trainer.engines.server.adapter_engine import VLLMServerAdapterEngine
 from fused_grpo.trainer.engines.server.own_server import OwnServer
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
-from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine, VLLMEngine, adapter_options, vllm_options
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine, VLLMEngine, VLLMOptions, check_engine_options
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed, check_routed_experts, write_checkpoint
 from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder
 from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.models.adapters import base_codes, base_model, base_weights, checkpoint_weights, is_adapted
 from fused_grpo.trainer.models.loading import wants_bf16
-from fused_grpo.trainer.models.quantized import layers_in_4bit
+from fused_grpo.trainer.models.quantized import check_layout, layers_in_4bit
 from fused_grpo.trainer.models.weight_stream import finish
 
 EngineName = Literal["vllm", "server", "transformers"]
@@ -36,7 +37,8 @@ def engine_name(args: GRPOConfig, peft_config: Any = None) -> EngineName:
     """The engine that the options select for a model, with the configuration of its adapter if there is one.
 
     `use_vllm=None` means vLLM where it is installed, transformers otherwise and for a model with prompt tuning.
-    UnsupportedError for vLLM and prompt tuning; InputError for `vllm_dtype` and another engine.
+    UnsupportedError for vLLM and prompt tuning; InputError for `vllm_dtype` and another engine, and for arguments of
+    vLLM that other options contradict.
     """
     name: EngineName
     if getattr(peft_config, "is_prompt_learning", False):
@@ -54,7 +56,9 @@ def engine_name(args: GRPOConfig, peft_config: Any = None) -> EngineName:
         # The vLLM of a machine with a GPU would use that.
         elsewhere = args.use_cpu and torch.accelerator.is_available()
         name = "transformers" if elsewhere or importlib.util.find_spec("vllm") is None else "vllm"
-    if args.vllm_dtype != "auto" and name != "vllm":
+    if name == "vllm":
+        check_engine_options(args.vllm_engine_kwargs or {}, _needed(args))
+    elif args.vllm_dtype != "auto":
         raise InputError(
             f"got vllm_dtype={args.vllm_dtype!r} with the engine {name!r}, want vLLM in process: a server has a dtype "
             "of its own, and transformers samples with the trainer's tensors; fix: use_vllm=True, or leave it out"
@@ -114,6 +118,13 @@ def server_urls(args: GRPOConfig) -> list[str]:
     return [urls] if isinstance(urls, str) else urls
 
 
+def _needed(args: GRPOConfig) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` without which options of a run would fail, but for the sizes of an adapter."""
+    experts = {"enable_return_routed_experts": True} if args.router_replay else {}
+    model_impl = {} if args.vllm_model_impl == "vllm" else {"model_impl": args.vllm_model_impl}
+    return experts | model_impl | ({"enable_lora": True} if args.vllm_adapter_sync else {})
+
+
 def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any) -> RolloutEngine:
     _log.info("rollout engine: %s", name)
     if args.vllm_adapter_sync and (name == "transformers" or not is_adapted(model)):
@@ -122,74 +133,73 @@ def _make_engine(name: EngineName, args: GRPOConfig, model: Any, tokenizer: Any)
             "an adapter; fix: leave it out"
         )
     if name == "transformers":
-        own: dict[str, Any] = {"cache_implementation": args.cache_implementation}
-        own["max_sequences"] = 1 if args.batch_invariant else None
-        return TransformersEngine(model, tokenizer, seed=args.seed, **own)
-    support = sampling if (sampling := args.sampling(seed=0)).wants_ids else None
+        most, cache = 1 if args.batch_invariant else None, args.cache_implementation
+        return TransformersEngine(model, tokenizer, seed=args.seed, cache_implementation=cache, max_sequences=most)
+    check_layout(base_model(model))
+    if name == "server":
+        return _server_engine(args, model, tokenizer)
+    check_installed()
+    options = VLLMOptions(
+        max_model_len=cast("int", args.vllm_max_model_length),
+        dtype=sampling_dtype(args),
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        seed=args.seed,
+        trust_remote_code=args.runs_remote_code,
+        enable_sleep_mode=args.vllm_enable_sleep_mode,
+        support=sampling if (sampling := args.sampling(seed=0)).wants_ids else None,
+        max_sequences=args.prompts_per_process(args.world_size) * args.group_part(args.world_size),
+        needed=_needed(args),
+        engine_options=args.vllm_engine_kwargs or {},
+    )
+    if args.generate_ahead:
+        return _engine_beside(args, model, tokenizer, options)
+    if args.vllm_adapter_sync:
+        return VLLMAdapterEngine(model, tokenizer, options)
+    return VLLMEngine(base_model(model), tokenizer, options)
+
+
+def _server_engine(args: GRPOConfig, model: Any, tokenizer: Any, own: OwnServer | None = None) -> RolloutEngine:
+    """The engine over the servers that the options name, or over one of this process' own.
+
+    As in process there is no limit of time with that: where it has ended, it is noticed without one.
+    """
     served: dict[str, Any] = {
-        "timeout": args.vllm_server_timeout,
+        "own": own,
+        "base_urls": [] if own else server_urls(args),
+        "allow_remote": args.vllm_server_allow_remote,
+        "timeout": None if own else args.vllm_server_timeout,
         "max_model_len": args.vllm_max_model_length,
         "seed": args.seed,
-        "support": support,
+        "support": args.sampling(seed=0),
         "batch_invariant": args.batch_invariant,
         "routed_experts": args.router_replay,
     }
-    if name == "server":
-        served |= {"base_urls": server_urls(args), "allow_remote": args.vllm_server_allow_remote}
-        if args.vllm_adapter_sync:
-            return VLLMServerAdapterEngine(model, tokenizer, **served)
-        sync: Any = {"weight_transfer": args.vllm_weight_transfer, "full_sync_interval": args.vllm_full_sync_interval}
-        return VLLMServerEngine(base_model(model), tokenizer, **sync, **served)
-    check_installed()
-    experts = {"enable_return_routed_experts": True} if args.router_replay else {}
-    model_impl = {} if args.vllm_model_impl == "vllm" else {"model_impl": args.vllm_model_impl}
-    options: dict[str, Any] = {
-        "max_model_len": args.vllm_max_model_length,
-        "dtype": sampling_dtype(args),
-        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-        "seed": args.seed,
-        "trust_remote_code": args.runs_remote_code,
-        "support": support,
-        "engine_options": model_impl | experts | (args.vllm_engine_kwargs or {}),
-        "max_sequences": args.prompts_per_process(args.world_size) * args.group_part(args.world_size),
-    }
-    if args.generate_ahead:
-        return _engine_beside(args, model, tokenizer, options, served)
-    options["enable_sleep_mode"] = args.vllm_enable_sleep_mode
     if args.vllm_adapter_sync:
-        return VLLMAdapterEngine(model, tokenizer, **options)
-    return VLLMEngine(base_model(model), tokenizer, **options)
+        return VLLMServerAdapterEngine(model, tokenizer, **served)
+    if own is None:
+        served |= {"weight_transfer": args.vllm_weight_transfer, "full_sync_interval": args.vllm_full_sync_interval}
+    return VLLMServerEngine(base_model(model), tokenizer, **served)
 
 
-def _engine_beside(
-    args: GRPOConfig, model: Any, tokenizer: Any, options: dict[str, Any], served: dict[str, Any]
-) -> RolloutEngine:
-    """vLLM with the `options` of the engine in process, in a process beside the trainer's; see own_server.py.
-
-    As in process there is no limit of time: a process that has ended is noticed without one.
-    """
-    served = served | {"timeout": None}
-    base, dtype = base_model(model), options["dtype"]
-    arguments = vllm_options(base, in_process=False, **options)
+def _engine_beside(args: GRPOConfig, model: Any, tokenizer: Any, options: VLLMOptions) -> RolloutEngine:
+    """vLLM with the `options` of the engine in process, in a process beside the trainer's; see own_server.py."""
+    base = base_model(model)
     environment = {"VLLM_BATCH_INVARIANT": "1"} if args.batch_invariant else {}
     on_cpu, is_4bit = next(base.parameters()).device.type == "cpu", False
     if args.vllm_adapter_sync:
-        is_4bit = bool(layers_in_4bit(model))
-        weights = base_codes(model, dtype) if is_4bit else base_weights(model, dtype)
-        arguments |= adapter_options(model, ServedAdapter(model).rank, dtype) | (OPTIONS_IN_4BIT if is_4bit else {})
+        options, is_4bit = options.with_adapter(ServedAdapter(model)), bool(layers_in_4bit(model))
         environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    else:
-        weights = checkpoint_weights(model, dtype)
+    arguments = options.arguments(base, in_process=False)
+    served = base_codes if is_4bit else base_weights if args.vllm_adapter_sync else checkpoint_weights
+    weights = served(model, options.dtype)
     tie = Tie.of(base) if on_cpu and not is_4bit else None
+    log = Path(args.output_dir) / f"vllm-{args.process_index}.log"
     try:
         with temporary_folder(weights.nbytes) as folder, ExitStack() as started:
             write_checkpoint(weights, base, tokenizer, folder=folder, tie=tie, quantized=is_4bit)
-            own = OwnServer(folder, arguments, environment=environment)
+            own = OwnServer(folder, arguments, environment=environment, log=log)
             started.callback(own.close)
-            if args.vllm_adapter_sync:
-                engine: RolloutEngine = VLLMServerAdapterEngine(model, tokenizer, own=own, **served)
-            else:
-                engine = VLLMServerEngine(base, tokenizer, own=own, **served)
+            engine = _server_engine(args, model, tokenizer, own)
             started.pop_all()
     finally:
         finish(weights)  # of a rank that fails the others wait in its gathers

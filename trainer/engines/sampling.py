@@ -104,8 +104,8 @@ def vllm_requests(
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """As `prepared`, a copy of the prompts; and vLLM's sampling options for each, in process and for servers.
 
-    With the log-prob of each token come those of the most likely ones, `max_listed` at most: none, where the engine
-    should list more or no supports are wanted.
+    With the log-prob of each token come those of the most likely ones, `max_listed` at most, where -1 is all: none,
+    where the engine should list more or no supports are wanted.
 
     vLLM seeds completion i of a prompt with the prompt's seed + i. Consecutive prompt seeds would therefore give
     neighbouring prompts the same random numbers: two equal prompts would share all but one of their completions.
@@ -118,7 +118,7 @@ def vllm_requests(
     # All of them: a server takes missing ones from the model's generation config.
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     same = {name: getattr(sampling, name) for name in names} | sampling.extra
-    same |= {"n": sampling.num_sampled, "logprobs": 0 if listed is None or listed > max_listed else listed}
+    same |= {"n": sampling.num_sampled, "logprobs": 0 if listed is None or listed > max_listed >= 0 else listed}
     of_prompts, first = random.Random(seed), sampling.first_prompt
     places = [of_prompts.getrandbits(SEED_BITS) for _ in range(first + len(prompts))]
     return prompts, [{**same, "seed": seed} for seed in places[first:]]
@@ -285,7 +285,7 @@ def check_listed(sampling: SamplingParams | None, *, max_listed: int, vocab_size
             f"got score_centering={kind!r} and top_k={sampling.top_k} with the {engine} engine, want a bound of the "
             f"kept tokens, whose log-probs it has to list; fix: top_k of 1 to {MAX_LISTED}, or use_vllm=False"
         )
-    if listed > max_listed:
+    if listed > max_listed >= 0:
         raise UnsupportedError(
             f"got score_centering={kind!r} and a {engine} engine that lists the log-probs of {max_listed} tokens at "
             f"most, want {listed}; fix: {fix}={listed}, or fewer (score_centering_topk, top_k)"

@@ -76,7 +76,7 @@ def temporary_weight_files(weights: Named, *, directory: str | None = None) -> I
 
 @contextmanager
 def temporary_folder(size: int, *, directory: str | None = None) -> Iterator[Path]:
-    """A new folder for `size` bytes, which is removed afterwards.
+    """A new folder for `size` bytes, which is removed afterwards; by this process alone, and not by its forks.
 
     `directory` is its parent. None: shared memory, or the temporary directory where they do not fit.
     """
@@ -85,11 +85,12 @@ def temporary_folder(size: int, *, directory: str | None = None) -> Iterator[Pat
         fits = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > 1.5 * size
         directory = _SHARED_MEMORY if fits else tempfile.gettempdir()
         remove_abandoned(directory)
-    folder, lock = _locked_folder(directory)
+    (folder, lock), owner = _locked_folder(directory), os.getpid()
     try:
         yield folder
     finally:
-        shutil.rmtree(folder)
+        if os.getpid() == owner:
+            shutil.rmtree(folder)
         os.close(lock)
 
 

@@ -1,12 +1,8 @@
 """LoRA, prompt tuning and P-tuning by PEFT: a frozen base model and a trained adapter (docs/lora.md).
 
-PEFT puts LoRA into the layers of the base model, so backbone and loss run unchanged. The other differences are here:
-
-- head: it may have an adapter, or be a trained copy of itself. The loss takes the resulting weight.
-- reference: the same model with its adapter disabled, or with a frozen copy of the adapter that the model came with.
-- engine: gets W + (alpha / r) B A under the names of the base model's checkpoint. While it reads, a layer at a time is
-  merged on a copy, so W never changes by rounding; of a layer in 4 bits, W is what it computes with (quantized.py).
-- checkpoint: holds the adapter alone, in PEFT's format; resuming loads it bit for bit into the model that is passed.
+PEFT puts LoRA into the layers of the base model, so backbone and loss run unchanged; of a head that has an adapter, or
+is a trained copy of itself, the loss takes the resulting weight. While an engine reads, a layer at a time is merged on
+a copy, so W never changes by rounding; of a layer in 4 bits, W is what it computes with (quantized.py).
 
 **Virtual tokens** (prompt tuning, P-tuning) are trained embeddings of n tokens before every sequence:
 
@@ -199,7 +195,7 @@ def _refuse(what: str) -> tuple[str, Tensor]:
 
 def base_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
     """As `checkpoint_weights`, of the frozen base; of 4-bit layers what they compute with."""
-    return _named_weights(model, _unadapted, dtype)
+    return _named_weights(model, lambda layer: dequantized(_base_layer(layer)), dtype)
 
 
 def base_codes(model: Any, dtype: torch.dtype) -> WeightStream:
@@ -431,10 +427,6 @@ def _base_layer(layer: Any) -> Any:
     if hasattr(layer, "modules_to_save"):
         return layer.original_module
     return layer.get_base_layer() if hasattr(layer, "base_layer") else layer
-
-
-def _unadapted(layer: Any) -> Any:
-    return dequantized(_base_layer(layer))
 
 
 def _merged(layer: Any) -> Any:

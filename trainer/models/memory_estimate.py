@@ -30,7 +30,7 @@ from fused_grpo.passes.buffers import chunk_budget
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.models.attention import attention_cost, sees_all, tree_sizes
 from fused_grpo.trainer.models.loading import wants_bf16
-from fused_grpo.trainer.models.quantized import is_codes, number_in_4bit
+from fused_grpo.trainer.models.quantized import is_codes, layers_in_4bit
 
 CPU_BLOCK_TOKENS = 32  # of vLLM's KV cache
 CPU_SEQUENCES = 256  # that vLLM samples at a time
@@ -40,7 +40,8 @@ _KEPT_FREE = 250 << 20  # 0 to 0.4 GB in runs of 9M and 135M parameters
 
 LEFT_OUT = (
     "Left out: attention scores where the attention keeps them (eager), the all-reduce buckets of DDP, CUDA's own "
-    "context (about 0.5 GB), and what the allocator wastes. Under FSDP2, weights, gradients, AdamW state, the "
+    "context (about 0.5 GB), the experts of tokens (router_replay), what the processes of a server beside the trainer "
+    "import (generate_ahead), and what the allocator wastes. Under FSDP2, weights, gradients, AdamW state, the "
     "reference and a teacher are divided by the number of processes."
 )
 
@@ -121,7 +122,7 @@ def shape_of(
             model = AutoModelForCausalLM.from_config(model)
     text, head = model.config.get_text_config(), model.get_output_embeddings()
     # bitsandbytes has the codes of two weights in one number.
-    quantized = number_in_4bit(model)
+    quantized = sum(math.prod(layer.weight.quant_state.shape) for layer in layers_in_4bit(model).values())
     parameters = sum(parameter.numel() for parameter in model.parameters() if not is_codes(parameter)) + quantized
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     modules = model.named_modules()
@@ -264,7 +265,7 @@ def _loss(shape: ModelShape, teacher: ModelShape | None, tokens: int, chunk_byte
 
 
 def _vllm(shape: ModelShape, args: GRPOConfig, tokens: int, sequences: int, dtype: torch.dtype) -> list[Term]:
-    """vLLM in process, for so many sequences of at most so many tokens."""
+    """vLLM in process, or in one beside it with `generate_ahead`, for so many sequences of at most so many tokens."""
     share = args.vllm_gpu_memory_utilization
     if (total := device_memory(args)) is not None:
         return [Term("vLLM", f"{share} of the GPU (vllm_gpu_memory_utilization)", int(share * total))]
@@ -274,8 +275,12 @@ def _vllm(shape: ModelShape, args: GRPOConfig, tokens: int, sequences: int, dtyp
     token_bytes = 2 * shape.layers * shape.kv_width * dtype.itemsize
     cache = cpu_cache_bytes(token_bytes, args.vllm_max_model_length or tokens, sequences)
     cache = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes", cache)
-    name, size = str(dtype).removeprefix("torch."), dtype.itemsize
+    name, size, copies = str(dtype).removeprefix("torch."), dtype.itemsize, int(args.generate_ahead)
+    # In shared memory while a server beside the trainer reads them, and a copy for each further batch in flight.
+    copies = min(copies, 1) if args.vllm_adapter_sync else copies
+    sent = Term(f"weights on their way, {name}", f"{size * copies} P", size * copies * shape.parameters)
     return [
+        *([sent] if copies else []),
         Term("vLLM's libraries", "measured", _VLLM_LIBRARIES),
         Term(f"vLLM's weights, {name}", f"{size} P + {size * heads} V D", size * parameters),
         Term(f"vLLM's KV cache, {name}", "2 L (width of keys) a token, kv_cache_memory_bytes", cache),

@@ -1,8 +1,7 @@
 """Bases whose linear layers are in 4 bits (bitsandbytes), on which LoRA is trained: QLoRA, arXiv:2305.14314.
 
 A layer holds 4-bit codes and a scale for each block of them, and computes with the weight W that they stand for, which
-is made in every pass and dropped. So the policy is W + (alpha / r) B A with that W, exactly, and so is what an engine
-gets that computes in 16 or 32 bits. The codes never change.
+is made in every pass and dropped. The codes never change.
 
 bitsandbytes is imported only where a model has such layers.
 """
@@ -10,13 +9,13 @@ bitsandbytes is imported only where a model has such layers.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from packaging import version
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 
@@ -99,11 +98,6 @@ def compute_dtypes(model: nn.Module) -> list[torch.dtype]:
     return [layer.compute_dtype for layer in layers_in_4bit(model).values() if layer.compute_dtype is not None]
 
 
-def number_in_4bit(model: nn.Module) -> int:
-    """How many weights are in 4 bits."""
-    return sum(math.prod(layer.weight.quant_state.shape) for layer in layers_in_4bit(model).values())
-
-
 def keep_exact(model: nn.Module) -> None:
     """Keep bitsandbytes from computing with other weights outside of training than inside, in place.
 
@@ -130,6 +124,16 @@ def check_biases(model: nn.Module) -> None:
             "got trained biases of layers in 4 bits with another compute dtype, to which bitsandbytes rounds them, "
             "want them exact; fix: bias='none' in LoraConfig (lora_bias is exact), or bnb_4bit_compute_dtype='float32'"
         )
+
+
+def check_layout(model: nn.Module) -> None:
+    """UnsupportedError for layers in 4 bits that a checkpoint has transposed: GPT-2's Conv1D."""
+    for name, layer in layers_in_4bit(model).items():
+        if issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D):
+            raise UnsupportedError(
+                f"got {name} in 4 bits, a Conv1D that bitsandbytes has transposed, with a vLLM engine, which loads "
+                "the layout of a checkpoint, want linear layers; fix: use_vllm=False, or no quantization_config"
+            )
 
 
 def dequantized(layer: Any, *, device: torch.device | str | None = None) -> Any:

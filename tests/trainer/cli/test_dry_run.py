@@ -69,6 +69,15 @@ def test_weights_gradients_and_optimizer_state_are_exact(make_model, tied):
     assert estimate["AdamW state, fp32"] == sum(value.nbytes for value in moments)
 
 
+@pytest.mark.parametrize(("options", "copies"), [({}, 3), ({"vllm_adapter_sync": True}, 1)])
+def test_weights_on_their_way_to_a_server_beside_the_trainer_are_counted(make_model, options, copies):
+    model, name = make_model(), "weights on their way, float32"
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    args = TrainOptions(use_cpu=True, generate_ahead=3, **options)
+    assert sizes(shape_of(model), args, engine="vllm")[name] == copies * held
+    assert name not in sizes(shape_of(model), TrainOptions(use_cpu=True), engine="vllm")
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_are_what_the_layers_keep(make_model, bf16, checkpointing):

@@ -82,6 +82,22 @@ def test_a_batch_is_as_many_generations_old_as_the_option_says(make_trainer, k, 
     assert seeds == [FIRST_SEED + number for number in range(8)]  # each once, in order
 
 
+@pytest.mark.parametrize("options", [{"k": 0}, {"k": 3, "pace": "slow"}, {"k": 2, "pace": "fast", "num_iterations": 2}])
+def test_a_step_has_the_metrics_of_its_own_sync(make_trainer, options):
+    trainer = make_trainer(**options)
+    load = trainer.engine.load_weights
+
+    def loading(weights, version):
+        load(weights, version)
+        trainer.engine.sync_metrics = {"weight_sync/bytes": version + 0.5}
+
+    trainer.engine.load_weights, trainer.engine.weight_version = loading, -1
+    trainer.train()
+    assert [line["weight_sync/bytes"] - 0.5 for line in lines(trainer)] == [
+        line["weight_version"] for line in lines(trainer)
+    ]
+
+
 def test_prompts_come_in_the_same_order_and_each_is_learned_from(make_trainer, tmp_path):
     prompts = {
         k: [

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, VLLMOptions
 from fused_grpo.trainer.types import SamplingParams
 
 
@@ -34,7 +34,7 @@ def sample_once() -> None:
         num_key_value_heads=2, eos_token_id=0, bos_token_id=None, tie_word_embeddings=True,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
-    engine = VLLMEngine(model, tokenizer, max_model_len=32, dtype="float32")
+    engine = VLLMEngine(model, tokenizer, VLLMOptions(max_model_len=32, dtype=torch.float32))
     engine.generate([[1, 2]], SamplingParams(n=2, max_tokens=4, seed=0))
     engine.load_weights(model.named_parameters(), version=1)
     sockets = [socket for socket in psutil.Process().net_connections("inet") if socket.status == "LISTEN"]

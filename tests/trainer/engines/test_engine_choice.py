@@ -87,14 +87,40 @@ def test_without_vllm_a_run_samples_from_its_own_model_and_needs_no_other(
 
 def test_options_of_one_engine_reach_it(build_model, tokenizer, monkeypatch) -> None:
     given: dict[str, Any] = {}
-    for engine in ("VLLMEngine", "TransformersEngine"):
-        monkeypatch.setattr(engine_choice, engine, lambda *_, **options: given.update(options))
+    monkeypatch.setattr(engine_choice, "VLLMEngine", lambda model, tokenizer, options: given.update(vars(options)))
+    monkeypatch.setattr(engine_choice, "TransformersEngine", lambda *_, **options: given.update(options))
     monkeypatch.setattr(engine_choice, "check_installed", lambda: None)
     args = GRPOConfig(vllm_model_impl="transformers", cache_implementation="static", vllm_max_model_length=64)
     for name in ("vllm", "transformers"):
         choose_engine(name, args, build_model(), tokenizer)
-    assert given["engine_options"] == {"model_impl": "transformers"}
+    assert given["needed"] == {"model_impl": "transformers"}
     assert given["cache_implementation"] == "static"
+
+
+CONTRADICTIONS = [
+    ({"router_replay": True}, {"enable_return_routed_experts": False}, "want True with router_replay=True"),
+    ({"router_replay": True}, {"enable_return_routed_experts": None}, "want True with router_replay=True"),
+    ({"vllm_adapter_sync": True}, {"enable_lora": False}, "want True with vllm_adapter_sync=True"),
+    ({"vllm_model_impl": "transformers"}, {"model_impl": "vllm"}, "want 'transformers' with vllm_model_impl"),
+    ({}, {"seed": 1}, "want only what the engine leaves open"),
+    ({}, {"gpu_memory_utilization": 0.5}, "want only what the engine leaves open"),
+    ({}, {"tensor_parallel_size": 2}, "want 1: an engine"),
+]
+
+
+@pytest.mark.parametrize(("options", "given", "message"), CONTRADICTIONS)
+def test_an_argument_of_vllm_that_an_option_contradicts_is_refused(options, given, message) -> None:
+    args = GRPOConfig(use_vllm=True, vllm_engine_kwargs=given, **options)
+    with pytest.raises((InputError, UnsupportedError), match=f"^got .*{next(iter(given))}.*{message}.*; fix: "):
+        engine_name(args)
+
+
+def test_an_argument_of_vllm_may_be_more_than_an_option_needs() -> None:
+    kwargs = {"enable_return_routed_experts": True, "max_lora_rank": 64}
+    assert engine_name(GRPOConfig(use_vllm=True, router_replay=True, vllm_engine_kwargs=kwargs)) == "vllm"
+    inprocess.check_engine_options(kwargs, {"max_lora_rank": 16})
+    with pytest.raises(InputError, match=r"got max_lora_rank=64 in vllm_engine_kwargs, want 128 with vllm_adapter"):
+        inprocess.check_engine_options(kwargs, {"max_lora_rank": 128})
 
 
 @pytest.mark.usefixtures("without_vllm")

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import chdir, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +22,9 @@ from peft import LoraConfig
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines import weight_files
-from fused_grpo.trainer.engines.server import own_server
+from fused_grpo.trainer.engines.server import own_server, replicas
 from fused_grpo.trainer.engines.server.own_server import OwnServer, as_flags
-from fused_grpo.trainer.engines.server.replicas import Replicas
+from fused_grpo.trainer.engines.server.replicas import Replicas, RequestError
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 
 SUMS = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
@@ -43,16 +43,34 @@ time.sleep(600)
 # With a fork, as those of a reward function's pool, which has all that the trainer has open and outlives it.
 TRAINER = """
 import os, sys, time
+from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from fused_grpo.trainer.engines import weight_files
 from fused_grpo.trainer.engines.server.own_server import OwnServer
 weight_files._SHARED_MEMORY = sys.argv[4]
-server = OwnServer("folder", {}, environment={"SAID": sys.argv[2]})
+server = OwnServer("folder", {}, environment={"SAID": sys.argv[2]}, log=Path(sys.argv[2] + ".log"))
 if os.fork() == 0:
     while not os.path.exists(sys.argv[3]):
         time.sleep(0.05)
     os._exit(0)
 time.sleep(600)
+"""
+# With a fork that ends as any process does, with exit functions, finalizers and all objects.
+FORKING = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from fused_grpo.trainer.engines import weight_files
+from fused_grpo.trainer.engines.server.own_server import OwnServer
+weight_files._SHARED_MEMORY = sys.argv[3]
+server = OwnServer("folder", {}, environment={"SAID": sys.argv[2]}, log=Path(sys.argv[2] + ".log"))
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.05)
+if os.fork() != 0:
+    os.wait()
+    time.sleep(0.2)
+    assert not server.has_ended
+    assert Path(server.socket).parent.exists()
 """
 
 
@@ -109,12 +127,14 @@ def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, m
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])  # a Path, which imports ignore
     options = {"dtype": "bfloat16", "enforce_eager": True, "enable_chunked_prefill": False, "hf_overrides": {"a": [1]}}
-    server = OwnServer("folder", options, environment={"SAID": str(tmp_path / "said")})
+    environment, log = {"SAID": str(tmp_path / "said")}, tmp_path / "run" / "log"
+    server = OwnServer("folder", options | {"hf_token": "hf_secret"}, environment=environment, log=log)
     said = what_it_said(tmp_path / "said")
     assert " ".join(said["arguments"]).endswith(
         f"--uds {server.socket} --uvicorn-log-level warning --disable-uvicorn-access-log --dtype bfloat16 "
-        '--enforce-eager --no-enable-chunked-prefill --hf-overrides {"a": [1]}'
+        '--enforce-eager --no-enable-chunked-prefill --hf-overrides {"a": [1]} --hf-token hf_secret'
     )
+    assert not any("secret" in Path(f"/proc/{pid}/cmdline").read_text() for pid in said["processes"])
     assert said["arguments"][:2] == ["--model", "folder"]
     assert said["environment"]["VLLM_SERVER_DEV_MODE"] == said["environment"]["VLLM_NO_USAGE_STATS"] == "1"
     assert said["environment"]["VLLM_LOGGING_LEVEL"] == "DEBUG"  # as in process
@@ -127,6 +147,14 @@ def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, m
     wait_for_the_end(said["processes"])
     assert server.has_ended
     assert not folder.exists()
+    assert log.exists()
+
+
+def test_a_fork_of_its_trainer_that_ends_does_not_end_it(stand_in, farm, tmp_path, shared_memory) -> None:
+    (tmp_path / "trainer.py").write_text(FORKING)
+    arguments = stand_in(SERVER), tmp_path / "said", shared_memory
+    farm.run(tmp_path / "trainer.py", *arguments, stage="libraries", teardown=True)
+    wait_for_the_end(what_it_said(tmp_path / "said")["processes"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -158,12 +186,38 @@ def test_it_ends_with_a_trainer_that_is_killed(stand_in, farm, tmp_path, shared_
         ("os.kill(os.getpid(), 9)", "an end with status -9"),
     ],
 )
-def test_one_that_cannot_start_says_why_at_once(stand_in, build_model, tokenizer, code, said) -> None:
+def test_one_that_cannot_start_says_why_at_once(stand_in, build_model, tokenizer, tmp_path, code, said) -> None:
     stand_in(f"import os, sys; {code}")
-    server = OwnServer("folder", {}, environment={})
-    with pytest.raises(UnavailableError, match=f"^got {re.escape(said)} .*at http://vllm-beside-the-trainer, want"):
+    log = tmp_path / "run" / "log"
+    with chdir(tmp_path):
+        server = OwnServer("folder", {}, environment={}, log=Path("run", "log"))
+    message = f"^got {re.escape(said)} .*at http://vllm-beside-the-trainer, want .*fix: look at its log, {log}$"
+    with pytest.raises(UnavailableError, match=message):
         VLLMServerEngine(build_model("qwen2", tied=True), tokenizer, own=server, timeout=15.0)
     server.close()
+    assert said.rpartition("; ")[2] in log.read_text() + said * ("-9" in said)
+
+
+def test_a_secret_that_it_quotes_is_in_no_error(stand_in, tmp_path) -> None:
+    stand_in('import sys; sys.exit("error: unrecognized arguments: --hf-tokn hf_" + "a1" * 17)')
+    server = OwnServer("folder", {}, environment={}, log=tmp_path / "log")
+    server._process.wait()
+    assert "--hf-tokn <redacted>" in server.errors()
+    server.close()
+
+
+def test_requests_that_fail_wait_for_its_end_side_by_side(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(replicas, "_MOMENT", 0.5)
+    own = SimpleNamespace(url="http://own", socket=str(tmp_path / "none"), log="", has_ended=False, errors=lambda: "")
+    servers = Replicas([], own=own, timeout=10.0)
+
+    async def all_failed(client: Any) -> list[Any]:
+        requests = (servers.all[0].request(client, "GET", "/health") for _ in range(12))
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    started = time.monotonic()
+    assert {type(error) for error in servers.run(all_failed, doing="a test")} == {RequestError}
+    assert 0.5 <= time.monotonic() - started < 3.0
 
 
 def test_as_many_requests_are_in_flight_as_at_a_server_of_the_users(tmp_path) -> None:
@@ -178,12 +232,12 @@ def test_as_many_requests_are_in_flight_as_at_a_server_of_the_users(tmp_path) ->
 
     async def ask_all() -> None:
         async with await asyncio.start_unix_server(answer, path, backlog=150):
-            await asyncio.to_thread(replicas.run, asked, doing="a test")
+            await asyncio.to_thread(servers.run, asked, doing="a test")
 
     async def asked(client: Any) -> None:
-        await asyncio.gather(*(replicas.all[0].request(client, "GET", "/health") for _ in range(150)))
+        await asyncio.gather(*(servers.all[0].request(client, "GET", "/health") for _ in range(150)))
 
-    replicas = Replicas([], own=SimpleNamespace(url="http://own", socket=path), timeout=10.0)
+    servers = Replicas([], own=SimpleNamespace(url="http://own", socket=path, log=""), timeout=10.0)
     asyncio.run(ask_all())
 
 
@@ -222,7 +276,8 @@ def from_the_farm(farm, monkeypatch) -> Iterator[None]:
 
     def started(command: list[str], *, env: dict[str, str], **pipes: Any) -> Any:
         # It waits for its trainer in vain: standard input is empty there.
-        processes.append(farm.start(Path(__file__).with_name("serve_forked.py"), *command[3:], env=env, stage="vllm"))
+        script, arguments = Path(__file__).with_name("serve_forked.py"), json.loads(env["FUSED_GRPO_SERVER_ARGUMENTS"])
+        processes.append(farm.start(script, *arguments, env=env, stage="vllm"))
         processes[-1].stdin = None
         return processes[-1]
 

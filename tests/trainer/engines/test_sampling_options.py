@@ -7,7 +7,7 @@ import torch
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
-from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, VLLMOptions
 from fused_grpo.trainer.types import SamplingParams
 
 PLAIN = SamplingParams(n=4, max_tokens=8, seed=11)
@@ -76,7 +76,7 @@ def test_transformers_says_what_it_does_not_have(model, tokenizer, prompts) -> N
 
 def test_sleep_mode_on_a_cpu_is_refused_before_vllm_starts(model, tokenizer) -> None:
     with pytest.raises(UnsupportedError, match="sleep mode for a vllm engine on a CPU"):
-        VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", enable_sleep_mode=True)
+        VLLMEngine(model, tokenizer, VLLMOptions(max_model_len=64, dtype=torch.float32, enable_sleep_mode=True))
 
 
 @pytest.mark.parametrize("kind", [list, tuple, set, torch.tensor])

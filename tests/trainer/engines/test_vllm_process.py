@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
-from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, VLLMOptions
 from fused_grpo.trainer.engines.vllm.start_vllm import config_folder
 from fused_grpo.trainer.types import SamplingParams, Turn
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.engine
 
 HERE = Path(__file__).parent
 SAMPLING = SamplingParams(n=2, max_tokens=4, seed=0)
+OPTIONS = VLLMOptions(max_model_len=64, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def process_state() -> dict[str, object]:
 
 @pytest.fixture
 def engine(model, tokenizer) -> Iterator[VLLMEngine]:
-    engine = VLLMEngine(model, tokenizer, max_model_len=64, dtype=torch.float32)
+    engine = VLLMEngine(model, tokenizer, OPTIONS)
     yield engine
     engine.close()
 
@@ -77,7 +78,7 @@ def test_the_process_is_as_it_was_after_start_sampling_sync_and_close(model, tok
     torch.manual_seed(5)
     gc.unfreeze()  # what the suite has frozen
     before = process_state()
-    engine = VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32")
+    engine = VLLMEngine(model, tokenizer, OPTIONS)
     assert process_state() == before
     engine.generate(prompts[:2], SAMPLING)
     engine.load_weights(model.named_parameters(), version=1)
@@ -88,7 +89,7 @@ def test_the_process_is_as_it_was_after_start_sampling_sync_and_close(model, tok
 
 
 def test_closing_twice_is_fine_and_leaves_no_temporary_file(temporary_folder, model, tokenizer, prompts) -> None:
-    engine = VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32")
+    engine = VLLMEngine(model, tokenizer, OPTIONS)
     engine.close()
     engine.close()
     assert list(temporary_folder.iterdir()) == []
@@ -97,17 +98,19 @@ def test_closing_twice_is_fine_and_leaves_no_temporary_file(temporary_folder, mo
 
 
 def test_a_start_that_fails_half_way_leaves_nothing(temporary_folder, model, tokenizer) -> None:
-    with pytest.raises(UnavailableError, match=r"at its start.*fix:"):
-        VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", engine_options={"kv_cache_memory_bytes": 1})
+    given = {"kv_cache_memory_bytes": 1, "hf_token": "hf_secret"}
+    with pytest.raises(UnavailableError, match=r"at its start.*'hf_token': '<redacted>'.*fix:") as caught:
+        VLLMEngine(model, tokenizer, replace(OPTIONS, engine_options=given))
+    assert "hf_secret" not in str(caught.value)
     assert list(temporary_folder.iterdir()) == []
     assert not torch.distributed.is_initialized()
-    VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32").close()
+    VLLMEngine(model, tokenizer, OPTIONS).close()
 
 
 def test_what_vllm_compiles_is_found_again_for_the_same_model(cache, build_model, tokenizer) -> None:
     keys = []
     for _ in range(2):
-        engine = VLLMEngine(build_model("qwen2"), tokenizer, max_model_len=64, dtype="float32")
+        engine = VLLMEngine(build_model("qwen2"), tokenizer, OPTIONS)
         keys.append(engine._llm.llm_engine.model_config.compute_hash())
         engine.close()
     assert keys[0] == keys[1]
@@ -135,7 +138,7 @@ def test_a_cache_that_cannot_be_written_is_said(cache, model, tokenizer) -> None
 
 def test_a_second_engine_at_the_same_time_is_refused(engine, model, tokenizer) -> None:
     with pytest.raises(UnavailableError, match=r"second vllm engine.*close\(\)"):
-        VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32")
+        VLLMEngine(model, tokenizer, OPTIONS)
 
 
 def test_a_prompt_without_room_is_refused_instead_of_cut_short(engine) -> None:
@@ -188,9 +191,9 @@ def test_an_option_whose_value_vllm_refuses_is_an_error_of_the_option(engine) ->
 
 def test_options_that_the_engine_decides_are_refused(model, tokenizer) -> None:
     with pytest.raises(InputError, match="load_format"):
-        VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", engine_options={"load_format": "auto"})
+        VLLMEngine(model, tokenizer, replace(OPTIONS, engine_options={"load_format": "auto"}))
     with pytest.raises(UnsupportedError, match="tensor_parallel_size=2"):
-        VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", engine_options={"tensor_parallel_size": 2})
+        VLLMEngine(model, tokenizer, replace(OPTIONS, engine_options={"tensor_parallel_size": 2}))
 
 
 def test_a_run_says_nothing_on_the_console_and_leaves_no_process(farm) -> None:
@@ -210,7 +213,7 @@ def test_the_trainers_process_group_survives_the_engine(farm) -> None:
 
 def test_turns_that_come_later_are_sampled_with_those_under_way(model, tokenizer) -> None:
     """A turn's seed decides what it says, not what was sampled beside it; each ends at its own limit."""
-    engine = VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", max_sequences=4)
+    engine = VLLMEngine(model, tokenizer, replace(OPTIONS, max_sequences=4))
     try:
         sampling = SamplingParams(n=4, max_tokens=12, seed=0)
         batch = [Turn(number, [5, 6, 7 + number], 4 + 2 * number, 100 + number) for number in range(4)]

@@ -25,7 +25,7 @@ from fused_grpo.trainer.checkpoint.checkpoint import newest_checkpoint, verify_c
 from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.weight_transfer import ChangeTransfer
-from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, VLLMOptions
 from fused_grpo.trainer.episodes.conversation import Template
 from fused_grpo.trainer.episodes.play import EpisodeEngine, Rules
 from fused_grpo.trainer.logging.run_log import read_metrics
@@ -67,7 +67,7 @@ def synced(connect, model) -> VLLMServerEngine:
 @pytest.fixture(scope="module")
 def inside(synced, model, tokenizer) -> Iterator[VLLMEngine]:
     """An engine in this process, with the weights that the server has."""
-    engine = VLLMEngine(model, tokenizer, max_model_len=192, dtype="float32")
+    engine = VLLMEngine(model, tokenizer, VLLMOptions(max_model_len=192, dtype=torch.float32))
     yield engine
     engine.close()
 

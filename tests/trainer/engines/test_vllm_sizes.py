@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, VLLMOptions
 from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
@@ -39,7 +39,9 @@ def model(build_model):
 @pytest.fixture(scope="module")
 def engine(model, tokenizer) -> Iterator[VLLMEngine]:
     options = {"kv_cache_memory_bytes": 220 * BLOCK}
-    engine = VLLMEngine(model, tokenizer, max_model_len=LONGEST, dtype="float32", engine_options=options)
+    engine = VLLMEngine(
+        model, tokenizer, VLLMOptions(max_model_len=LONGEST, dtype=torch.float32, engine_options=options)
+    )
     yield engine
     engine.close()
 
@@ -161,4 +163,4 @@ def test_a_call_finds_nothing_of_the_calls_before_in_the_cache(engine, monkeypat
 def test_options_that_compute_a_prompt_in_parts_are_refused(model, tokenizer, engine, monkeypatch, option) -> None:
     monkeypatch.setattr(VLLMEngine, "_running", weakref.WeakSet())
     with pytest.raises(InputError, match=rf"engine_options with {next(iter(option))}.*fix:"):
-        VLLMEngine(model, tokenizer, max_model_len=64, dtype="float32", engine_options=option)
+        VLLMEngine(model, tokenizer, VLLMOptions(max_model_len=64, dtype=torch.float32, engine_options=option))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.engines.checked_engine import WeightCheck
-from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, VLLMOptions
 from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import SamplingParams
 
@@ -32,7 +32,7 @@ class Served(NamedTuple):
 def served(request, build_model, tokenizer) -> Iterator[Served]:
     family, tied = request.param
     model = build_model(family, tied=tied)
-    engine = VLLMEngine(model, tokenizer, max_model_len=192, dtype="float32")
+    engine = VLLMEngine(model, tokenizer, VLLMOptions(max_model_len=192, dtype=torch.float32))
     yield Served(model, engine)
     engine.close()
 

@@ -24,7 +24,7 @@ from fused_grpo.trainer.checkpoint.training_state import read_adapter
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm import inprocess
-from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine
+from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine, VLLMOptions
 from fused_grpo.trainer.models.adapters import adapter_stream, as_reference, base_weights, checkpoint_weights, saver_of
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.types import SamplingParams
@@ -391,10 +391,11 @@ def test_a_rank_that_fails_at_its_base_takes_part_in_the_gathers_of_others(monke
 @pytest.mark.engine
 def test_an_adapter_that_vllm_has_no_layers_for_is_refused(adapted, tokenizer):
     kinds = {"head trained": "modules_to_save", "embedding": "the embedding", "dora": "use_dora"}
+    options = VLLMOptions(max_model_len=32, dtype=torch.float32)
     for kind, message in {**kinds, "parameter": "target_parameters"}.items():
         with pytest.raises(UnsupportedError, match=message):
-            VLLMAdapterEngine(adapted(kind), tokenizer, max_model_len=32, dtype="float32")
+            VLLMAdapterEngine(adapted(kind), tokenizer, options)
     with pytest.raises(UnsupportedError, match=r"in float32 on a GPU with vllm_adapter_sync, .*fix: vllm_dtype='bf"):
-        VLLMAdapterEngine(adapted().to("meta"), tokenizer, max_model_len=32, dtype=torch.float32)
+        VLLMAdapterEngine(adapted().to("meta"), tokenizer, options)
     with pytest.raises(InputError, match=r"with the engine 'transformers' .* want vLLM"):
         choose_engine("transformers", GRPOConfig(vllm_adapter_sync=True), adapted(), tokenizer)

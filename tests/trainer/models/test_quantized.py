@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import DistributedType
 from numerics import logprobs_of
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM
 
 from fused_grpo.errors import CheckpointError, InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
@@ -308,3 +308,12 @@ def test_vllm_with_its_plugin_follows_the_adapter(make_model, in_4bit, tokenizer
             parameter.data.add_(0.3 * torch.randn_like(parameter) if "lora_" in name else 0)
         engine.load_weights(adapter_stream(model), version=version + 1)
     engine.close()
+
+
+@pytest.mark.parametrize(("engine", "adapter_sync"), [("vllm", False), ("vllm", True), ("server", False)])
+def test_a_layer_that_checkpoints_have_transposed_is_refused_by_name(in_4bit, tokenizer, engine, adapter_sync):
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": len(tokenizer)}
+    model = get_peft_model(in_4bit(GPT2LMHeadModel(GPT2Config(**sizes))), LoraConfig(r=4, target_modules=["c_attn"]))
+    args = GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=adapter_sync)
+    with pytest.raises(UnsupportedError, match=r"^got transformer\.h\.0\.attn\.c_attn.* in 4 bits, a Conv1D .*; fix: "):
+        choose_engine(engine, args, model, tokenizer)

@@ -43,8 +43,9 @@ def batch_with(experts):
     return batch_of(prompt_ids=IDS[0], completion_ids=IDS[1], advantage=torch.ones(count), routed_experts=experts)
 
 
-def packed(batch, sequences=1, one_row=False, **options):
-    return micro_batches(batch, Packing(sequences=sequences, one_row=one_row, **options), device=CPU)
+def packed(batch, sequences=1, one_row=False, replays=True, **options):
+    packing = Packing(sequences=sequences, one_row=one_row, replays=replays, **options)
+    return micro_batches(batch, packing, device=CPU)
 
 
 def logprobs_of(policy, parts, batch):
@@ -158,6 +159,7 @@ def test_prompts_that_went_to_other_experts_are_not_shared():
     own[2] = own[2].clone()
     own[2][0, 0] = own[2][0, 0].flip(0)  # also in another order: the sum may round differently
     assert packed(batch_with(own), 3, **options)[0].seen_until is None
+    assert packed(batch_with(own), 3, replays=False, **options)[0].seen_until is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])

@@ -46,5 +46,4 @@ def server_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fo
 
     vLLM's CPU build never repacks a tied head after a reload; see weight_files.py.
     """
-    weights = checkpoint_weights(model)
-    return write_checkpoint(weights, model, tokenizer, folder=Path(folder), tie=Tie.of(model))
+    return write_checkpoint(checkpoint_weights(model), model, tokenizer, folder=Path(folder), tie=Tie.of(model))

@@ -1,10 +1,8 @@
-"""vLLM servers that have the base model, and are sent the adapter alone.
+"""vLLM servers that have the base model, and are sent the adapter alone; docs/lora.md has each step.
 
-A sync writes PEFT's files (megabytes) to shared memory, has every server load them, and removes them. On the servers
-the weight version of the sync is the adapter's name, and requests name it as their model: a server that was restarted
-since does not know it, and cannot sample from its base by mistake. No request is in flight during a sync, so older
-adapters are unloaded then, those of a run that was killed too. The base is never sent: that it is the trainer's is
-shown by the log-prob check of the first step.
+The weight version of a sync is the adapter's name there, and requests name it as their model: a server that was
+restarted since does not know it, and cannot sample from its base by mistake. No request is in flight during a sync, so
+older adapters are unloaded then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A vLLM server of the trainer's own: vLLM that samples while the trainer learns, where the user has started none.
-
-In the trainer's process, vLLM would use its random generators, compiler settings and device while the optimizer does.
-So every rank starts a server beside itself, on the same device, with the options of the engine in process.
+"""A vLLM server of the trainer's own, beside each rank; docs/engines.md says why ("Starting a server").
 
 **It ends with the trainer**, by whatever signal that ends: serve_beside.py notices it, and then ends its process group,
 to which vLLM's own processes belong.
@@ -28,6 +25,7 @@ from typing import Any
 import torch
 
 from fused_grpo.errors import shown
+from fused_grpo.trainer.common.redaction import public_text
 from fused_grpo.trainer.engines.server import server_command
 from fused_grpo.trainer.engines.vllm.start_vllm import DEFAULT_ENVIRONMENT
 from fused_grpo.trainer.engines.weight_files import temporary_folder
@@ -39,7 +37,6 @@ _NOT_INHERITED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 _NOT_INHERITED |= {"TORCHELASTIC_USE_AGENT_STORE", "VLLM_API_KEY"}
 _ERROR, _SHOWN = re.compile(r"\w*[Ee]rror: .+"), 2
 _END_SECONDS = 5.0
-_MOMENT = 0.1  # from the end of a process' connections to its own
 _SCRIPT = Path(__file__).with_name("serve_beside.py")
 
 
@@ -48,51 +45,54 @@ class OwnServer:
 
     Args:
         folder: what it serves.
-        options: arguments of `vllm.LLM`, which become those of its command line.
+        options: arguments of `vllm.LLM`, which become those of vLLM's command line.
         environment: further environment variables.
+        log: the file that what it prints is written to, from its beginning; it stays.
     """
 
     url = "http://vllm-beside-the-trainer"  # in requests and errors; `socket` is where it listens
 
-    def __init__(self, folder: str | Path, options: Mapping[str, Any], *, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: str | Path, options: Mapping[str, Any], *, environment: Mapping[str, str], log: Path
+    ) -> None:
         with ExitStack() as resources:
             home = resources.enter_context(temporary_folder(0))
-            self.socket, self._log = str(home / "socket"), home / "log"
+            self.socket, self.log = str(home / "socket"), log.absolute()
             quiet = ("--uvicorn-log-level", "warning", "--disable-uvicorn-access-log")
             command, variables = server_command(folder, options=("--uds", self.socket, *quiet, *as_flags(options)))
             inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
             variables = {**DEFAULT_ENVIRONMENT, **inherited, **variables, **_device(), **environment}
             variables["VLLM_RPC_BASE_PATH"] = str(home)  # of vLLM's own sockets; a long TMPDIR has no room for them
             variables["PYTHONPATH"] = import_path()
-            with self._log.open("wb") as log:
+            variables["FUSED_GRPO_SERVER_ARGUMENTS"] = json.dumps(command[3:])
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("wb") as file:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", str(_SCRIPT), *command[3:]],
+                    [sys.executable, "-P", str(_SCRIPT)],
                     env=variables,
                     stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
+                    stdout=file,
+                    stderr=file,
                     start_new_session=True,  # a process group of its own, which Ctrl-C does not reach
                 )
-            resources.callback(_end, self._process)
+            resources.callback(_end, self._process, os.getpid())
             self.close = weakref.finalize(self, resources.pop_all().close)
 
     @property
     def has_ended(self) -> bool:
-        if self._process.poll() is None:
-            time.sleep(_MOMENT)
         return self._process.poll() is not None
 
     def errors(self) -> str:
         """Whether it has ended, and the first errors in its log, from which the others follow; "" for neither."""
         has_ended, lines = self.has_ended, list[str]()
-        with suppress(FileNotFoundError):  # after `close`
-            said = self._log.read_text(errors="replace").splitlines()
+        with suppress(FileNotFoundError):  # somebody has removed it
+            said = self.log.read_text(errors="replace").splitlines()
             lines = [line for line in said if line.strip() and "WARNING" not in line]
         named = [match[0] for match in map(_ERROR.search, lines) if match]
         marked = [line for line in lines if "ERROR" in line]
         first = [*dict.fromkeys(named)][:_SHOWN] or marked[:1] or lines[-1:] * has_ended
         ended = [f"an end with status {self._process.poll()}"] if has_ended else []
-        return shown("; ".join(ended + first), 800)
+        return shown(public_text("; ".join(ended + first)), 800)
 
 
 def as_flags(options: Mapping[str, Any]) -> list[str]:
@@ -116,8 +116,13 @@ def _device() -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible.split(",")[index].strip() if visible else str(index)}
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Have the process group end, while vLLM removes its shared memory, and kill what is left after some seconds."""
+def _end(process: subprocess.Popen[bytes], starter: int) -> None:
+    """Have the process group end, while vLLM removes its shared memory, and kill what is left after some seconds.
+
+    Nothing in a fork of the process that has started it, whose end calls this too.
+    """
+    if os.getpid() != starter:
+        return
     deadline = time.monotonic() + _END_SECONDS
     with suppress(ProcessLookupError):  # all have ended
         os.killpg(process.pid, signal.SIGTERM)

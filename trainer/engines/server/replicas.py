@@ -6,10 +6,8 @@ deadline all requests in flight are cancelled, and vLLM drops requests whose cli
 Responses are not trusted: they may come from another program, another version or a broken server. All pass through
 `Replica.request`, and `parsed` compares all of them with types, so that the code behind it needs no guards.
 
-`load_weights` gives each server a weight version of its own (vLLM's string, unique to this sync). A restart resets it,
-and another trainer's sync replaces it. After sampling, each server is asked for its version once. A server that fails
-three times or has another version is out for the rest of the generation. What it has not completed, or sampled from
-stale weights, the others sample; the next generation asks it again, the next sync needs it.
+A server that fails, or has another weight version than that of the last sync, is out for the rest of the generation:
+docs/engines.md ("When something fails").
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ Json = dict[str, Any]
 _PAUSES, _HEALTH_INTERVAL = (0.0, 0.2, 1.0), 0.5
 # uvicorn closes idle connections after 5 s; one that is reused in that moment would look like a server that died.
 _KEEP_ALIVE = 2.0
+_MOMENT = 0.1  # seconds from the end of a process' connections to its own
 _GRACE = 1.0  # seconds that the other servers have to answer after one has failed
 # Largest response: of any route but completions, for each sampled token (its text, id and log-prob), each listed one,
 # and the experts of each token that was read or sampled (1,365 of them in all layers, two bytes of each in base64).
@@ -83,6 +82,7 @@ class Replica:
 
     def __init__(self, url: str, api_key: str | None, own: OwnServer | None = None) -> None:
         self.url, self._key, self._own = url, api_key, own
+        self.log = "the server's log" if own is None else f"its log, {own.log}"
         self.in_flight = 0  # requests without a response so far
         self.last_error = "no answer"
 
@@ -114,13 +114,15 @@ class Replica:
             async with client.stream(method, self.url + path, json=body) as response:
                 content = await _read(response, path, limit=_largest_response(body))
         except httpx.HTTPError as error:
-            self._failed(f"{type(error).__name__} ({str(error)[:500] or 'connection lost'})")
+            if self._own is not None:
+                await asyncio.sleep(_MOMENT)
+            await self._failed(f"{type(error).__name__} ({str(error)[:500] or 'connection lost'})")
             raise RequestError(self.last_error, retry=self._own is None or not self._own.has_ended) from error
         finally:
             self.in_flight -= 1
         if not response.is_success:
             status, text = response.status_code, self.redacted(content.decode(errors="replace"))
-            self._failed(f"status {status} from {path}: {text[:500]!r}")
+            await self._failed(f"status {status} from {path}: {text[:500]!r}")
             kind = NoRouteError if status == httpx.codes.NOT_FOUND else RequestError
             raise kind(self.last_error, retry=status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS)
         if not is_json:
@@ -131,9 +133,9 @@ class Replica:
             text = self.redacted(content.decode(errors="replace"))
             raise RequestError(f"an answer from {path} that is not JSON: {text[:200]!r}") from None
 
-    def _failed(self, problem: str) -> None:
+    async def _failed(self, problem: str) -> None:
         """Keep what went wrong, with what the log of a server of the trainer's own says of it."""
-        errors = "" if self._own is None else self._own.errors()
+        errors = "" if self._own is None else await asyncio.to_thread(self._own.errors)
         self.last_error = self.redacted(f"{errors} ({problem})" if errors else problem)
 
     async def has_weight_version(self, client: httpx.AsyncClient, version: str) -> bool:
@@ -220,7 +222,7 @@ class Replicas:
             except RequestError as error:
                 raise UnavailableError(
                     f"got {replica.redacted(str(error))[:1000]} at {replica.url}, want what was asked of it; fix: look "
-                    "at that server's log"
+                    f"at {replica.log}"
                 ) from None
 
         return self.run(lambda client: _together(on_one(client, replica) for replica in self.all), doing=doing)
@@ -288,9 +290,10 @@ class Replicas:
         return self.run(all_completed, doing=f"completing {len(bodies)} prompts")
 
     def _no_completions(self, problem: str) -> UnavailableError:
+        again = "one trainer per server; if it stopped, start it again and " * (self._socket is None)
         return UnavailableError(
-            f"got {problem}, want completions from {self}; fix: look at the server's log; one trainer per server; if "
-            "it stopped, start it again and start the trainer from its last checkpoint"
+            f"got {problem}, want completions from {self}; fix: look at {self.all[0].log}; {again}start the trainer "
+            "from its last checkpoint"
         )
 
     def __str__(self) -> str:

@@ -129,15 +129,14 @@ class VLLMServerEngine(RolloutEngine):
         self._model_name = infos[0].model
         configs = [info.config for info in infos]
         served = [config.model_config for config in configs]
-        vocab_size = model.config.get_text_config().vocab_size
-        max_listed = min((one.max_logprobs for one in served if one.max_logprobs >= 0), default=vocab_size)
+        max_listed = min((one.max_logprobs for one in served if one.max_logprobs >= 0), default=-1)
         self._options = partial(
             vllm_requests,
             seeds=random.Random(seed),
             engine=self.name,
             max_model_len=min(info.max_model_len for info in infos),
             max_listed=max_listed,
-            vocab_size=vocab_size,
+            vocab_size=self._wanted.facts.vocab_size,
         )
         self.weight_dtype = _DTYPES.get(str(served[0].dtype)) if len({one.dtype for one in served}) == 1 else None
         self._transfer = choose_transfer(

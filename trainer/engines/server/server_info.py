@@ -152,11 +152,8 @@ async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wante
     if most is not None and limit < most:
         got, want = f"for {limit} tokens", f"{most} (prompt and completion)"
         raise _unusable(replica, got, want, fix=f"with --max-model-len {most}, or shorten either")
-    vocab_size, listed = wanted.facts.vocab_size, config.model_config.max_logprobs
-    most_listed = vocab_size if listed < 0 else listed
-    check_listed(
-        wanted.support, max_listed=most_listed, vocab_size=vocab_size, engine="vllm-server", fix="--max-logprobs"
-    )
+    vocab_size, most = wanted.facts.vocab_size, config.model_config.max_logprobs
+    check_listed(wanted.support, max_listed=most, vocab_size=vocab_size, engine="vllm-server", fix="--max-logprobs")
     if wanted.batch_invariant:
         await _check_invariant(client, replica)
     if wanted.routed_experts and not (config.aux_output_config or {}).get("enable_return_routed_experts"):

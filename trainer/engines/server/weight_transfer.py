@@ -10,7 +10,7 @@ server_engine.py does the rest of a sync, the same for all: it resets prefix cac
 every server, and its servers' routes. Its trainer side (`TrainerWeightTransferEngine`) is not used: it supports one
 server and no API key, it would use the proxies of the environment, its interface changes from release to release, and
 it keeps two buckets of 1 GiB in flight. A broadcast cannot be interrupted when the other side is gone, so each runs in
-a thread, which is abandoned after the timeout; the servers then hang in their broadcast, and have to be restarted.
+a thread, which is abandoned after the timeout.
 """
 
 from __future__ import annotations

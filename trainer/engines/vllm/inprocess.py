@@ -1,15 +1,10 @@
 """vLLM inside the trainer's process: one `llm.generate` per effective batch, and weights loaded as tensors.
 
-Why in this process. Measured on two CPU cores, 2-layer model: `LLM()` takes 22 s with its engine in processes of its
-own (vLLM's CPU platform always spawns two, and each imports torch and vLLM again) and 2 s here; sampling costs the
-same. Weights are loaded from the trainer's own tensors (6 ms; on a GPU they never leave it), and no process can be left
-behind. The price is that vLLM changes the state of the trainer's process, which start_vllm.py restores, and that there
-is one engine per process, because vLLM's process groups are global. Where one exists (DDP), vLLM makes its own over all
-ranks: every rank has to start an engine.
-
-**An adapter beside the base model** (VLLMAdapterEngine). The base is frozen, so it is loaded once. After that a sync
-writes the adapter (megabytes, to shared memory) and vLLM loads it in place of the last one. The price is in sampling:
-every layer multiplies with A and B too, which merged weights (VLLMEngine, the default) avoid.
+Why in this process. vLLM's CPU platform spawns two for its engine, each of which imports torch and vLLM again; sampling
+costs the same. Weights are loaded from the trainer's own tensors (on a GPU they never leave it), and no process can be
+left behind. The price is that vLLM changes the state of the trainer's process, which start_vllm.py restores, and that
+there is one engine per process, because vLLM's process groups are global. Where one exists (DDP), vLLM makes its own
+over all ranks: every rank has to start an engine.
 """
 
 from __future__ import annotations
@@ -17,8 +12,9 @@ from __future__ import annotations
 import logging
 import random
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, get_args
 
@@ -64,7 +60,94 @@ _LOUD_LOGGERS = (
     "vllm.v1.engine.input_processor",
 )
 _TAKEN = {"model", "tokenizer", "dtype", "max_model_len", "seed", "enable_sleep_mode", "load_format", "logprobs_mode"}
+_TAKEN |= {"gpu_memory_utilization", "trust_remote_code"}
+_NEEDED_BY = {"enable_return_routed_experts": "router_replay=True", "model_impl": "vllm_model_impl"}
 _PARTIAL_PREFILLS = {"enable_chunked_prefill", "long_prefill_token_threshold"}  # see cpu_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMOptions:
+    """What vLLM is started with, in the trainer's process or in one beside it."""
+
+    max_model_len: int  # longest prompt plus completion, in tokens
+    dtype: torch.dtype  # what it computes in
+    gpu_memory_utilization: float = 0.3  # share of the GPU's memory for weights and cache together
+    seed: int = 0  # of calls without `sampling.seed`
+    trust_remote_code: bool = False  # let vLLM run code that comes with the model
+    enable_sleep_mode: bool = False  # make `sleep` possible, on a GPU
+    support: SamplingParams | None = None  # of which supports or the most likely tokens are wanted; None: neither
+    max_sequences: int = CPU_SEQUENCES  # decoded at a time on a CPU, up to 256, with a KV cache for as many
+    needed: Mapping[str, Any] = field(default_factory=dict)  # arguments of `vllm.LLM` that options of a run need
+    engine_options: Mapping[str, Any] = field(default_factory=dict)  # the user's, which override the choices made here
+
+    def arguments(self, model: PreTrainedModel, *, in_process: bool = True) -> dict[str, Any]:
+        """Those of `vllm.LLM` for a causal LM on its device; of a process beside the trainer's if not `in_process`.
+
+        It raises what `check_engine_options` and `check_listed` do.
+        """
+        on_cpu, vocab_size = next(model.parameters()).device.type == "cpu", model.config.get_text_config().vocab_size
+        same = ("max_model_len", "gpu_memory_utilization", "seed", "trust_remote_code")
+        options: dict[str, Any] = {name: getattr(self, name) for name in same}
+        options["dtype"] = str(self.dtype).removeprefix("torch.")
+        if in_process:
+            options |= {"load_format": "dummy", "logprobs_mode": "processed_logprobs"}
+            options["enable_sleep_mode"] = self.enable_sleep_mode
+        if on_cpu:
+            options |= cpu_options(model.config, self.max_model_len, self.max_sequences, self.dtype)
+        support = self.support
+        if support is not None and (listed := num_listed(support, vocab_size)) is not None:
+            options["max_logprobs"] = listed
+        # vLLM's sampling mask, which has no log-probs, so it is no help to score centering; servers return none.
+        if support is not None and in_process and not on_cpu and not support.wants_logprobs:
+            options["return_sampling_mask"] = True
+        closed = (_PARTIAL_PREFILLS if on_cpu else set()) | (set() if in_process else {"return_sampling_mask"})
+        check_engine_options(self.engine_options, self.needed, closed=closed)
+        options |= {**self.needed, **self.engine_options}
+        most, fix = options.get("max_logprobs", 0), "max_logprobs in vllm_engine_kwargs"
+        check_listed(support, max_listed=most, vocab_size=vocab_size, engine=VLLMEngine.name, fix=fix)
+        return options
+
+    def with_adapter(self, adapter: ServedAdapter) -> VLLMOptions:
+        """Those of an engine that loads this adapter; VLLMAdapterEngine says what it raises."""
+        check_installed()
+        model, is_4bit = base_model(adapter.model), bool(layers_in_4bit(adapter.model))
+        device = next(model.parameters()).device.type
+        check_precision(self.dtype, device, engine="a vllm engine", fix="vllm_dtype='bfloat16'")
+        if device == "cpu" and getattr(model.config.get_text_config(), "num_experts_per_tok", None):
+            raise UnsupportedError(
+                "got a mixture of experts with vllm_adapter_sync on a CPU, want a GPU: with adapters, vLLM's CPU build "
+                "cannot load experts again; fix: vllm_adapter_sync=False, which serves merged weights"
+            )
+        if is_4bit:
+            check_4bit(self.dtype)
+        lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": _rank_of_engine(adapter.rank)}
+        return replace(self, needed={**self.needed, **lora, **(OPTIONS_IN_4BIT if is_4bit else {})})
+
+
+def check_engine_options(given: Mapping[str, Any], needed: Mapping[str, Any], *, closed: Collection[str] = ()) -> None:
+    """Check the user's arguments of `vllm.LLM`.
+
+    InputError: one that is another option of the trainer's or in `closed`, or less than what is `needed`.
+    UnsupportedError: an engine over several devices.
+    """
+    if wrong := sorted(given.keys() & (_TAKEN | {*closed})):
+        raise InputError(
+            f"got engine_options with {', '.join(wrong)}, want only what the engine leaves open; fix: use the "
+            "option of that name (vllm_dtype for dtype in a run), or leave it out"
+        )
+    if several := [name for name in given if name.endswith("_parallel_size") and given[name] != 1]:
+        raise UnsupportedError(
+            f"got {several[0]}={given[several[0]]}, want 1: an engine in the trainer's process serves "
+            "from one device; fix: leave it out, and let every rank have its own engine"
+        )
+    for name in sorted(needed.keys() & given.keys()):
+        got, want = given[name], needed[name]
+        is_more = isinstance(got, int) and isinstance(want, int) and got >= want
+        if got != want and not is_more:
+            raise InputError(
+                f"got {name}={got!r} in vllm_engine_kwargs, want {want!r} with "
+                f"{_NEEDED_BY.get(name, 'vllm_adapter_sync=True')}; fix: leave either out"
+            )
 
 
 class VLLMEngine(RolloutEngine):
@@ -75,21 +158,10 @@ class VLLMEngine(RolloutEngine):
     Args:
         model: the trainer's causal LM. The engine takes its config and, as version 0, a copy of its weights.
         tokenizer: its tokenizer.
-        max_model_len: longest prompt plus completion, in tokens.
-        dtype: what the engine computes in, as "float32" or torch.float32.
-        gpu_memory_utilization: share of the GPU's memory for weights and cache together.
-        seed: the seed of calls without `sampling.seed`.
-        trust_remote_code: let vLLM run code that comes with the model.
-        enable_sleep_mode: make `sleep` possible, on a GPU.
-        support: the sampling of which supports or the most likely tokens are wanted. None: neither.
-        engine_options: further arguments of `vllm.LLM`; they override this class's own choices.
-        max_sequences: decoded at a time on a CPU, up to 256, with a KV cache for as many.
 
     Raises:
         UnavailableError: vLLM is missing, cannot start with these settings, or already runs in this process.
-        UnsupportedError: an engine over several devices, sleep mode on a CPU, or score centering that needs more
-            log-probs than vLLM lists.
-        InputError: an engine option that this class sets.
+        UnsupportedError, InputError: sleep mode on a CPU, and as `VLLMOptions.arguments`.
     """
 
     name = "vllm"
@@ -98,57 +170,27 @@ class VLLMEngine(RolloutEngine):
     _sleep_level = 2
     _running: ClassVar[weakref.WeakSet[VLLMEngine]] = weakref.WeakSet()
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_model_len: int,
-        dtype: str | torch.dtype,
-        gpu_memory_utilization: float = 0.3,
-        seed: int = 0,
-        trust_remote_code: bool = False,
-        enable_sleep_mode: bool = False,
-        support: SamplingParams | None = None,
-        engine_options: dict[str, Any] | None = None,
-        max_sequences: int = CPU_SEQUENCES,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: VLLMOptions) -> None:
         if VLLMEngine._running:
             raise UnavailableError(
                 "got a second vllm engine in this process, want one at a time because they would share vLLM's process "
                 "groups; fix: close() the first"
             )
         self._on_cpu = next(model.parameters()).device.type == "cpu"
-        if enable_sleep_mode and self._on_cpu:
+        if options.enable_sleep_mode and self._on_cpu:
             raise UnsupportedError(
                 "got sleep mode for a vllm engine on a CPU, want a GPU: there is no memory of another device to give "
                 "back; fix: leave vllm_enable_sleep_mode False"
             )
         self._vocab_size = model.config.get_text_config().vocab_size
-        self.weight_dtype: torch.dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-        options = vllm_options(
-            model,
-            max_model_len=max_model_len,
-            dtype=self.weight_dtype,
-            gpu_memory_utilization=gpu_memory_utilization,
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-            support=support,
-            engine_options=engine_options,
-            max_sequences=max_sequences,
-            in_process=True,
-        )
-        fixed = {"load_format": "dummy", "logprobs_mode": "processed_logprobs", "enable_sleep_mode": enable_sleep_mode}
-        options |= fixed
-        asked, fix = options.get("max_logprobs", 0), "max_logprobs in vllm_engine_kwargs"
-        most = self._vocab_size if asked < 0 else asked
-        check_listed(support, max_listed=most, vocab_size=self._vocab_size, engine=self.name, fix=fix)
+        self.weight_dtype: torch.dtype = options.dtype
+        arguments = options.arguments(model)
         self._tie = Tie.of(model) if self._on_cpu else None
-        self._can_sleep, self._asleep = enable_sleep_mode, False
+        self._can_sleep, self._asleep = options.enable_sleep_mode, False
         self.weight_version = -1
         check_installed()
         with ExitStack() as resources:
-            self._llm: Any = self._start(model, tokenizer, options, resources)
+            self._llm: Any = self._start(model, tokenizer, arguments, resources)
             for logger in map(logging.getLogger, _LOUD_LOGGERS):
                 resources.callback(logger.setLevel, logger.level)
                 logger.setLevel(logging.ERROR)
@@ -156,21 +198,20 @@ class VLLMEngine(RolloutEngine):
         config = self._llm.llm_engine.model_config
         # Not those that were asked for: vLLM may have started without its mask.
         self._has_mask = getattr(config, "return_sampling_mask", False)
-        limit = config.max_logprobs if config.max_logprobs >= 0 else self._vocab_size
         self._options = partial(
             vllm_requests,
-            seeds=random.Random(seed),
+            seeds=random.Random(options.seed),
             engine=self.name,
-            max_model_len=max_model_len,
-            max_listed=0 if self._has_mask else limit,
+            max_model_len=options.max_model_len,
+            max_listed=0 if self._has_mask else config.max_logprobs,
             vocab_size=self._vocab_size,
         )
         VLLMEngine._running.add(self)
         checked_load_weights(self, self._first_weights(model), version=0)
 
-    def _start(self, model: Any, tokenizer: Any, options: dict[str, Any], resources: ExitStack) -> Any:
+    def _start(self, model: Any, tokenizer: Any, arguments: dict[str, Any], resources: ExitStack) -> Any:
         folder = config_folder(model, tokenizer, untie=self._tie is not None)
-        return start_vllm(folder, options=options, on_cpu=self._on_cpu, resources=resources)
+        return start_vllm(folder, options=arguments, on_cpu=self._on_cpu, resources=resources)
 
     def _first_weights(self, model: Any) -> WeightStream:
         return checkpoint_weights(model, self.weight_dtype)
@@ -320,9 +361,8 @@ class VLLMAdapterEngine(VLLMEngine):
         model: the trainer's PeftModel. All other arguments are those of VLLMEngine.
 
     Raises:
-        UnsupportedError: an adapter that vLLM has no layers for: DoRA, biases, trained copies of modules, and
-            adapters on parameters (experts), on the head or on the embedding; fp32 on a GPU, and with a base in 4 bits;
-            a mixture of experts on a CPU.
+        UnsupportedError: an adapter that vLLM has no layers for, as ServedAdapter; fp32 on a GPU, and with a base in 4
+            bits; a mixture of experts on a CPU.
         UnavailableError: a base in 4 bits, and no plugin of vLLM's for it.
         InputError: a rank above the largest that vLLM has.
     """
@@ -332,30 +372,18 @@ class VLLMAdapterEngine(VLLMEngine):
     _has_base = False
     takes_adapter = True
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        *,
-        dtype: str | torch.dtype,
-        engine_options: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, options: VLLMOptions) -> None:
         self._adapter = ServedAdapter(model)
-        dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-        lora = adapter_options(model, self._adapter.rank, dtype)
-        super().__init__(
-            base_model(model), tokenizer, dtype=dtype, engine_options={**lora, **(engine_options or {})}, **options
-        )
+        super().__init__(base_model(model), tokenizer, options.with_adapter(self._adapter))
 
-    def _start(self, model: Any, tokenizer: Any, options: dict[str, Any], resources: ExitStack) -> Any:
+    def _start(self, model: Any, tokenizer: Any, arguments: dict[str, Any], resources: ExitStack) -> Any:
         if not layers_in_4bit(model):
-            return super()._start(model, tokenizer, options, resources)
+            return super()._start(model, tokenizer, arguments, resources)
         self._has_base = True  # it is read at the start, and never again
         codes = base_codes(self._adapter.model, self.weight_dtype)
         with temporary_folder(codes.nbytes) as folder:
             write_checkpoint(codes, model, tokenizer, folder=folder, quantized=True)
-            return start_vllm(str(folder), options=options | OPTIONS_IN_4BIT, on_cpu=self._on_cpu, resources=resources)
+            return start_vllm(str(folder), options=arguments, on_cpu=self._on_cpu, resources=resources)
 
     def _first_weights(self, model: Any) -> WeightStream:
         return adapter_stream(self._adapter.model, self.weight_dtype)
@@ -377,68 +405,6 @@ class VLLMAdapterEngine(VLLMEngine):
             with self._adapter.folder(WeightStream.of(named_weights)) as folder:
                 llm.llm_engine.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True))
             self._lora_request = LoRARequest("policy", 1, str(folder))
-
-
-def vllm_options(
-    model: PreTrainedModel,
-    *,
-    max_model_len: int,
-    dtype: torch.dtype,
-    gpu_memory_utilization: float,
-    seed: int,
-    trust_remote_code: bool,
-    support: SamplingParams | None,
-    engine_options: dict[str, Any] | None,
-    max_sequences: int,
-    in_process: bool,
-) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for the trainer's device; those of VLLMEngine, which says what they are and raises."""
-    on_cpu, vocab_size = next(model.parameters()).device.type == "cpu", model.config.get_text_config().vocab_size
-    options: dict[str, Any] = {
-        "max_model_len": max_model_len,
-        "dtype": str(dtype).removeprefix("torch."),
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "seed": seed,
-        "trust_remote_code": trust_remote_code,
-    }
-    if on_cpu:
-        options |= cpu_options(model.config, max_model_len, max_sequences, dtype)
-    if support is not None and (listed := num_listed(support, vocab_size)) is not None:
-        options["max_logprobs"] = listed
-    # vLLM's sampling mask, which has no log-probs, so it is no help to score centering; servers return none.
-    if support is not None and in_process and not on_cpu and not support.wants_logprobs:
-        options["return_sampling_mask"] = True
-    return options | _checked(engine_options or {}, taken=_TAKEN | (_PARTIAL_PREFILLS if on_cpu else set()))
-
-
-def adapter_options(model: Any, rank: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for the adapter of a PeftModel; VLLMAdapterEngine says what it raises."""
-    check_installed()
-    device = next(model.parameters()).device.type
-    check_precision(dtype, device, engine="a vllm engine", fix="vllm_dtype='bfloat16'")
-    if device == "cpu" and getattr(base_model(model).config.get_text_config(), "num_experts_per_tok", None):
-        raise UnsupportedError(
-            "got a mixture of experts with vllm_adapter_sync on a CPU, want a GPU: with adapters, vLLM's CPU build "
-            "cannot load experts again; fix: vllm_adapter_sync=False, which serves merged weights"
-        )
-    if layers_in_4bit(model):
-        check_4bit(dtype)
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": _rank_of_engine(rank)}
-
-
-def _checked(engine_options: dict[str, Any], *, taken: set[str]) -> dict[str, Any]:
-    if wrong := sorted(engine_options.keys() & taken):
-        raise InputError(
-            f"got engine_options with {', '.join(wrong)}, want only what the engine leaves open; fix: use the "
-            "argument of VLLMEngine of that name (vllm_dtype for dtype in a run), or leave it out"
-        )
-    several = [name for name in engine_options if name.endswith("_parallel_size") and engine_options[name] != 1]
-    if several:
-        raise UnsupportedError(
-            f"got {several[0]}={engine_options[several[0]]}, want 1: an engine in the trainer's process serves "
-            "from one device; fix: leave it out, and let every rank have its own engine"
-        )
-    return engine_options
 
 
 def _completion(output: Any, listed: bool, top: int = 0) -> Completion:

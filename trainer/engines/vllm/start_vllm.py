@@ -1,19 +1,15 @@
 """Starts vLLM in this process, in little time, without output, and so that closing it restores the process.
 
-Where the start time went on a CPU (2 cores, 2-layer model), and what avoids it:
-- 2.5 s zeroing a KV cache of 1 GiB: the cache has the size of one full batch.
-- 1.3 s of `gc.collect()` over the trainer's objects: `gc.freeze()` comes first, so that they are not scanned.
-- 2 to 8 s in the first `generate`, compiling a C++ kernel that ranks log-probs (not used here): `force_eager`.
-What remains is importing vllm and 1 to 2 s of `LLM()`, most of them imports too. On a GPU vLLM compiles the model
-first; see `config_folder`. No checkpoint is written: vLLM starts from the config with dummy weights
-(`load_format="dummy"`), and loads the first real ones in the same way as all later ones.
+A start on a CPU is mostly imports: the KV cache, which is zeroed, has the size of one full batch, and `gc.freeze()`
+keeps vLLM's garbage collections from the trainer's objects. On a GPU vLLM compiles the model first; see
+`config_folder`. No checkpoint is written: vLLM starts from the config with dummy weights (`load_format="dummy"`), and
+loads the first real ones in the same way as all later ones.
 
 **The state of the process.** vLLM is written for a process of its own. It reseeds the global random number generators,
 turns off TF32, may leave another CUDA stream current, replaces `torch.set_num_threads` by a function that does nothing
 and (some versions, batch invariant) `torch.bmm` by one without a gradient, binds the memory of the whole process to one
-NUMA node (CPU build), sets LD_PRELOAD and LOCAL_WORLD_SIZE for child processes, creates the default process group, and
-at shutdown destroys that group even where the trainer created it. Where it has no model of its own and runs that of
-transformers, it changes the class. All of this is restored here; what else batch invariance changes stays.
+NUMA node (CPU build), sets LD_PRELOAD and LOCAL_WORLD_SIZE for child processes, destroys the default process group, and
+changes classes of transformers. All of this is restored here; what else batch invariance changes stays.
 """
 
 from __future__ import annotations
@@ -40,6 +36,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
+from fused_grpo.trainer.common.redaction import public_text, redacted
 from fused_grpo.trainer.engines.weight_files import Tie, write_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes, kv_width
 from fused_grpo.trainer.models.quantized import quantization_of
@@ -150,8 +147,9 @@ def start_vllm(folder: str, *, options: dict[str, Any], on_cpu: bool, resources:
         started.append(_launch_with_mask(folder, options, on_cpu=on_cpu))
     except Exception as error:
         raise UnavailableError(
-            f"got {type(error).__name__} from vLLM at its start: {error}; want an engine with {options}; fix: change "
-            "those options (max_model_len, engine_options), or take the transformers engine"
+            f"got {type(error).__name__} from vLLM at its start: {public_text(str(error))}; want an engine with "
+            f"{redacted(options)}; fix: change those options (max_model_len, engine_options), or take the transformers "
+            "engine"
         ) from error
     return started[0]
 
