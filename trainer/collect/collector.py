@@ -246,7 +246,8 @@ class Collector:
             rows, samples = drawn or self.draw(engine, phases)
             with phases("reward"):
                 scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=self.events.state)
-                scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=self.events.state)
+                if self.has_greedy:
+                    scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=self.events.state)
         scored = self._dropped_everywhere(scored)
         if isinstance(self.sampler, CurriculumSampler):
             rewards, size = gather_object([sample.reward for sample in scored.samples]), self.args.num_generations
@@ -339,9 +340,16 @@ class Collector:
         if self.rules is not None:
             batch = f"{self.args.seed}/{batch}"
             playing = EpisodeEngine(engine, self.rules, most=self.longest_prompt, batch=batch)
-        options: Any = {"vocab_size": self.learner.vocab_size, "failure": self.args.rollout_failure}
-        options |= {"rows": list(zip(numbers, rows, strict=True)), "routers": self.learner.routers}
-        return partial(checked_generate, playing, prompt_ids, sampling, **options)
+        return partial(
+            checked_generate,
+            playing,
+            prompt_ids,
+            sampling,
+            vocab_size=self.learner.vocab_size,
+            rows=list(zip(numbers, rows, strict=True)),
+            failure=self.args.rollout_failure,
+            routers=self.learner.routers,
+        )
 
     def _advantages(self, facts: Sequence[RolloutFacts], size: int) -> Tensor:
         """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""

@@ -7,7 +7,7 @@ transformers_generate.py  `model.generate` on the trainer's own model
 rollout_func.py           a `rollout_func` of the user
 checked_engine.py         the trainer calls engines through this module, which checks what they return
 turns.py                  turns of episodes, sampled as they come; an engine with a `turn_session` has its own way
-sampling.py               prompts, stop tokens, seeds, sampling options and supports, the same for all engines
+sampling.py               prompts, stop tokens, seeds, sampling options and listed tokens, the same for all engines
 weight_files.py           files of weights for other processes, and tied heads
 changed_weights.py        what changed since the last sync, and the worker extension of vLLM that makes weights of it
 """

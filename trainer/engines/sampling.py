@@ -1,12 +1,8 @@
-"""Prompts, stop tokens, seeds, sampling options and supports, the same for all engines.
+"""Prompts, stop tokens, seeds, sampling options and listed tokens, the same for all engines.
 
-The support of a sampled token are the ids that top_p, top_k and min_p left for the sampler to draw from, renormalised.
-docs/engines.md says why log-probs have to be over them, and how each engine knows them. An id takes 4 bytes, as do the
-sizes: with top_k=50 at most 204 bytes a token. What is kept whole has size 0 and no ids.
-
-Score centering compares distributions of sampler and trainer, so with it the sampler's log-probs of the ids travel too,
-4 bytes each, and ids of what is kept whole. Without truncation the ids are the `score_centering_topk` most likely ones.
-Which those are does not depend on the token that was drawn: one that is not among them stays out.
+docs/engines.md says why log-probs have to be over the tokens that truncated sampling kept, and how each engine knows
+them. With score centering what is kept whole is listed too. Which tokens are the most likely ones does not depend on
+the token that was drawn: one that is not among them stays out.
 """
 
 from __future__ import annotations

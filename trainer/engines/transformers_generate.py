@@ -165,14 +165,14 @@ class _Sampler:
         self._sampling, self.shaping, self.seeds = sampling, _shaping(sampling), random.Random(seed)
         self._generator = torch.Generator(device).manual_seed(seed)
         self._tokens, self._logprobs = list[Tensor](), list[Tensor]()
-        self._supports = SupportRecorder(sampling.top_k_listed)
+        self._listed = SupportRecorder(sampling.top_k_listed) if sampling.wants_ids else None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         for shape in self.shaping:
             scores = shape(input_ids, scores)
         logprobs = scores.float().log_softmax(dim=-1)
-        if self._sampling.wants_ids:
-            self._supports.add(scores, logprobs if self._sampling.wants_logprobs else None)
+        if self._listed is not None:
+            self._listed.add(scores, logprobs if self._sampling.wants_logprobs else None)
         if self._sampling.temperature == 0:
             tokens = logprobs.argmax(dim=-1, keepdim=True)
         else:
@@ -188,9 +188,9 @@ class _Sampler:
         if not self._tokens:
             return []
         tokens, logprobs = torch.cat(self._tokens, dim=1).tolist(), torch.cat(self._logprobs, dim=1).tolist()
-        supports = self._supports.take() if self._sampling.wants_ids else [None] * len(tokens)
+        listed = [None] * len(tokens) if self._listed is None else self._listed.take()
         self._tokens, self._logprobs = [], []
-        return list(zip(tokens, logprobs, supports, strict=True))
+        return list(zip(tokens, logprobs, listed, strict=True))
 
 
 def _shaping(sampling: SamplingParams) -> list[Any]:
