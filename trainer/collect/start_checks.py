@@ -462,16 +462,10 @@ def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tupl
     given = {} if start.quantization_config is None else {QUANTIZATION: start.quantization_config}
     loaded = model_for(start.model, args, accelerator, pad_token_id=start.tokenizer.pad_token_id, **given)
     policy = adapt(loaded, start.peft_config, args, accelerator, keep_reference=teacher == SELF)
-    learner = Learner(
-        policy,
-        args,
-        accelerator,
-        max_steps=start.max_steps,
-        optimizers=optimizers,
-        corrected=corrected,
-        teacher=teacher,
+    steps = start.max_steps
+    return policy, Learner(
+        policy, args, accelerator, max_steps=steps, optimizers=optimizers, corrected=corrected, teacher=teacher
     )
-    return policy, learner
 
 
 def make_sampler(start: Start) -> PromptSampler:

@@ -18,6 +18,7 @@ It may sample with any model, so its log-probs need not be the trainer's. It may
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import nan
 from operator import index as as_index
@@ -180,4 +181,5 @@ def _supports(kept: Any, completion_ids: list[list[int]]) -> list[ListedTokens] 
             "each; fix: for each token of each completion a list of ids"
         )
     pairs = zip(completion_ids, kept, strict=True)
-    return [ListedTokens.of([()] * len(ids) if one is None else [tokens or () for tokens in one]) for ids, one in pairs]
+    steps = [[()] * len(ids) if one is None else [tokens or () for tokens in one] for ids, one in pairs]
+    return [replace(ListedTokens.of(one), logprobs=None) for one in steps]  # not even where nothing is listed

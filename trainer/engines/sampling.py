@@ -313,8 +313,14 @@ def check_experts(rollouts: Rollouts, sampling: SamplingParams, engine: Any) -> 
 def check_support(rollouts: Rollouts, sampling: SamplingParams, engine: Any) -> None:
     """Warn, or raise UnsupportedError, where the support of truncated sampling is wanted and `rollouts` have none.
 
-    Raise it too where score centering has no log-probs of the sampler.
+    Raise it too where score centering has no log-probs of the sampler; WrongTypeError for what is no ListedTokens.
     """
+    if kinds := {type(one).__name__ for one in rollouts.listed_tokens or () if not isinstance(one, ListedTokens)}:
+        raise WrongTypeError(
+            f"got listed_tokens with {', '.join(sorted(kinds))} from the {engine.name} engine, want ListedTokens for "
+            "each completion; fix: ListedTokens.of(...), or None in the place of the whole list where the engine does "
+            "not know them"
+        )
     reason = getattr(engine, "why_no_support", None) or "it does not return them"
     listed, is_top_k = rollouts.listed_tokens, sampling.top_k_listed > 0
     is_known = listed is not None and all(one.logprobs is not None and one.is_top_k == is_top_k for one in listed)

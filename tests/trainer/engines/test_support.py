@@ -11,7 +11,7 @@ from batches import column
 from hypothesis import given
 from hypothesis.strategies import booleans, floats, integers, lists
 
-from fused_grpo.errors import UnavailableError, UnsupportedError
+from fused_grpo.errors import UnavailableError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.engines.sampling import (
     SupportRecorder,
@@ -164,6 +164,12 @@ def test_logprobs_that_are_no_distribution_make_a_completion_unusable(logprobs, 
         checked_generate(Engine(bad), [[6]], CENTERED, vocab_size=V)
     dropped = checked_generate(Engine(bad), [[6]], CENTERED, vocab_size=V, failure="drop")
     assert [len(one.logprobs) for one in column(dropped, "listed_tokens")] == [3, 0]
+
+
+@pytest.mark.parametrize("given", [[GOOD[0], None], [[[9], [1]], [[4], [4], [1]]]], ids=["None", "lists"])
+def test_listed_tokens_of_another_type_are_an_error_that_names_theirs(given) -> None:
+    with pytest.raises(WrongTypeError, match=r"got listed_tokens with (NoneType|list) from the mine engine.*fix: List"):
+        checked_generate(Engine(rollouts_of(given)), [[6]], SAMPLING, vocab_size=V)
 
 
 NO_LOGPROBS = {
