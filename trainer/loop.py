@@ -327,8 +327,10 @@ class GRPOTrainer(TransformersFace):
     def _training_state(self) -> TrainingFiles:
         # A run that has to stop does not wait for its engine.
         wait = not any_rank(self.accelerator, self.stop.requested)
-        logs: dict[str, Any] = {"eval_before": self.results.eval_before, "unlogged": self.events.steps.unlogged}
-        return training_state(self.learner, self.collector, self.buffer, **logs, wait=wait)
+        before, unlogged = self.results.eval_before, self.events.steps.unlogged
+        return training_state(
+            self.learner, self.collector, self.buffer, eval_before=before, unlogged=unlogged, wait=wait
+        )
 
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run."""

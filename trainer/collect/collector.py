@@ -25,11 +25,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, compress, pairwise
+from itertools import chain, compress, islice, pairwise
 from typing import Any
 
 import torch
@@ -284,14 +284,9 @@ class Collector:
             return scored
         parts = gather_object([[sample.dropped for sample in scored.samples]])
         every = torch.tensor(list(chain.from_iterable(parts))).view(-1, size).any(1).repeat_interleave(size)
-        dropped = every[self._own_places(parts)].tolist()
+        dropped = every.split(list(map(len, parts)))[self.accelerator.process_index].tolist()
         pairs = zip(scored.samples, dropped, strict=True)
         return replace(scored, samples=[without_rewards(one) if drop else one for one, drop in pairs])
-
-    def _own_places(self, parts: Sequence[Sized]) -> slice:
-        """This rank's places among the values of all ranks, each of which has as many as it has in `parts`."""
-        first = sum(len(part) for part in parts[: self.accelerator.process_index])
-        return slice(first, first + len(parts[self.accelerator.process_index]))
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
         """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""
@@ -358,7 +353,8 @@ class Collector:
         advantages = multi_objective_advantages(
             torch.cat(parts), self.rewards.weights, self.args, size=size, lengths=lengths, baselines=baselines
         )
-        return advantages[self._own_places(parts)]
+        own: Tensor = advantages.split(list(map(len, parts)))[self.accelerator.process_index]
+        return own
 
     def _with_token_advantages(self, samples: list[Sample]) -> list[Sample]:
         """The samples, groups one after the other, with advantages for each token, where the estimator has such."""
@@ -378,12 +374,11 @@ class Collector:
         parts = [own] if is_whole else gather_object([own])
         every, size = list(chain.from_iterable(parts)), self.args.num_generations
         whole = [every[first : first + size] for first in range(0, len(every), size)]
-        advantages = [each for group in whole for each in token_advantages(group, zero_tail=of_tools)]
-        places = slice(None) if is_whole else self._own_places(parts)
-        return with_fields(samples, {"token_advantages": advantages[places]})
+        advantages = (each for group in whole for each in token_advantages(group, zero_tail=of_tools))
+        before = 0 if is_whole else sum(map(len, parts[: self.accelerator.process_index]))
+        return with_fields(samples, {"token_advantages": list(islice(advantages, before, before + len(own)))})
 
     def _learned_from(self, scored: Scored) -> list[Sample]:
         """Its samples without dropped groups; with `mask_truncated_completions` those that were cut are not in loss."""
-        if not self.args.mask_truncated_completions:
-            return scored.kept()
-        return [replace(sample, in_loss=sample.finish_reason == "stop") for sample in scored.kept()]
+        masks = self.args.mask_truncated_completions
+        return [replace(one, in_loss=one.finish_reason == "stop" or not masks) for one in scored.kept()]

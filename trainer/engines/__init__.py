@@ -56,7 +56,7 @@ class RolloutEngine(Protocol):
         """Sample `sampling.n` completions for each prompt, with the weights of `weight_version`.
 
         Log-probs are those of the distribution after temperature and truncation; with temperature 0, of the untempered.
-        An engine that can returns the support of each token where `sampling.wants_support`; and where
+        An engine that can returns `listed_tokens`: the support of each token where `sampling.wants_support`; and where
         `sampling.wants_logprobs`, its log-probs of them, or of the `sampling.top_k_listed` most likely tokens. With
         `sampling.routed_experts` it returns the experts of each token (types.py).
         """
