@@ -260,6 +260,11 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
         return self.importance_sampling_level == "sequence" or self.loss_type == "gmpo"
 
     @functools.cached_property
+    def corrects_sequences(self) -> bool:
+        """Whether the sampling correction has one weight for a whole sequence."""
+        return (self.sampling_correction or "").startswith("sequence")
+
+    @functools.cached_property
     def selects_by_covariance(self) -> bool:
         """Whether Clip-Cov or KL-Cov is on."""
         return self.clip_cov_ratio > 0 or self.kl_cov_ratio > 0
@@ -288,7 +293,7 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
                 f"got delta={self.delta} with loss_type={self.loss_type!r}, which has no unclipped branch to bound; "
                 f"fix: delta=None, or one of {BOUNDED}"
             )
-        if self.loss_type in ("vespo", *OF_SAMPLER) and (self.sampling_correction or "").startswith("sequence"):
+        if self.loss_type in ("vespo", *OF_SAMPLER) and self.corrects_sequences:
             why = "weight is of the sequence" if self.loss_type == "vespo" else "ratio is to the sampler"
             raise InputError(
                 f"got sampling_correction={self.sampling_correction!r} with loss_type={self.loss_type!r}, whose {why} "

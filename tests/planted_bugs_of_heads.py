@@ -128,14 +128,14 @@ BUGS = {
     ),
     "supports of another sequence": (
         "trainer/batching/micro_batches.py",
-        "ids.append(sample.support_ids[",
-        "ids.append((batch[-1] if sample is batch[0] else sample).support_ids[",
+        "known[index] if mask is None",
+        "known[index - 1] if mask is None",
         PACKED_SUPPORTS,
     ),
     "supports begin one token late": (
         "trainer/batching/micro_batches.py",
-        "all_sizes.cumsum(0)",
-        "all_sizes.roll(-1).cumsum(0)",
+        "listed.sizes]).cumsum(0)",
+        "listed.sizes]).roll(-1).cumsum(0)",
         PACKED_SUPPORTS,
     ),
     "answers of a tool are learned from": (
@@ -157,7 +157,7 @@ BUGS = {
         [TRUNCATED, "-k", "plain_loop"],
     ),
     "supports of the tokens after the end": (
-        "trainer/engines/sampling.py",
+        "trainer/types.py",
         "self.ids[:count].clone()",
         "self.ids[-count:].clone()",
         [TRUNCATED, "-k", "on_policy and 0.05"],

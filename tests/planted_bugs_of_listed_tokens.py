@@ -6,13 +6,14 @@ RUNS = ["tests/trainer/test_score_centering.py", "-k", "samplers or reported or 
 CUTS = ["tests/trainer/test_score_centering.py", "-k", "however_a_batch_is_cut"]
 ROWS = ["tests/trainer/batching/test_micro_batches.py", "-k", "likely or beside_the_ids or table"]
 TURNS = ["tests/trainer/episodes/test_combinations.py", "-k", "likely and transformers"]
+TYPES = "trainer/types.py"
 SAMPLING, BATCHES = "trainer/engines/sampling.py", "trainer/batching/micro_batches.py"
 
 BUGS = {
     "the token that was drawn is among the likely ones": (
         SAMPLING,
-        "dict(sorted(step.items(), key=lambda entry: (-entry[1], entry[0]))[:top])",
-        "dict(list(step.items())[:top])",
+        "sorted(step.items(), key=lambda entry: (-entry[1], entry[0]))[:top]",
+        "list(step.items())[:top]",
         LISTS,
     ),
     "log-probs of several sequences stay in the order of steps": (
@@ -33,7 +34,12 @@ BUGS = {
         "if True:\n            kept",
         LISTS,
     ),
-    "the probabilities of kept tokens may sum to less than 1": (SAMPLING, "0.0 if is_top_k else 1.0", "0.0", LISTS),
+    "the probabilities of kept tokens may sum to less than 1": (
+        SAMPLING,
+        "0.0 if listed.is_top_k else 1.0",
+        "0.0",
+        LISTS,
+    ),
     "an engine is not asked whether it lists enough": (
         SAMPLING,
         "if listed > max_listed >= 0:\n        raise",
@@ -42,23 +48,29 @@ BUGS = {
     ),
     "scores stand for log-probs": (
         "trainer/engines/transformers_generate.py",
-        "known = logprobs if",
-        "known = scores if",
+        "add(scores, logprobs if",
+        "add(scores, scores if",
         ENGINE,
     ),
     "a turn loses the log-probs of its likely tokens": (
-        "trainer/engines/turns.py",
-        "sample.support_sizes, sample.support_logprobs)",
-        "sample.support_sizes)",
+        TYPES,
+        "logprobs = None if logprobs is None else logprobs[:count].clone()",
+        "logprobs = None",
+        TURNS,
+    ),
+    "several turns forget that their tokens are the likely ones": (
+        TYPES,
+        "any(part.is_top_k for part in parts)",
+        "False",
         TURNS,
     ),
     "log-probs of a tool's tokens are packed": (
-        BATCHES,
-        "logprobs.append(sample.support_logprobs[entries])",
-        "logprobs.append(sample.support_logprobs)",
+        TYPES,
+        "self.logprobs[entries]",
+        "self.logprobs",
         ROWS,
     ),
-    "likely tokens are taken for kept ones": (BATCHES, "if batch[0].is_top_k:", "if False:", CUTS),
+    "likely tokens are taken for kept ones": (BATCHES, "if listed.is_top_k:", "if False:", CUTS),
     "a checkpoint forgets that tokens are the likely ones": (
         "trainer/batching/rollout_buffer.py",
         '    "is_top_k": torch.bool,\n',
@@ -66,9 +78,9 @@ BUGS = {
         ROWS,
     ),
     "likely tokens are reported as kept": (
-        "trainer/types.py",
-        "return None if self.is_top_k else self.support_sizes",
-        "return self.support_sizes",
+        TYPES,
+        "return None if self.listed_tokens is None or self.listed_tokens.is_top_k else",
+        "return None if self.listed_tokens is None else",
         RUNS,
     ),
     "an evaluation lists likely tokens": ("trainer/collect/collector.py", ', score_centering="off")', ")", RUNS),

@@ -280,15 +280,22 @@ class GRPOTrainer(TransformersFace):
         self.start.check_environments()
         with all_ranks_succeed(self.accelerator, "making the output directory"):
             if is_main:
-                options: Any = {"overwrite": self.args.overwrite_output_dir, "keep": self.model_path}
-                options |= {"resume": checkpoint, "is_saved": self.start.is_saved}
-                self._undo.callback(prepare_output_dir(self.output_dir, **options))
+                undo = prepare_output_dir(
+                    self.output_dir,
+                    resume=checkpoint,
+                    overwrite=self.args.overwrite_output_dir,
+                    keep=self.model_path,
+                    is_saved=self.start.is_saved,
+                )
+                self._undo.callback(undo)
         self.events.begin(None, self.epochs.total)
         if checkpoint is not None:
             self._restore(checkpoint)
-        facts: Any = {"facts": self.facts | {"engine": self.engine.name}, "accelerator": self.accelerator}
+        facts = self.facts | {"engine": self.engine.name}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
-            self.output = RunOutput(self.args, self.max_steps, is_main=is_main, **facts)
+            self.output = RunOutput(
+                self.args, self.max_steps, is_main=is_main, facts=facts, accelerator=self.accelerator
+            )
         self.events("on_train_begin")
         wanted = self.args.eval_on_start or (checkpoint is None and self.args.eval_at_ends)
         if wanted and self._evaluate() and checkpoint is None:
@@ -320,8 +327,10 @@ class GRPOTrainer(TransformersFace):
     def _training_state(self) -> TrainingFiles:
         # A run that has to stop does not wait for its engine.
         wait = not any_rank(self.accelerator, self.stop.requested)
-        logs: dict[str, Any] = {"eval_before": self.results.eval_before, "unlogged": self.events.steps.unlogged}
-        return training_state(self.learner, self.collector, self.buffer, **logs, wait=wait)
+        before, unlogged = self.results.eval_before, self.events.steps.unlogged
+        return training_state(
+            self.learner, self.collector, self.buffer, eval_before=before, unlogged=unlogged, wait=wait
+        )
 
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run."""

@@ -21,10 +21,7 @@ Letters: P prompts, G completions per prompt (`num_generations`), B = P * G sequ
 of L tokens in a micro-batch (prompts and completions), N the model's own completion tokens in it.
 
 The support of a token is the set of ids that top_p, top_k and min_p left for the sampler to draw from. It travels as
-two tensors for each sequence of T tokens: the sizes [T] of its supports, 0 for the whole vocabulary, and their ids [K],
-K = sum of the sizes, end to end, ascending within a token. Both are int32 on the CPU. With `score_centering` the
-sampler's log-probs of these ids, [K] fp32, travel beside them. With score_centering="topk" the ids are the most likely
-ones that the sampler had, whatever it drew (`is_top_k`), and log-probs are over the whole vocabulary.
+`ListedTokens`; with score_centering="topk" so do the most likely ids, whatever was drawn.
 
 The experts of P prompt and T completion tokens are a tensor [P+T-1, layers, k], uint8 or int16 on the CPU: those that
 the sampler computed each token with. It never read the last one. Layers without experts have any numbers.
@@ -33,11 +30,12 @@ the sampler computed each token with. It never read the last one. Layers without
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 EQUAL_REWARDS = 1e-6  # rewards of a group that differ by less are equal but for rounding
@@ -113,6 +111,55 @@ class SamplingParams:
         return self.temperature > 0 and unforced and self.repetition_penalty == 1.0
 
 
+@dataclass(frozen=True)
+class ListedTokens:
+    """For each of T sampled tokens the ids of its support, or the most likely ids in their place.
+
+    Tensors are on the CPU, those of all tokens end to end: K is the sum of the sizes.
+    """
+
+    ids: Tensor  # [K] int32, ascending within a token
+    sizes: Tensor  # [T] int32; 0: no ids, its support is the whole vocabulary
+    logprobs: Tensor | None = None  # [K] fp32, the sampler's, of the distribution drawn from; None: not known
+    is_top_k: bool = False  # True: the most likely ids, and log-probs over the whole vocabulary
+
+    @classmethod
+    def of(cls, steps: Iterable[Collection[int]], *, is_top_k: bool = False) -> ListedTokens:
+        """From the ids of each token, in any order, or mappings from these to their log-probs."""
+        listed = list(steps)
+        ids = torch.tensor(list(chain.from_iterable(listed)), dtype=torch.int32)
+        sizes = torch.tensor(list(map(len, listed)), dtype=torch.int32)
+        order = ids.argsort()
+        order = order[torch.arange(len(sizes)).repeat_interleave(sizes)[order].argsort(stable=True)]
+        values = list(chain.from_iterable(step.values() for step in listed if isinstance(step, Mapping)))
+        logprobs = torch.tensor(values, dtype=torch.float32)
+        return cls(ids[order], sizes, logprobs[order] if len(values) == len(ids) else None, is_top_k)
+
+    @classmethod
+    def joined(cls, parts: Sequence[ListedTokens]) -> ListedTokens:
+        """Of several parts of a completion, or of several completions, one after the other."""
+        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+        return cls(
+            torch.cat([part.ids for part in parts]),
+            torch.cat([part.sizes for part in parts]),
+            torch.cat(logprobs) if len(logprobs) == len(parts) else None,
+            any(part.is_top_k for part in parts),
+        )
+
+    def first(self, tokens: int) -> ListedTokens:
+        """Of the first tokens alone."""
+        sizes, logprobs = self.sizes[:tokens].clone(), self.logprobs
+        count = int(sizes.sum())
+        logprobs = None if logprobs is None else logprobs[:count].clone()
+        return replace(self, ids=self.ids[:count].clone(), sizes=sizes, logprobs=logprobs)
+
+    def select(self, chosen: Tensor) -> ListedTokens:
+        """Of the tokens that are True in `chosen` [T]."""
+        entries = chosen.repeat_interleave(self.sizes)
+        logprobs = None if self.logprobs is None else self.logprobs[entries]
+        return replace(self, ids=self.ids[entries], sizes=self.sizes[chosen], logprobs=logprobs)
+
+
 class Turn(NamedTuple):
     """What the model is to say next in an episode."""
 
@@ -161,30 +208,27 @@ class Rollouts:
     weight_version: int  # the optimizer step whose weights the engine was serving
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns of B values for the reward functions
     completion_masks: list[list[bool]] | None = None  # B lists, True: the model's own token; None: all of them are
-    support_ids: list[Tensor] | None = None  # B, [K] int32; None: the engine cannot say, or keeps all tokens
-    support_sizes: list[Tensor] | None = None  # B, [T] int32
-    support_logprobs: list[Tensor] | None = None  # B, [K] fp32, of these ids as sampled from; None: not asked for
-    is_top_k: bool = False  # True: those ids are the sampler's most likely ones instead of supports
+    listed_tokens: list[ListedTokens] | None = None  # B; None: the engine cannot say, or keeps all tokens
     routed_experts: list[Tensor] | None = None  # B, [P+T-1, layers, k]; None: the engine does not say
     episodes: list[Episode] | None = None  # B; None: each completion is one turn
 
     def samples(self) -> list[Sample]:
         """The completions one by one."""
+        count = len(self.completion_ids)
         extra = [dict(zip(self.extra, values, strict=True)) for values in zip(*self.extra.values(), strict=True)]
-        repeats = len(self.completion_ids) // max(1, len(self.prompt_ids))
-        same = (
-            "completion_ids",
-            "sampling_logprobs",
-            "support_ids",
-            "support_sizes",
-            "support_logprobs",
-            "routed_experts",
-        )
-        columns = {name: getattr(self, name) for name in same}
-        columns |= {name: [getattr(self, name)] * len(self.completion_ids) for name in ("is_top_k", "weight_version")}
-        columns |= {"completion_mask": self.completion_masks, "finish_reason": self.finish_reasons}
-        columns |= {"episode": self.episodes, "extra": extra or None}
-        return samples_from(columns | {"prompt_ids": [ids for ids in self.prompt_ids for _ in range(repeats)]})
+        columns: dict[str, Sequence[Any] | None] = {
+            "prompt_ids": [ids for ids in self.prompt_ids for _ in range(count // max(1, len(self.prompt_ids)))],
+            "completion_ids": self.completion_ids,
+            "completion_mask": self.completion_masks,
+            "sampling_logprobs": self.sampling_logprobs,
+            "listed_tokens": self.listed_tokens,
+            "routed_experts": self.routed_experts,
+            "finish_reason": self.finish_reasons,
+            "weight_version": [self.weight_version] * count,
+            "extra": extra or None,
+            "episode": self.episodes,
+        }
+        return samples_from(columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +243,7 @@ class Sample:
     completion_ids: list[int]  # T, with the end-of-sequence token where it stopped
     completion_mask: list[bool] | None = None  # T, True: the model's own token, and so in the loss; None: all of them
     sampling_logprobs: list[float] | None = None  # T, as drawn; None: the engine does not say
-    support_ids: Tensor | None = None  # [K] int32; None: the whole vocabulary for all tokens
-    support_sizes: Tensor | None = None  # [T] int32
-    support_logprobs: Tensor | None = None  # [K] fp32, as sampled from; None: no score centering
-    is_top_k: bool = False  # True: the ids are the sampler's most likely ones instead of the tokens that it kept
+    listed_tokens: ListedTokens | None = None  # of its T tokens; None: their supports are the whole vocabulary
     routed_experts: Tensor | None = None  # [P+T-1, layers, k], of P prompt tokens, too; None: the engine does not say
     finish_reason: FinishReason
     weight_version: int  # the optimizer step whose weights the engine was serving
@@ -240,7 +281,7 @@ class Sample:
     @property
     def kept_sizes(self) -> Tensor | None:
         """The sizes [T] of its supports; None where they are the whole vocabulary."""
-        return None if self.is_top_k else self.support_sizes
+        return None if self.listed_tokens is None or self.listed_tokens.is_top_k else self.listed_tokens.sizes
 
     @property
     def has_advantage(self) -> bool:

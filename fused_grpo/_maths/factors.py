@@ -43,15 +43,12 @@ def token_factors(
     They hold what depends on more than a token: on its sequence, or on thresholds and selections over all tokens.
     """
     tokens, sequences, mask = inputs.tokens, inputs.sequences, inputs.tokens.mask
-    sampling, correction, policy_factors = tokens.sampling_logprobs, config.sampling_correction, []
+    sampling, policy_factors = tokens.sampling_logprobs, list[Tensor]()
     factors: dict[str, Tensor | None] = dict.fromkeys(("policy_weights", "entropy_weights", "kl_cov_weights"))
     current = torch.where(mask, logprobs.detach(), 0.0)
     old = current if tokens.old_logprobs is None else torch.where(mask, tokens.old_logprobs, 0.0)
-    if sampling is not None and correction is not None and correction.startswith("sequence"):
-        whole = sequences.sum(log_rho(old, sampling, mask))
-        bound = correction.removeprefix("sequence_")
-        rho = bounded_ratio(whole, bound, config.sampling_clip_min, config.sampling_clip_max)
-        policy_factors.append(sequences.spread(rho, len(mask)))
+    if sampling is not None and config.corrects_sequences:
+        policy_factors.append(sequences.spread(sequence_weights(old, sampling, inputs, config), len(mask)))
     if config.loss_type == "vespo":
         policy_factors.append(vespo_weights(current, old, inputs, config))
     if config.off_policy_mask_threshold is not None:
@@ -78,6 +75,12 @@ def token_factors(
         count = on.sum().clamp_min(1) if inputs.num_entropy_tokens is None else inputs.num_entropy_tokens
         factors["entropy_weights"] = (config.entropy_coef * on.double() / count).to(current.dtype)
     return factors
+
+
+def sequence_weights(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+    """rho [B] of the corrections of whole sequences, from log-probs [N]."""
+    whole, bound = inputs.sequences.sum(log_rho(old, sampling, inputs.tokens.mask)), str(config.sampling_correction)
+    return bounded_ratio(whole, bound.removeprefix("sequence_"), config.sampling_clip_min, config.sampling_clip_max)
 
 
 def kept_sequences(log_ratio: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:

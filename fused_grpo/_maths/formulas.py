@@ -401,7 +401,7 @@ def finish_metrics(metrics: dict[str, Tensor], inputs: LossInputs, *, has_entrop
 
 def needs_other_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
     """Whether the loss of a token depends on the log-probs or entropies of other tokens."""
-    corrects_sequences = str(config.sampling_correction).startswith("sequence") or config.sequence_rejection is not None
+    corrects_sequences = config.corrects_sequences or config.sequence_rejection is not None
     return bool(
         config.ratio_of_sequence
         or config.loss_type == "vespo"

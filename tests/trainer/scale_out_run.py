@@ -25,12 +25,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
 from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import Support, support_fields
+from fused_grpo.trainer.engines.sampling import all_known
 from fused_grpo.trainer.models import weight_stream
 from fused_grpo.trainer.models.adapters import adapter_stream, checkpoint_weights
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
-from fused_grpo.trainer.types import Rollouts
+from fused_grpo.trainer.types import ListedTokens, Rollouts
 
 
 def kept_with(completion: list[int]) -> list[list[int]]:
@@ -81,15 +81,16 @@ class EngineByPrompt(RolloutEngine):
             num_generations=sampling.n,
             weight_version=self.weight_version,
             routed_experts=[experts_by(*pair) for pair in pairs] if sampling.routed_experts else None,
-            **support_fields([self.listed(*each, sampling) for each in zip(rows, kept, strict=True)], sampling),
+            listed_tokens=all_known([self.listed(*each, sampling) for each in zip(rows, kept, strict=True)]),
         )
 
-    def listed(self, rows, kept, sampling) -> Support | None:
+    def listed(self, rows, kept, sampling) -> ListedTokens | None:
         if not sampling.wants_logprobs:
-            return None if kept is None else Support.of(kept)
+            return None if kept is None else ListedTokens.of(kept)
         likely = [row.topk(sampling.top_k_listed or 14) for row in rows]
         steps = [zip(top.indices.tolist(), top.values.tolist(), strict=True) for top in likely]
-        return Support.of([{token: logprob for token, logprob in step if logprob > -torch.inf} for step in steps])
+        known = [{token: logprob for token, logprob in step if logprob > -torch.inf} for step in steps]
+        return ListedTokens.of(known, is_top_k=sampling.top_k_listed > 0)
 
     @torch.no_grad()
     def logprobs(self, prompt, completion, kept) -> torch.Tensor:

@@ -174,7 +174,7 @@ def test_kept_tokens_are_the_nucleus_and_their_probabilities_sum_to_one(make_tra
     model = load(folder)
     for sample in trainer.scored.samples:
         logprobs = textbook(model, sample)
-        kept = [ids.long() for ids in sample.support_ids.split(sample.support_sizes.tolist())]
+        kept = [ids.long() for ids in sample.listed_tokens.ids.split(sample.listed_tokens.sizes.tolist())]
         for place, ids in enumerate(kept):
             of_kept = logprobs[place, ids].exp()
             assert of_kept.sum() > 0.9 - 1e-4

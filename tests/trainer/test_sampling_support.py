@@ -52,7 +52,7 @@ def textbook_logprobs(model, rollouts) -> list[torch.Tensor]:
     for index, ids in enumerate(rollouts.completion_ids):
         prompt = rollouts.prompt_ids[index // 4]
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        kept = rollouts.support_ids[index].split(rollouts.support_sizes[index].tolist())
+        kept = rollouts.listed_tokens[index].ids.split(rollouts.listed_tokens[index].sizes.tolist())
         left_out = torch.ones_like(logits, dtype=torch.bool)
         for row, tokens in zip(left_out, kept, strict=True):
             row[tokens.long() if len(tokens) else slice(None)] = False

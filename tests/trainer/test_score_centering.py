@@ -94,12 +94,10 @@ def textbook(model: Any, rollouts: Rollouts, options: dict[str, Any]) -> tuple[t
     """Of each token its log-prob, and sum of c_v log p_v; a loop over full logits."""
     own, corrections = [], []
     for index, ids in enumerate(rollouts.completion_ids):
-        prompt, sizes = rollouts.prompt_ids[index // 4], rollouts.support_sizes[index].tolist()
+        prompt, listed = rollouts.prompt_ids[index // 4], rollouts.listed_tokens[index]
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / options["temperature"]
-        listed = zip(
-            rollouts.support_ids[index].split(sizes), rollouts.support_logprobs[index].split(sizes), strict=True
-        )
-        for row, token, (some, sampler) in zip(logits, ids, listed, strict=True):
+        parts = (values.split(listed.sizes.tolist()) for values in (listed.ids, listed.logprobs))
+        for row, token, some, sampler in zip(logits, ids, *parts, strict=True):
             within = some.long() if options["score_centering"] == "kept" else torch.arange(len(row))
             logprobs = torch.full_like(row, -torch.inf).index_put((within,), row[within].log_softmax(0))
             p, q = logprobs[some.long()].detach().exp(), sampler.exp()
@@ -191,7 +189,7 @@ def test_without_score_centering_nothing_more_is_kept_or_passed(make_trainer, ca
     trainer = make_trainer(top_p=0.8, max_steps=1)
     trainer.train()
     assert "sampling_topk_logprobs" not in calls[0]
-    assert all(sample.support_logprobs is None for sample in trainer.scored.samples)
+    assert all(sample.listed_tokens.logprobs is None for sample in trainer.scored.samples)
 
 
 def test_likely_tokens_are_not_reported_as_kept_ones(make_trainer):
@@ -208,7 +206,7 @@ def test_an_evaluation_asks_for_no_logprobs_of_further_tokens(make_trainer):
         **KINDS["topk"], eval_dataset=rows, num_generations_eval=2, eval_strategy="steps", max_steps=1
     )
     trainer.train()
-    assert [one.support_logprobs is None for one in trainer.engine.recorded] == [False, True]
+    assert [one.listed_tokens is None for one in trainer.engine.recorded] == [False, True]
 
 
 def test_an_engine_without_logprobs_ends_the_run(make_trainer):

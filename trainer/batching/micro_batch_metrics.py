@@ -31,8 +31,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from fused_grpo._maths.factors import ratio_and_clipped, select_by_covariance, vespo_weights
-from fused_grpo._maths.formulas import LossInputs, bounded_ratio, kl_term, log_rho, sampling_weights
+from fused_grpo._maths.factors import ratio_and_clipped, select_by_covariance, sequence_weights, vespo_weights
+from fused_grpo._maths.formulas import LossInputs, kl_term, sampling_weights
 from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
 from fused_grpo.loss import GRPOLossOutput, LossArguments, loss_inputs
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, joined_rows
@@ -90,7 +90,7 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
         sums |= {"difference_sum": difference.sum(), "difference_max": difference.amax()}
         sums |= {"known_sum": is_known.sum(), "equal_sum": (old == sampling).sum()}
         if config.sampling_correction is not None:
-            rho = _rho(old, sampling, inputs, config)
+            rho = _rho(old, inputs, config)
             sums |= {"rho_sum": rho.sum(), "rho_squares_sum": rho.square().sum(), "rhos_sum": rho.new_tensor(len(rho))}
             sums |= {"rho_min": rho.amin(), "rho_max": rho.amax()}
     return sums
@@ -122,10 +122,8 @@ def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]
     }
     extremes = {f"{DIFFERENCE}/max": "difference_max", f"{RATIO}/min": "rho_min", f"{RATIO}/max": "rho_max"}
     for turn in (f"turn_{number}" for number in range(1, MOST_TURNS + 1)):
-        means[f"{DIFFERENCE}/{turn}/mean"], extremes[f"{DIFFERENCE}/{turn}/max"] = (
-            (turn, f"{turn}_known"),
-            f"{turn}_max",
-        )
+        means[f"{DIFFERENCE}/{turn}/mean"] = turn, f"{turn}_known"
+        extremes[f"{DIFFERENCE}/{turn}/max"] = f"{turn}_max"
     if loss_type in (*BOUNDED, "gmpo"):
         means |= {f"clip_ratio/{side}_mean": (side, "ratios") for side in ("low", "high")}
         extremes |= {"clip_ratio/low_min": "low_min", "clip_ratio/high_max": "high_max"}
@@ -142,14 +140,13 @@ def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]
     return metrics
 
 
-def _rho(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
+def _rho(old: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
     """The weights of the sampling correction: of sequences [b] where it is of those, or of tokens [N]."""
-    assert config.sampling_correction is not None
-    if not config.sampling_correction.startswith("sequence"):
-        return sampling_weights(old, sampling, inputs.tokens.mask, TokenTerms.correction_of(config))
-    treatment = config.sampling_correction.removeprefix("sequence_")
-    bounds = (config.sampling_clip_min, config.sampling_clip_max)
-    return bounded_ratio(inputs.sequences.sum(log_rho(old, sampling, inputs.tokens.mask)), treatment, *bounds)
+    tokens = inputs.tokens
+    assert tokens.sampling_logprobs is not None
+    if config.corrects_sequences:
+        return sequence_weights(old, tokens.sampling_logprobs, inputs, config)
+    return sampling_weights(old, tokens.sampling_logprobs, tokens.mask, TokenTerms.correction_of(config))
 
 
 def correction_weights(old: Tensor, part: MicroBatch, config: GRPOLossConfig) -> Tensor:
@@ -157,8 +154,8 @@ def correction_weights(old: Tensor, part: MicroBatch, config: GRPOLossConfig) ->
     if not len(part.advantages) or config.sampling_correction is None or part.sampling_logprobs is None:
         return torch.ones_like(old)
     inputs = inputs_of(part, config)
-    rho = _rho(old.float(), part.sampling_logprobs, inputs, config)
-    return inputs.sequences.spread(rho, len(old)) if config.sampling_correction.startswith("sequence") else rho
+    rho = _rho(old.float(), inputs, config)
+    return inputs.sequences.spread(rho, len(old)) if config.corrects_sequences else rho
 
 
 def turn_sums(batch: Sequence[Sample], packed: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> dict[str, float]:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -30,7 +29,7 @@ from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import any_rank
 from fused_grpo.trainer.models.attention import tree_cost, tree_sizes
-from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
+from fused_grpo.trainer.types import ListedTokens, MicroBatch, Sample, with_fields
 
 BISECTIONS = 12
 Trees = Sequence[Sequence[int]]  # of indices of a batch
@@ -187,6 +186,7 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
     advantages = per_token("token_advantages")
     if advantages is None:
         advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32, device=device)
+    support, centering = _support(batch, chosen, device)
     return MicroBatch(
         input_ids=input_ids.view(num_rows, row_length).to(device),
         position_ids=position_ids.view(num_rows, row_length).to(device),
@@ -200,7 +200,8 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
         sampling_logprobs=per_token("sampling_logprobs"),
         old_logprobs=per_token("old_logprobs"),
         ref_logprobs=per_token("ref_logprobs"),
-        **_support(batch, samples, device),
+        support=support,
+        centering=centering,
         routed_experts=_experts(batch, zip(starts, trees, strict=True), len(input_ids), device),
         row_cu_seqlens=torch.tensor(row_ends, dtype=torch.int32, device=device) if one_row else None,
         longest=max(lengths, default=1),
@@ -222,30 +223,29 @@ def _tree(samples: Sequence[Sample]) -> tuple[list[int], list[int], list[int], l
     return ids, positions, seen_until, predictors
 
 
-def _support(batch: Sequence[Sample], samples: Sequence[Sample], device: torch.device) -> dict[str, Any]:
-    """`support` and `centering` of all predicted tokens, end to end."""
-    if not batch or any(sample.support_ids is None for sample in batch):
-        return {}
-    zero = torch.zeros(1, dtype=torch.int32)
-    ids, sizes, logprobs = [zero[:0]], [zero], [torch.zeros(0)]
-    for sample in samples:
-        assert sample.support_ids is not None
-        assert sample.support_sizes is not None  # as of the ids
-        own = torch.tensor(sample.completion_mask or [True] * len(sample.completion_ids), dtype=torch.bool)
-        entries = own.repeat_interleave(sample.support_sizes)
-        ids.append(sample.support_ids[entries])
-        sizes.append(sample.support_sizes[own])
-        if sample.support_logprobs is not None:
-            logprobs.append(sample.support_logprobs[entries])
-    all_ids, all_sizes, all_logprobs = torch.cat(ids), torch.cat(sizes), torch.cat(logprobs)
-    if batch[0].is_top_k:  # in rows of the longest one's length, with -1 behind the end
-        filled = torch.arange(max(1, int(all_sizes.max()))) < all_sizes[1:, None]
+def _support(
+    batch: Sequence[Sample], chosen: Sequence[int], device: torch.device
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor | None, Tensor] | None]:
+    """`support` and `centering` of all predicted tokens of the chosen samples, end to end."""
+    known = [sample.listed_tokens for sample in batch if sample.listed_tokens is not None]
+    if not batch or len(known) < len(batch):
+        return None, None
+    parts = [known[0].first(0)]  # which says what all samples have, where none is chosen
+    for index in chosen:
+        mask = batch[index].completion_mask
+        parts.append(known[index] if mask is None else known[index].select(torch.tensor(mask, dtype=torch.bool)))
+    listed = ListedTokens.joined(parts)
+    logprobs = listed.logprobs
+    if listed.is_top_k:  # in rows of the longest one's length, with -1 behind the end
+        assert logprobs is not None
+        most = int(listed.sizes.max()) if len(listed.sizes) else 0
+        filled = torch.arange(max(1, most)) < listed.sizes[:, None]
         rows, values = torch.full(filled.shape, -1, dtype=torch.int64), torch.zeros(filled.shape)
-        rows[filled], values[filled] = all_ids.long(), all_logprobs
-        return {"centering": (rows.to(device), values.to(device))}
-    support = all_ids.to(device), all_sizes.cumsum(0).to(device)
-    is_known = batch[0].support_logprobs is not None
-    return {"support": support, "centering": (None, all_logprobs.to(device)) if is_known else None}
+        rows[filled], values[filled] = listed.ids.long(), logprobs
+        return None, (rows.to(device), values.to(device))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int32), listed.sizes]).cumsum(0)
+    support = listed.ids.to(device), offsets.to(device)
+    return support, None if logprobs is None else (None, logprobs.to(device))
 
 
 def _experts(

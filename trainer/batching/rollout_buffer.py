@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from fused_grpo.trainer.types import FinishReason, Sample, samples_from
+from fused_grpo.trainer.types import FinishReason, ListedTokens, Sample, samples_from
 
 # Fields with a row of values: tensors, or lists of numbers for those of _LISTS.
 ROWS = {
@@ -49,6 +49,8 @@ VALUES = {
     "failure": torch.bool,
     "is_top_k": torch.bool,
 }
+# The fields of `Sample.listed_tokens`, which a table has beside those of samples.
+_LISTED = {"support_ids": "ids", "support_sizes": "sizes", "support_logprobs": "logprobs", "is_top_k": "is_top_k"}
 _REASONS = get_args(FinishReason)
 GREEDY = "greedy."  # before the names of completions that ReMax compares with, in the table of what it compares
 
@@ -93,15 +95,19 @@ class RolloutBuffer:
 
 def as_tensors(batch: Sequence[Sample]) -> dict[str, Tensor]:
     """Samples as a table of tensors, for `from_tensors`."""
-    columns: dict[str, list[Any]] = {name: [getattr(sample, name) for sample in batch] for name in VALUES}
+    fields = [
+        {**vars(sample), **{name: getattr(sample.listed_tokens, part, None) for name, part in _LISTED.items()}}
+        for sample in batch
+    ]
+    columns = {name: [one[name] for one in fields] for name in (*VALUES, *ROWS)}
     columns["finish_reason"] = [_REASONS.index(reason) for reason in columns["finish_reason"]]
     columns["failure"] = [failure is not None for failure in columns["failure"]]
+    columns["is_top_k"] = list(map(bool, columns["is_top_k"]))
     table = {name: torch.tensor(columns[name], dtype=dtype) for name, dtype in VALUES.items()}
     if not table["is_top_k"].any():
         del table["is_top_k"]
     for name, dtype in ROWS.items():
-        rows = [getattr(sample, name) for sample in batch]
-        table |= {} if any(row is None for row in rows) else joined_rows(name, rows, dtype)
+        table |= {} if any(row is None for row in columns[name]) else joined_rows(name, columns[name], dtype)
     return table
 
 
@@ -128,4 +134,8 @@ def from_tensors(table: Mapping[str, Tensor]) -> list[Sample]:
         if f"{name}.values" in table:
             rows = table[f"{name}.values"].split(table[f"{name}.lengths"].tolist())
             columns[name] = [row.tolist() for row in rows] if name in _LISTS else list(rows)
+    listed = {part: columns.pop(name) for name, part in _LISTED.items() if name in columns}
+    if listed:
+        each = zip(*listed.values(), strict=True)
+        columns["listed_tokens"] = [ListedTokens(**dict(zip(listed, values, strict=True))) for values in each]
     return samples_from(columns)

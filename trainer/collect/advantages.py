@@ -4,11 +4,8 @@ Of a group, the G completions of one prompt, the mean is the baseline and the st
 correction, plus 1e-4) the scale. A function that returned None for a completion is left out of its sum; a completion
 that no function scored gets advantage 0 and takes no part in its group's statistics.
 
-With several functions there are two orders. "sum_then_normalize" (GRPO) compares weighted sums, so a function whose
-values spread widely dominates. "normalize_then_sum" (GDPO, arXiv 2601.05242) compares each function's values by
-themselves, so that each contributes by its weight, and brings the weighted sum to the scale of the batch.
-
-`advantage_estimator` has other baselines and scales for the weighted sum: docs/loss.md has their formulas and papers.
+docs/rewards.md has the two orders in which several functions are combined, and docs/loss.md the other baselines and
+scales of `advantage_estimator`, with their formulas and papers.
 
 **The optimal token baseline** (arXiv:2602.07078) is another one for each place in the completions of a group.
 With r_i the reward of completion i, s_j the squared norm of the gradient of its token j's log-prob in the logits

@@ -1,11 +1,8 @@
 """`BatchQueue`: the batches that an engine samples while the optimizer learns, in the order of their requests.
 
-They are sampled one after the other, each from the weights that the policy has when it is requested, and learned from
-in the same order; the loop requests as many as leave the queue, at the same step each time. So the run does not depend
-on who is faster (docs/trainer.md). The engine gets the weights of a request when it has finished the batch before: by
-then the policy may have moved, so they are a copy in the CPU's memory, unless the engine has nothing to do. Ranks may
-share a server, and their threads meet in `load_weights`, in the same order; so a rank whose batch failed loads weights
-for the others, and nothing more is sampled on it.
+Each is sampled from the weights of its request, and the loop requests as many as leave the queue, at the same step each
+time (docs/trainer.md, "Sampling while learning"). Ranks may share a server, and their threads meet in `load_weights`,
+in the same order; so a rank whose batch failed loads weights for the others, and nothing more is sampled on it.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, compress, pairwise
+from itertools import chain, compress, islice, pairwise
 from typing import Any
 
 import torch
@@ -255,7 +255,8 @@ class Collector:
             rows, samples = drawn or self.draw(engine, phases)
             with phases("reward"):
                 scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=self.events.state)
-                scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=self.events.state)
+                if self.has_greedy:
+                    scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=self.events.state)
         scored = self._dropped_everywhere(scored)
         if isinstance(self.sampler, CurriculumSampler):
             rewards, size = gather_object([sample.reward for sample in scored.samples]), self.args.num_generations
@@ -292,14 +293,9 @@ class Collector:
             return scored
         parts = gather_object([[sample.dropped for sample in scored.samples]])
         every = torch.tensor(list(chain.from_iterable(parts))).view(-1, size).any(1).repeat_interleave(size)
-        dropped = every[self._own_places(parts)].tolist()
+        dropped = every.split(list(map(len, parts)))[self.accelerator.process_index].tolist()
         pairs = zip(scored.samples, dropped, strict=True)
         return replace(scored, samples=[without_rewards(one) if drop else one for one, drop in pairs])
-
-    def _own_places(self, parts: Sequence[Sized]) -> slice:
-        """This rank's places among the values of all ranks, each of which has as many as it has in `parts`."""
-        first = sum(len(part) for part in parts[: self.accelerator.process_index])
-        return slice(first, first + len(parts[self.accelerator.process_index]))
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
         """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""
@@ -348,9 +344,16 @@ class Collector:
         if self.rules is not None:
             batch = f"{self.args.seed}/{batch}"
             playing = EpisodeEngine(engine, self.rules, most=self.longest_prompt, batch=batch)
-        options: Any = {"vocab_size": self.learner.vocab_size, "failure": self.args.rollout_failure}
-        options |= {"rows": list(zip(numbers, rows, strict=True)), "routers": self.learner.routers}
-        return partial(checked_generate, playing, prompt_ids, sampling, **options)
+        return partial(
+            checked_generate,
+            playing,
+            prompt_ids,
+            sampling,
+            vocab_size=self.learner.vocab_size,
+            rows=list(zip(numbers, rows, strict=True)),
+            failure=self.args.rollout_failure,
+            routers=self.learner.routers,
+        )
 
     def _advantages(self, facts: Sequence[RolloutFacts], size: int) -> Tensor:
         """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""
@@ -359,7 +362,8 @@ class Collector:
         advantages = multi_objective_advantages(
             torch.cat(parts), self.rewards.weights, self.args, size=size, lengths=lengths, baselines=baselines
         )
-        return advantages[self._own_places(parts)]
+        own: Tensor = advantages.split(list(map(len, parts)))[self.accelerator.process_index]
+        return own
 
     def _with_token_advantages(self, samples: list[Sample]) -> list[Sample]:
         """The samples, groups one after the other, with advantages for each token, where the estimator has such."""
@@ -379,12 +383,11 @@ class Collector:
         parts = [own] if is_whole else gather_object([own])
         every, size = list(chain.from_iterable(parts)), self.args.num_generations
         whole = [every[first : first + size] for first in range(0, len(every), size)]
-        advantages = [each for group in whole for each in token_advantages(group, zero_tail=of_tools)]
-        places = slice(None) if is_whole else self._own_places(parts)
-        return with_fields(samples, {"token_advantages": advantages[places]})
+        advantages = (each for group in whole for each in token_advantages(group, zero_tail=of_tools))
+        before = 0 if is_whole else sum(map(len, parts[: self.accelerator.process_index]))
+        return with_fields(samples, {"token_advantages": list(islice(advantages, before, before + len(own)))})
 
     def _learned_from(self, scored: Scored) -> list[Sample]:
         """Its samples without dropped groups; with `mask_truncated_completions` those that were cut are not in loss."""
-        if not self.args.mask_truncated_completions:
-            return scored.kept()
-        return [replace(sample, in_loss=sample.finish_reason == "stop") for sample in scored.kept()]
+        masks = self.args.mask_truncated_completions
+        return [replace(one, in_loss=one.finish_reason == "stop" or not masks) for one in scored.kept()]

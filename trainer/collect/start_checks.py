@@ -282,12 +282,14 @@ def planned_shape(
     config: Any, model: Any, peft_config: Any, quantization: Mapping[str, Any] | None = None
 ) -> ModelShape | None:
     """The shape of a model that is loaded or not, with the adapter that it is going to get."""
-    lora: dict[str, Any] = {"in_4bit": bool((quantization or {}).get("load_in_4bit"))}
-    if peft_config is not None:
-        targets = getattr(peft_config, "target_modules", None)
-        lora |= {"lora_r": getattr(peft_config, "r", 0), "lora_targets": None if isinstance(targets, str) else targets}
+    targets = getattr(peft_config, "target_modules", None)
     with suppress(Exception):  # of a config's own code: loading the model raises it again
-        return shape_of(model if isinstance(model, nn.Module) else config, **lora)
+        return shape_of(
+            model if isinstance(model, nn.Module) else config,
+            lora_r=None if peft_config is None else getattr(peft_config, "r", 0),
+            lora_targets=None if isinstance(targets, str) else targets,
+            in_4bit=bool((quantization or {}).get("load_in_4bit")),
+        )
     return None
 
 
@@ -462,8 +464,10 @@ def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tupl
     given = {} if start.quantization_config is None else {QUANTIZATION: start.quantization_config}
     loaded = model_for(start.model, args, accelerator, pad_token_id=start.tokenizer.pad_token_id, **given)
     policy = adapt(loaded, start.peft_config, args, accelerator, keep_reference=teacher == SELF)
-    schedule: Any = {"max_steps": start.max_steps, "optimizers": optimizers}
-    return policy, Learner(policy, args, accelerator, **schedule, corrected=corrected, teacher=teacher)
+    steps = start.max_steps
+    return policy, Learner(
+        policy, args, accelerator, max_steps=steps, optimizers=optimizers, corrected=corrected, teacher=teacher
+    )
 
 
 def make_sampler(start: Start) -> PromptSampler:

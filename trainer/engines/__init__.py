@@ -7,7 +7,7 @@ transformers_generate.py  `model.generate` on the trainer's own model
 rollout_func.py           a `rollout_func` of the user
 checked_engine.py         the trainer calls engines through this module, which checks what they return
 turns.py                  turns of episodes, sampled as they come; an engine with a `turn_session` has its own way
-sampling.py               prompts, stop tokens, seeds, sampling options and supports, the same for all engines
+sampling.py               prompts, stop tokens, seeds, sampling options and listed tokens, the same for all engines
 weight_files.py           files of weights for other processes, and tied heads
 changed_weights.py        what changed since the last sync, and the worker extension of vLLM that makes weights of it
 """
@@ -56,7 +56,7 @@ class RolloutEngine(Protocol):
         """Sample `sampling.n` completions for each prompt, with the weights of `weight_version`.
 
         Log-probs are those of the distribution after temperature and truncation; with temperature 0, of the untempered.
-        An engine that can returns the support of each token where `sampling.wants_support`; and where
+        An engine that can returns `listed_tokens`: the support of each token where `sampling.wants_support`; and where
         `sampling.wants_logprobs`, its log-probs of them, or of the `sampling.top_k_listed` most likely tokens. With
         `sampling.routed_experts` it returns the experts of each token (types.py).
         """

@@ -6,11 +6,9 @@ Of each weight the elements whose bits changed are sent, with their places, or a
     values   [changed]          in the weight's dtype
     places   [changed]  uint8   within the block, ascending
 
-**Nothing is believed.** A worker keeps a copy of all weights and the digest of that copy. Changes say of which copy
-they are, and what it has to become: a worker with another copy (it was restarted) does not apply them, and whichever
-bit is wrong afterwards, in a value, a place, a name or the copy itself, gives another digest. Then the copy is dropped,
-vLLM keeps the weights that it has, and the answer makes the trainer send all weights. vLLM loads from the whole copy,
-by the path that it loads checkpoints with: tensor parallelism, fused layers and experts are its own.
+A worker keeps a copy of all weights and the digest of that copy; docs/scaling-out.md has what is checked. A bit that is
+wrong afterwards, in a value, a place, a name or the copy itself, gives another digest. Then the copy is dropped, and
+vLLM keeps the weights that it has.
 """
 
 from __future__ import annotations

@@ -38,11 +38,10 @@ from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.engines.sampling import (
     SEED_BITS,
     Routers,
-    Support,
     check_experts,
     check_support,
     wrong_experts,
-    wrong_support,
+    wrong_listed,
 )
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.quantized import compute_dtypes
@@ -286,15 +285,18 @@ def _dropped(samples: Sequence[Sample], wrong: Mapping[int, str], size: int) -> 
     for index, problem in sorted(wrong.items()):
         _log.warning("%s (its group is dropped)", problem)
         failures.setdefault(index // size, problem)
-    no_support = torch.zeros(0, dtype=torch.int32)
-    empty: dict[str, Any] = {"completion_ids": [], "completion_mask": [], "sampling_logprobs": []}
-    empty |= {"support_ids": no_support, "support_sizes": no_support, "support_logprobs": torch.zeros(0)}
-    empty |= {"routed_experts": torch.zeros(0, dtype=torch.uint8)}
     dropped = []
     for index, sample in enumerate(samples):
         if index in wrong:
-            given = {name: value for name, value in empty.items() if getattr(sample, name) is not None}
-            sample = replace(sample, finish_reason="length", **given)
+            sample = replace(
+                sample,
+                completion_ids=[],
+                completion_mask=None if sample.completion_mask is None else [],
+                sampling_logprobs=None if sample.sampling_logprobs is None else [],
+                listed_tokens=None if sample.listed_tokens is None else sample.listed_tokens.first(0),
+                routed_experts=None if sample.routed_experts is None else torch.zeros(0, dtype=torch.uint8),
+                finish_reason="length",
+            )
         dropped.append(replace(sample, failure=failures.get(index // size)))
     return dropped
 
@@ -303,10 +305,7 @@ def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: in
     columns: dict[str, Any] = {"completions": rollouts.completion_ids, "finish reasons": rollouts.finish_reasons}
     columns |= {"lists of log-probs": rollouts.sampling_logprobs, "episodes": rollouts.episodes}
     columns |= {"completion masks": rollouts.completion_masks, "arrays of experts": rollouts.routed_experts}
-    columns |= {"lists of log-probs of kept tokens": rollouts.support_logprobs}
-    if rollouts.support_ids is not None or rollouts.support_sizes is not None:
-        ids, sizes = rollouts.support_ids or (), rollouts.support_sizes or ()
-        columns |= {"lists of kept tokens": ids, "sizes of supports": sizes}
+    columns |= {"lists of kept tokens": rollouts.listed_tokens}
     columns |= {f"values of {name!r}": values for name, values in rollouts.extra.items()}
     for name, values in columns.items():
         if values is not None and len(values) != n * len(prompt_ids):
@@ -333,9 +332,8 @@ def wrong_completion(sample: Sample, *, vocab_size: int, nan_allowed: bool) -> s
         return f"{len(logprobs)} log-probs for {len(ids)} tokens"
     if wrong := wrong_logprob(() if logprobs is None else sample.own(logprobs), nan_allowed=nan_allowed):
         return wrong
-    if sample.support_ids is not None and sample.support_sizes is not None:
-        support = Support(sample.support_ids, sample.support_sizes, sample.support_logprobs)
-        wrong = wrong_support(support, ids, vocab_size, is_top_k=sample.is_top_k)
+    if sample.listed_tokens is not None:
+        wrong = wrong_listed(sample.listed_tokens, ids, vocab_size)
     known = sample.finish_reason in get_args(FinishReason)
     return wrong or (None if known else f"finish reason {sample.finish_reason!r}")
 

@@ -18,6 +18,7 @@ It may sample with any model, so its log-probs need not be the trainer's. It may
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import nan
 from operator import index as as_index
@@ -28,9 +29,9 @@ from torch import Tensor
 from fused_grpo.errors import DataError
 from fused_grpo.trainer.data.datasets import RESERVED
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import Support, stop_token_ids, support_fields
+from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.rewards.reward_call import own_copy
-from fused_grpo.trainer.types import Rollouts, SamplingParams
+from fused_grpo.trainer.types import ListedTokens, Rollouts, SamplingParams
 
 RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
 
@@ -103,6 +104,7 @@ class FunctionEngine(RolloutEngine):
                 f"got {error} from rollout_func, want lists of token ids and of their log-probs, 0 or 1 in env_mask; "
                 "fix: numbers, and None in logprobs alone"
             ) from error
+        kept = None if sampling.sampling_support == "off" else output.get("sampling_support")
         of_model = stop_token_ids(getattr(self._trainer.model, "generation_config", None), tokenizer)
         stops = {*of_model, tokenizer.pad_token_id}  # as in TRL, a completion that is padded has ended
         return Rollouts(
@@ -114,7 +116,7 @@ class FunctionEngine(RolloutEngine):
             weight_version=self.weight_version,
             extra=columns,
             completion_masks=masks,
-            **_supports(output.get("sampling_support"), ids, wanted=sampling.sampling_support != "off"),
+            listed_tokens=_supports(kept, ids),
         )
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -170,15 +172,14 @@ def _masks(given: Any, completion_ids: list[list[int]]) -> list[list[bool]] | No
     return [list(map(bool, mask)) for mask in masks]
 
 
-def _supports(kept: Any, completion_ids: list[list[int]], *, wanted: bool) -> dict[str, Any]:
-    if kept is None or not wanted:
-        return support_fields([None])
+def _supports(kept: Any, completion_ids: list[list[int]]) -> list[ListedTokens] | None:
+    if kept is None:
+        return None
     if len(kept) != len(completion_ids):
         raise DataError(
             f"got sampling_support of {len(kept)} completions from rollout_func for {len(completion_ids)}, want one "
             "each; fix: for each token of each completion a list of ids"
         )
     pairs = zip(completion_ids, kept, strict=True)
-    return support_fields(
-        [Support.of([()] * len(ids) if one is None else [tokens or () for tokens in one]) for ids, one in pairs]
-    )
+    steps = [[()] * len(ids) if one is None else [tokens or () for tokens in one] for ids, one in pairs]
+    return [replace(ListedTokens.of(one), logprobs=None) for one in steps]  # not even where nothing is listed

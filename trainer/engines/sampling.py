@@ -1,12 +1,8 @@
-"""Prompts, stop tokens, seeds, sampling options and supports, the same for all engines.
+"""Prompts, stop tokens, seeds, sampling options and listed tokens, the same for all engines.
 
-The support of a sampled token are the ids that top_p, top_k and min_p left for the sampler to draw from, renormalised.
-docs/engines.md says why log-probs have to be over them, and how each engine knows them. An id takes 4 bytes, as do the
-sizes: with top_k=50 at most 204 bytes a token. What is kept whole has size 0 and no ids.
-
-Score centering compares distributions of sampler and trainer, so with it the sampler's log-probs of the ids travel too,
-4 bytes each, and ids of what is kept whole. Without truncation the ids are the `score_centering_topk` most likely ones.
-Which those are does not depend on the token that was drawn: one that is not among them stays out.
+docs/engines.md says why log-probs have to be over the tokens that truncated sampling kept, and how each engine knows
+them. With score centering what is kept whole is listed too. Which tokens are the most likely ones does not depend on
+the token that was drawn: one that is not among them stays out.
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from operator import index
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
+from fused_grpo.trainer.types import FinishReason, ListedTokens, Rollouts, Sample, SamplingParams
 
 T = TypeVar("T")
 
@@ -132,44 +127,11 @@ def turn_sampling(sampling: SamplingParams, max_tokens: int, *, seed: int) -> Sa
     return replace(sampling, n=1, max_tokens=max_tokens, seed=seed, first_prompt=0, extra={**sampling.extra, **least})
 
 
-class Support(NamedTuple):
-    """The supports of a completion of T tokens, or the most likely tokens in their place."""
-
-    ids: Tensor  # [K] int32, ascending within a token
-    sizes: Tensor  # [T] int32, 0: the whole vocabulary
-    logprobs: Tensor | None = None  # [K] fp32, the sampler's; None: not known
-
-    @classmethod
-    def of(cls, kept: Iterable[Collection[int]]) -> Support:
-        """From the ids of each token, in any order, or mappings from these to their log-probs."""
-        steps = list(kept)
-        ids = torch.tensor(list(chain.from_iterable(steps)), dtype=torch.int32)
-        sizes = torch.tensor(list(map(len, steps)), dtype=torch.int32)
-        order = ids.argsort()
-        order = order[torch.arange(len(sizes)).repeat_interleave(sizes)[order].argsort(stable=True)]
-        values = list(chain.from_iterable(step.values() for step in steps if isinstance(step, Mapping)))
-        logprobs = torch.tensor(values, dtype=torch.float32)
-        return cls(ids[order], sizes, logprobs[order] if len(values) == len(ids) else None)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Support]) -> Support:
-        """Of several parts of a completion, one after the other."""
-        ids, sizes, logprobs = zip(*parts, strict=True)
-        known = all_known(logprobs)
-        return cls(torch.cat(ids), torch.cat(sizes), None if known is None else torch.cat(known))
-
-    def first(self, tokens: int) -> Support:
-        """Of the first tokens alone."""
-        sizes = self.sizes[:tokens]
-        count, logprobs = int(sizes.sum()), self.logprobs
-        return Support(self.ids[:count].clone(), sizes.clone(), None if logprobs is None else logprobs[:count].clone())
-
-
 class Completion(NamedTuple):
     token_ids: list[int]
     logprobs: list[float] | None  # None: the engine cannot say
     finish_reason: FinishReason
-    support: Support | None = None
+    listed_tokens: ListedTokens | None = None
     routed_experts: Tensor | None = None  # [P+T-1, layers, k] of prompt and completion; None: the engine cannot say
 
 
@@ -204,6 +166,9 @@ def rollouts_of(
     """Rollouts from `sampling.num_sampled` completions of each prompt."""
     repeats = sampling.n // sampling.num_sampled
     completions = [completion for completion in completions for _ in range(repeats)]
+    listed = all_known([one.listed_tokens for one in completions]) if sampling.wants_ids else None
+    if listed is not None and not sampling.wants_logprobs:  # some engines know ids by their log-probs
+        listed = [replace(one, logprobs=None) for one in listed]
     return Rollouts(
         prompt_ids=prompts,
         completion_ids=[completion.token_ids for completion in completions],
@@ -211,8 +176,8 @@ def rollouts_of(
         finish_reasons=[completion.finish_reason for completion in completions],
         num_generations=sampling.n,
         weight_version=weight_version,
+        listed_tokens=listed,
         routed_experts=all_known([one.routed_experts for one in completions]),
-        **support_fields([one.support for one in completions] if sampling.wants_ids else [None], sampling),
     )
 
 
@@ -222,39 +187,28 @@ def all_known(values: Sequence[T | None]) -> list[T] | None:
     return known if len(known) == len(values) else None
 
 
-def support_fields(supports: Sequence[Support | None], sampling: SamplingParams | None = None) -> dict[str, Any]:
-    """The fields of Rollouts: log-probs where `sampling` wants them; none where a completion has no support."""
-    if (known := all_known(supports)) is None:
-        return {}
-    fields: dict[str, Any] = {"support_ids": [one.ids for one in known], "support_sizes": [one.sizes for one in known]}
-    if sampling is not None and sampling.wants_logprobs:
-        logprobs = all_known([one.logprobs for one in known])
-        fields |= {"support_logprobs": logprobs, "is_top_k": sampling.top_k_listed > 0}
-    return fields
-
-
 class SupportRecorder:
-    """Collects the supports of a batch of B sequences, a step of one token each at a time."""
+    """Collects the supports of a batch of B sequences, step by step; with `top` so many of the most likely tokens."""
 
-    def __init__(self) -> None:
-        self._ids, self._sizes, self._logprobs = list[Tensor](), list[Tensor](), list[Tensor]()
+    def __init__(self, top: int = 0) -> None:
+        self._ids, self._sizes, self._logprobs, self._top = list[Tensor](), list[Tensor](), list[Tensor](), top
 
-    def add(self, scores: Tensor, logprobs: Tensor | None = None, *, top: int = 0) -> None:
+    def add(self, scores: Tensor, logprobs: Tensor | None = None) -> None:
         """The scores [B, V] of a step, -inf where a token was left out, and their log-probs [B, V] where those are
-        wanted; with `top` of so many of the most likely tokens."""
+        wanted."""
         kept = scores > -torch.inf
         if logprobs is None:
             kept &= ~kept.all(dim=1, keepdim=True)
-        elif top:
-            likely = logprobs.topk(min(top, logprobs.shape[1])).indices
+        elif self._top:
+            likely = logprobs.topk(min(self._top, logprobs.shape[1])).indices
             kept &= torch.zeros_like(kept).scatter_(1, likely, True)
         self._ids.append(kept.nonzero()[:, 1].to("cpu", torch.int32))
         self._sizes.append(kept.sum(dim=1).to("cpu", torch.int32))
         if logprobs is not None:
             self._logprobs.append(logprobs[kept].cpu())
 
-    def take(self) -> list[Support]:
-        """The supports of each sequence since the last call."""
+    def take(self) -> list[ListedTokens]:
+        """Those of each sequence since the last call."""
         sizes = torch.stack(self._sizes)  # [T, B]
         sequences = torch.arange(sizes.shape[1]).repeat(len(sizes)).repeat_interleave(sizes.flatten())
         order, counts = sequences.argsort(stable=True), sizes.sum(0).tolist()
@@ -262,7 +216,8 @@ class SupportRecorder:
         if self._logprobs:
             logprobs = torch.cat(self._logprobs)[order].split(counts)
         self._ids, self._sizes, self._logprobs = [], [], []
-        return [Support(*each) for each in zip(ids, sizes.T.contiguous(), logprobs, strict=True)]
+        each = zip(ids, sizes.T.contiguous(), logprobs, strict=True)
+        return [ListedTokens(*one, is_top_k=self._top > 0) for one in each]
 
 
 def num_listed(sampling: SamplingParams, vocab_size: int) -> int | None:
@@ -292,25 +247,22 @@ def check_listed(sampling: SamplingParams | None, *, max_listed: int, vocab_size
         )
 
 
-def listed_support(steps: Iterable[dict[int, float]], top: int = 0) -> Support:
+def listed_support(steps: Iterable[dict[int, float]], top: int = 0) -> ListedTokens:
     """From the log-probs of each step's most likely tokens; empty, which is wrong, where more than those were kept.
 
     With `top` it has so many of them, whatever was kept. A step has the token that was drawn too, however likely it is.
     """
     kept = [{token: logprob for token, logprob in step.items() if logprob > _LEFT_OUT} for step in steps]
     if top:
-        return Support.of([step if len(step) <= top else _most_likely(step, top) for step in kept])
+        likely = (sorted(step.items(), key=lambda entry: (-entry[1], entry[0]))[:top] for step in kept)
+        return ListedTokens.of(map(dict, likely), is_top_k=True)
     masses = [sum(math.exp(min(logprob, 0.0)) for logprob in step.values()) for step in kept]
-    return Support.of(kept if min(masses, default=1.0) >= 1.0 - _MISSING_MASS else [])
+    return ListedTokens.of(kept if min(masses, default=1.0) >= 1.0 - _MISSING_MASS else [])
 
 
-def _most_likely(step: dict[int, float], top: int) -> dict[int, float]:
-    return dict(sorted(step.items(), key=lambda entry: (-entry[1], entry[0]))[:top])
-
-
-def wrong_support(support: Support, token_ids: Sequence[int], vocab_size: int, *, is_top_k: bool = False) -> str | None:
-    """What is wrong with the support of a completion, or with the most likely tokens in its place."""
-    ids, sizes, _ = support
+def wrong_listed(listed: ListedTokens, token_ids: Sequence[int], vocab_size: int) -> str | None:
+    """What is wrong with the supports of a completion, or with the most likely tokens in their place."""
+    ids, sizes, logprobs = listed.ids, listed.sizes, listed.logprobs
     if not len(sizes):
         return "no complete list of the tokens that the sampler kept"
     if len(sizes) != len(token_ids) or int(sizes.min()) < 0 or int(sizes.sum()) != len(ids):
@@ -324,19 +276,14 @@ def wrong_support(support: Support, token_ids: Sequence[int], vocab_size: int, *
         return "kept tokens that are not ascending, or twice there"
     # Without duplicates a token is at most once in its support.
     sampled = ids == torch.as_tensor(token_ids, dtype=torch.int32)[place]
-    if not is_top_k and int(sampled.sum()) != int((sizes > 0).sum()):
+    if not listed.is_top_k and int(sampled.sum()) != int((sizes > 0).sum()):
         return "a token that is not among those that were kept"
-    return _wrong_probabilities(support, place, least=0.0 if is_top_k else 1.0)
-
-
-def _wrong_probabilities(support: Support, place: Tensor, *, least: float) -> str | None:
-    """What is wrong with the log-probs of entries at these places, whose probabilities sum to `least` to 1."""
-    ids, sizes, logprobs = support
     if logprobs is None:
         return None
     if len(logprobs) != len(ids) or not logprobs.isfinite().all():
         return f"{len(logprobs)} log-probs for {len(ids)} kept tokens, or one that is not finite"
     sums = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, place, logprobs.double().exp())[sizes > 0]
+    least = 0.0 if listed.is_top_k else 1.0
     if float(sums.min()) < least - _MASS_ERROR or float(sums.max()) > 1.0 + _MASS_ERROR:
         return f"probabilities of kept tokens that sum to {float(sums.min()):.4g} to {float(sums.max()):.4g}"
     return None
@@ -366,17 +313,24 @@ def check_experts(rollouts: Rollouts, sampling: SamplingParams, engine: Any) -> 
 def check_support(rollouts: Rollouts, sampling: SamplingParams, engine: Any) -> None:
     """Warn, or raise UnsupportedError, where the support of truncated sampling is wanted and `rollouts` have none.
 
-    Raise it too where score centering has no log-probs of the sampler.
+    Raise it too where score centering has no log-probs of the sampler; WrongTypeError for what is no ListedTokens.
     """
+    if kinds := {type(one).__name__ for one in rollouts.listed_tokens or () if not isinstance(one, ListedTokens)}:
+        raise WrongTypeError(
+            f"got listed_tokens with {', '.join(sorted(kinds))} from the {engine.name} engine, want ListedTokens for "
+            "each completion; fix: ListedTokens.of(...), or None in the place of the whole list where the engine does "
+            "not know them"
+        )
     reason = getattr(engine, "why_no_support", None) or "it does not return them"
-    is_known = None not in (rollouts.support_ids, rollouts.support_logprobs, rollouts.sampling_logprobs)
-    is_known = is_known and rollouts.is_top_k == (sampling.top_k_listed > 0)
+    listed, is_top_k = rollouts.listed_tokens, sampling.top_k_listed > 0
+    is_known = listed is not None and all(one.logprobs is not None and one.is_top_k == is_top_k for one in listed)
+    is_known = is_known and rollouts.sampling_logprobs is not None
     if sampling.wants_logprobs and rollouts.completion_ids and not is_known:
         raise UnsupportedError(
             f"got score_centering={sampling.score_centering!r} and no log-probs of the sampler's likely tokens from "
             f"the {engine.name} engine: {reason}; fix: what it needs, or score_centering='off'"
         )
-    if not sampling.wants_support or rollouts.support_ids is not None or not rollouts.completion_ids:
+    if not sampling.wants_support or listed is not None or not rollouts.completion_ids:
         return
     set_to = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
     options = ", ".join(f"{name}={value}" for name, value in set_to.items() if value not in (0, 1.0))

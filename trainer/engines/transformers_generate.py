@@ -26,7 +26,6 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import (
     SEED_BITS,
     Completion,
-    Support,
     SupportRecorder,
     prepared,
     rollouts_of,
@@ -34,7 +33,7 @@ from fused_grpo.trainer.engines.sampling import (
 )
 from fused_grpo.trainer.models.adapters import base_model, model_inputs, with_virtual_places
 from fused_grpo.trainer.models.weight_stream import is_sharded
-from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
+from fused_grpo.trainer.types import FinishReason, ListedTokens, Rollouts, SamplingParams
 
 # Fields of GenerationConfig that a user may set: processors that come before the sampling, the cache, and beams.
 _EXTRAS = {"bad_words_ids", "begin_suppress_tokens", "cache_implementation", "disable_compile", "length_penalty"}
@@ -165,15 +164,15 @@ class _Sampler:
     def __init__(self, sampling: SamplingParams, *, seed: int, device: torch.device) -> None:
         self._sampling, self.shaping, self.seeds = sampling, _shaping(sampling), random.Random(seed)
         self._generator = torch.Generator(device).manual_seed(seed)
-        self._tokens, self._logprobs, self._supports = list[Tensor](), list[Tensor](), SupportRecorder()
+        self._tokens, self._logprobs = list[Tensor](), list[Tensor]()
+        self._listed = SupportRecorder(sampling.top_k_listed) if sampling.wants_ids else None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         for shape in self.shaping:
             scores = shape(input_ids, scores)
         logprobs = scores.float().log_softmax(dim=-1)
-        if self._sampling.wants_ids:
-            known = logprobs if self._sampling.wants_logprobs else None
-            self._supports.add(scores, known, top=self._sampling.top_k_listed)
+        if self._listed is not None:
+            self._listed.add(scores, logprobs if self._sampling.wants_logprobs else None)
         if self._sampling.temperature == 0:
             tokens = logprobs.argmax(dim=-1, keepdim=True)
         else:
@@ -184,14 +183,14 @@ class _Sampler:
         self._logprobs.append(logprobs.gather(1, tokens))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
-    def take(self) -> list[tuple[list[int], list[float] | None, Support | None]]:
-        """Tokens, log-probs and supports of each row since the last call, those after the end of sequence included."""
+    def take(self) -> list[tuple[list[int], list[float] | None, ListedTokens | None]]:
+        """Tokens, log-probs and listed tokens of each row since the last call, also those after its end."""
         if not self._tokens:
             return []
         tokens, logprobs = torch.cat(self._tokens, dim=1).tolist(), torch.cat(self._logprobs, dim=1).tolist()
-        supports = self._supports.take() if self._sampling.wants_ids else [None] * len(tokens)
+        listed = [None] * len(tokens) if self._listed is None else self._listed.take()
         self._tokens, self._logprobs = [], []
-        return list(zip(tokens, logprobs, supports, strict=True))
+        return list(zip(tokens, logprobs, listed, strict=True))
 
 
 def _shaping(sampling: SamplingParams) -> list[Any]:
@@ -215,10 +214,10 @@ def _left_padded(prompts: list[list[int]], *, device: torch.device) -> tuple[Ten
 
 
 def _completion(
-    tokens: list[int], logprobs: list[float] | None, support: Support | None, stop_ids: list[int]
+    tokens: list[int], logprobs: list[float] | None, listed: ListedTokens | None, stop_ids: list[int]
 ) -> Completion:
     """A row up to its end of sequence."""
     length = next((index + 1 for index, token in enumerate(tokens) if token in stop_ids), len(tokens))
     reason: FinishReason = "stop" if tokens[length - 1] in stop_ids else "length"
     own = None if logprobs is None else logprobs[:length]
-    return Completion(tokens[:length], own, reason, None if support is None else support.first(length))
+    return Completion(tokens[:length], own, reason, None if listed is None else listed.first(length))

@@ -18,7 +18,7 @@ from fused_grpo.errors import UnavailableError, UnsupportedError
 from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import generated
-from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, turn_sampling
+from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, turn_sampling
 from fused_grpo.trainer.types import Rollouts, Sample, SamplingParams, Turn
 
 
@@ -100,15 +100,13 @@ def _cut(sample: Sample, turn: Turn) -> Completion:
     """A completion of a turn, at its own limit: a shorter turn has the same beginning."""
     if sample.completion_mask is not None:
         raise UnsupportedError("got a completion_mask of an engine and tools, want one of them; fix: leave one out")
-    ids, logprobs, support = sample.completion_ids, sample.sampling_logprobs, None
-    experts = sample.routed_experts
-    if sample.support_ids is not None and sample.support_sizes is not None:
-        support = Support(sample.support_ids, sample.support_sizes, sample.support_logprobs).first(turn.max_tokens)
+    ids, logprobs = sample.completion_ids, sample.sampling_logprobs
+    listed, experts = sample.listed_tokens, sample.routed_experts
     return Completion(
         ids[: turn.max_tokens],
         None if logprobs is None else logprobs[: turn.max_tokens],
         "length" if len(ids) > turn.max_tokens else sample.finish_reason,
-        support,
+        None if listed is None else listed.first(turn.max_tokens),
         None if experts is None else experts[: len(sample.prompt_ids) + turn.max_tokens - 1],
     )
 

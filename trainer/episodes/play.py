@@ -24,12 +24,12 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, clean_prompt, is_conversational
 from fused_grpo.trainer.data.prompts import CHARACTERS_OF_A_TOKEN
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, Support, rollouts_of
+from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, all_known, rollouts_of
 from fused_grpo.trainer.engines.turns import TurnSession, turn_session
 from fused_grpo.trainer.episodes.conversation import Message, Template
 from fused_grpo.trainer.episodes.environments import NO_PROMPT, Environments, is_done, methods_of
 from fused_grpo.trainer.episodes.tools import Answers, Slots, Tool, check_tools
-from fused_grpo.trainer.types import Episode, EpisodeEnd, Rollouts, SamplingParams, ToolCall, Turn
+from fused_grpo.trainer.types import Episode, EpisodeEnd, ListedTokens, Rollouts, SamplingParams, ToolCall, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ class _Played:
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
-    supports: list[Support] | None = field(default_factory=list)  # of turns and answers; None: a turn has none
+    listed: list[ListedTokens | None] = field(default_factory=list)  # of turns and answers; None: a turn has none
     experts: Tensor | None = None  # of all that was read, each token's of the turn that read it first
     messages: list[Message] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -221,7 +221,7 @@ class _Played:
             self.ended = "no room"
             return False
         self.messages += messages
-        unsampled = Completion(added, [0.0] * len(added), "stop", Support.of([()] * len(added)))
+        unsampled = Completion(added, [0.0] * len(added), "stop", ListedTokens.of([()] * len(added)))
         self._append(unsampled, is_own=False)
         return True
 
@@ -230,13 +230,12 @@ class _Played:
         self.ids += part.token_ids
         self.mask += [is_own] * len(part.token_ids)
         self.logprobs = None if part.logprobs is None or self.logprobs is None else self.logprobs + part.logprobs
-        self.supports = None if part.support is None or self.supports is None else [*self.supports, part.support]
+        self.listed.append(part.listed_tokens)
 
     def completion(self) -> Completion:
-        support = None if self.supports is None else Support.joined(self.supports)
-        return Completion(
-            self.ids, self.logprobs, "length" if self.ended == "length" else "stop", support, self.experts
-        )
+        known = all_known(self.listed)
+        listed = None if known is None else ListedTokens.joined(known)
+        return Completion(self.ids, self.logprobs, "length" if self.ended == "length" else "stop", listed, self.experts)
 
     def episode(self) -> Episode:
         return Episode(

@@ -18,7 +18,7 @@ from fused_grpo.trainer.batching.micro_batches import Packing, micro_batches, pa
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.policy import PolicyLoss
-from fused_grpo.trainer.types import Rollouts, Sample, SamplingParams, with_fields
+from fused_grpo.trainer.types import ListedTokens, Rollouts, Sample, SamplingParams, with_fields
 
 CPU = torch.device("cpu")
 # The answers of the tool are 10, 11, 12 and 16.
@@ -78,9 +78,7 @@ def test_rows_hold_all_tokens_and_only_the_models_own_are_predicted():
 
 def test_kept_tokens_stay_with_the_tokens_that_were_sampled():
     kept = [[[8], [2, 9], [], [], [], [13], []], [[], [0, 1]], [[14], [], [1]]]
-    ids = [torch.tensor([token for tokens in one for token in tokens], dtype=torch.int32) for one in kept]
-    sizes = [torch.tensor(list(map(len, one)), dtype=torch.int32) for one in kept]
-    batch = with_fields(BATCH, {"support_ids": ids, "support_sizes": sizes})
+    batch = with_fields(BATCH, {"listed_tokens": list(map(ListedTokens.of, kept))})
     tokens, offsets = pack(batch, [[0], [1], [2]], Packing(one_row=True), device=CPU).support
     found = [tokens[start:end].tolist() for start, end in pairwise(offsets.tolist())]
     assert found == [[8], [2, 9], [13], [], [0, 1], [14], [], [1]]

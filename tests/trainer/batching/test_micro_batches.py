@@ -12,9 +12,8 @@ from transformers import modeling_flash_attention_utils as flash
 from fused_grpo import GRPOLossConfig
 from fused_grpo.trainer.batching.micro_batches import Packing, cut_by_length, cut_by_tokens, micro_batches, pack, place
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
-from fused_grpo.trainer.engines.sampling import Support
 from fused_grpo.trainer.policy import PolicyLoss
-from fused_grpo.trainer.types import Sample, with_fields
+from fused_grpo.trainer.types import ListedTokens, Sample, with_fields
 
 CPU = torch.device("cpu")
 LENGTHS = lists(integers(1, 30), min_size=1, max_size=30)
@@ -43,9 +42,7 @@ def test_packing_keeps_every_token_and_what_predicts_it(batch):
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 8}, {"one_row": True, "max_tokens": 8}], ids=str)
 def test_each_token_keeps_its_support_however_sequences_are_packed(batch, options):
     kept = [[[8, 9], [9], []], [[0, 1]], [[10], [2, 11], [], [1, 5, 6]]]
-    ids = [torch.tensor([token for tokens in one for token in tokens], dtype=torch.int32) for one in kept]
-    sizes = [torch.tensor(list(map(len, one)), dtype=torch.int32) for one in kept]
-    batch = with_fields(batch, {"support_ids": ids, "support_sizes": sizes, "skipped": [False, True, False]})
+    batch = with_fields(batch, {"listed_tokens": list(map(ListedTokens.of, kept)), "skipped": [False, True, False]})
     of_sequence = []
     for part in micro_batches(batch, Packing(**{"one_row": False} | options), device=CPU):
         tokens, offsets = part.support
@@ -58,11 +55,10 @@ def test_each_token_keeps_its_support_however_sequences_are_packed(batch, option
 
 
 def listed(is_top_k: bool) -> dict[str, list]:
-    """Columns of three completions: ids of each token, and log-probs that say which."""
+    """A column of three completions: ids of each token, and log-probs that say which."""
     ids = [[[8, 9], [9], [3]], [[0, 1]], [[10], [2, 11], [], [1, 5, 6]]]
-    supports = [Support.of([{token: -float(token) for token in step} for step in steps]) for steps in ids]
-    names = ("support_ids", "support_sizes", "support_logprobs")
-    return dict(zip(names, map(list, zip(*supports, strict=True)), strict=True)) | {"is_top_k": [is_top_k] * 3}
+    known = [[{token: -float(token) for token in step} for step in steps] for steps in ids]
+    return {"listed_tokens": [ListedTokens.of(steps, is_top_k=is_top_k) for steps in known]}
 
 
 def test_logprobs_of_likely_tokens_are_in_the_rows_of_predicted_tokens(batch):
@@ -92,9 +88,19 @@ def test_logprobs_of_kept_tokens_are_beside_the_ids_of_supports(batch):
 def test_a_table_of_samples_has_the_logprobs_of_listed_tokens(batch, is_top_k):
     table = as_tensors(with_fields(batch, listed(is_top_k)))
     torch.testing.assert_close(as_tensors(from_tensors(table)), table, rtol=0, atol=0, equal_nan=True)
-    assert [one.is_top_k for one in from_tensors(table)] == [is_top_k] * 3
-    assert torch.equal(from_tensors(table)[2].support_logprobs, torch.tensor([-10.0, -2, -11, -1, -5, -6]))
-    assert ("is_top_k" in table) is is_top_k  # tables of older checkpoints have none
+    names = {name for name in table if name.startswith("support") or name == "is_top_k"}
+    parts = {f"support_{part}.{of}" for part in ("ids", "sizes", "logprobs") for of in ("values", "lengths")}
+    assert names == parts | ({"is_top_k"} if is_top_k else set())
+    again = from_tensors(table)[2].listed_tokens
+    assert (again.ids.tolist(), again.sizes.tolist()) == ([10, 2, 11, 1, 5, 6], [1, 2, 0, 3])
+    assert torch.equal(again.logprobs, torch.tensor([-10.0, -2, -11, -1, -5, -6]))
+    assert again.is_top_k is is_top_k
+
+
+def test_a_table_with_ids_and_no_sizes_is_refused(batch):
+    table = as_tensors(with_fields(batch, listed(False)))
+    with pytest.raises(TypeError, match="sizes"):
+        from_tensors({name: tensor for name, tensor in table.items() if "sizes" not in name})
 
 
 def test_rows_are_as_long_as_the_longest_sequence(batch):

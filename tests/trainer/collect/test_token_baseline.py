@@ -100,13 +100,12 @@ def norms_of_full_logits(model: Any, sample: Any, *, kept: bool = False) -> torc
     ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
     logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].double()
     if kept:
-        ends = sample.support_sizes.cumsum(0).tolist()
+        listed = sample.listed_tokens
+        ends = listed.sizes.cumsum(0).tolist()
         for row, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
             if last > first:
-                others = torch.ones(logits.shape[1], dtype=torch.bool).index_fill(
-                    0, sample.support_ids[first:last].long(), 0
-                )
-                logits[row, others] = -torch.inf
+                others = torch.ones(logits.shape[1], dtype=torch.bool)
+                logits[row, others.index_fill(0, listed.ids[first:last].long(), 0)] = -torch.inf
     p = logits.softmax(1)
     own = p[torch.arange(len(p)), sample.completion_ids]
     return 1 - 2 * own + p.square().sum(1)

@@ -92,7 +92,8 @@ def test_the_support_of_a_token_is_what_the_truncation_keeps(engine, model, prom
     rollouts = engine.generate(prompts, replace(PLAIN, **cut, temperature=0.5, sampling_support="require"))
     sizes = set()
     for index, completion in enumerate(rollouts.completion_ids):
-        supports = rollouts.support_ids[index].split(rollouts.support_sizes[index].tolist())
+        listed = rollouts.listed_tokens[index]
+        supports = listed.ids.split(listed.sizes.tolist())
         logits = plain_logits(model, rollouts, index) / 0.5
         for kept, row, token, logprob in zip(
             supports, logits, completion, rollouts.sampling_logprobs[index], strict=True
@@ -101,7 +102,7 @@ def test_the_support_of_a_token_is_what_the_truncation_keeps(engine, model, prom
             assert logprob == pytest.approx(row[kept].log_softmax(-1)[kept.tolist().index(token)].item(), abs=1e-4)
             sizes.add(len(kept))
     assert len(sizes) > 3
-    assert engine.generate(prompts, replace(PLAIN, **cut)).support_ids is None
+    assert engine.generate(prompts, replace(PLAIN, **cut)).listed_tokens is None
 
 
 @pytest.mark.parametrize("kind", ["kept", "topk"])
@@ -110,10 +111,9 @@ def test_logprobs_of_likely_tokens_are_those_of_the_tempered_model(engine, model
     rollouts = engine.generate(prompts, replace(PLAIN, **cut, temperature=0.5, score_centering=kind))
     drawn = set()
     for index, completion in enumerate(rollouts.completion_ids):
-        sizes = rollouts.support_sizes[index].tolist()
-        listed = zip(
-            rollouts.support_ids[index].split(sizes), rollouts.support_logprobs[index].split(sizes), strict=True
-        )
+        given = rollouts.listed_tokens[index]
+        assert given.is_top_k is (kind == "topk")
+        listed = zip(*(values.split(given.sizes.tolist()) for values in (given.ids, given.logprobs)), strict=True)
         logits = plain_logits(model, rollouts, index) / 0.5
         for (ids, got), row, token, of_token in zip(
             listed, logits, completion, rollouts.sampling_logprobs[index], strict=True
@@ -125,7 +125,6 @@ def test_logprobs_of_likely_tokens_are_those_of_the_tempered_model(engine, model
             assert kind == "topk" or got.double().exp().sum().item() == pytest.approx(1.0, abs=1e-5)
             assert torch.equal(got[ids == token], torch.full_like(got[ids == token], of_token))  # the same number
             drawn.add(token in ids.tolist())
-    assert rollouts.is_top_k is (kind == "topk")
     assert drawn == ({True} if kind == "kept" else {True, False})
 
 

@@ -82,10 +82,10 @@ def test_a_request_sets_all_options_that_a_server_takes_from_the_model(connect, 
 def test_a_server_that_lists_too_few_tokens_is_not_asked_for_supports(connect, servers) -> None:
     truncated = replace(SAMPLING, top_k=20, sampling_support="auto")
     servers[0].max_logprobs, servers[1].max_logprobs = -1, 29
-    assert connect(2).generate(PROMPTS[:1], truncated).support_ids is None
+    assert connect(2).generate(PROMPTS[:1], truncated).listed_tokens is None
     rollouts = connect(1).generate(PROMPTS[:1], truncated)
     assert servers[0].seen[-1]["logprobs"] == 30
-    assert [ids.tolist() for ids in rollouts.support_ids] == rollouts.completion_ids
+    assert [one.ids.tolist() for one in rollouts.listed_tokens] == rollouts.completion_ids
 
 
 def test_score_centering_is_refused_of_a_server_that_lists_too_few_tokens(connect, servers) -> None:

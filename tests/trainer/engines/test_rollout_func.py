@@ -83,10 +83,11 @@ def test_the_tokens_that_the_function_says_were_kept_become_supports(engine) -> 
     kept = [[[9, 2], [1, 3]], None, [[8], None, [3, 7]], [[8]]]
     wanted = replace(SAMPLING, sampling_support="auto")
     rollouts = engine(sampling_support=kept).generate(PROMPT_IDS, wanted)
-    assert [ids.tolist() for ids in rollouts.support_ids] == [[2, 9, 1, 3], [], [8, 3, 7], [8]]
-    assert [sizes.tolist() for sizes in rollouts.support_sizes] == [[2, 2], [0], [1, 0, 2], [1]]
-    assert engine(sampling_support=kept).generate(PROMPT_IDS, SAMPLING).support_ids is None
-    assert engine().generate(PROMPT_IDS, wanted).support_ids is None
+    assert [one.ids.tolist() for one in rollouts.listed_tokens] == [[2, 9, 1, 3], [], [8, 3, 7], [8]]
+    assert [one.sizes.tolist() for one in rollouts.listed_tokens] == [[2, 2], [0], [1, 0, 2], [1]]
+    assert engine(sampling_support=kept).generate(PROMPT_IDS, SAMPLING).listed_tokens is None
+    assert all(one.logprobs is None for one in rollouts.listed_tokens)
+    assert engine().generate(PROMPT_IDS, wanted).listed_tokens is None
     with pytest.raises(DataError, match=r"sampling_support of 1 completions from rollout_func for 4.*fix:"):
         engine(sampling_support=kept[:1]).generate(PROMPT_IDS, wanted)
 

@@ -11,27 +11,25 @@ from batches import column
 from hypothesis import given
 from hypothesis.strategies import booleans, floats, integers, lists
 
-from fused_grpo.errors import UnavailableError, UnsupportedError
+from fused_grpo.errors import UnavailableError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.engines.sampling import (
-    Support,
     SupportRecorder,
     check_listed,
     listed_support,
     num_listed,
-    support_fields,
     vllm_requests,
 )
 from fused_grpo.trainer.engines.vllm import start_vllm
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, _completion
-from fused_grpo.trainer.types import Rollouts, SamplingParams
+from fused_grpo.trainer.types import ListedTokens, Rollouts, SamplingParams
 
 V = 20
 PLAIN = SamplingParams(n=2, max_tokens=3)
 SAMPLING = replace(PLAIN, top_p=0.9, sampling_support="auto")
 
 
-def rollouts_of(supports: list[Support]) -> Rollouts:
+def rollouts_of(listed: list[ListedTokens] | None) -> Rollouts:
     return Rollouts(
         prompt_ids=[[6]],
         completion_ids=[[9, 1], [4, 4, 1]],
@@ -39,7 +37,7 @@ def rollouts_of(supports: list[Support]) -> Rollouts:
         finish_reasons=["stop", "stop"],
         num_generations=2,
         weight_version=0,
-        **support_fields(supports),
+        listed_tokens=listed,
     )
 
 
@@ -55,18 +53,19 @@ class Engine:
         return self.rollouts.pop(0)
 
 
-GOOD = [Support.of([[9, 3], []]), Support.of([[4], [0, 4, 19], [1, 2]])]
+GOOD = [ListedTokens.of([[9, 3], []]), ListedTokens.of([[4], [0, 4, 19], [1, 2]])]
 
 
 def test_supports_are_ascending_int32_and_empty_for_the_whole_vocabulary() -> None:
     rollouts = checked_generate(Engine(rollouts_of(GOOD)), [[6]], SAMPLING, vocab_size=V)
-    assert [ids.tolist() for ids in column(rollouts, "support_ids")] == [[3, 9], [4, 0, 4, 19, 1, 2]]
-    assert [sizes.tolist() for sizes in column(rollouts, "support_sizes")] == [[2, 0], [1, 3, 2]]
-    assert {tensor.dtype for one in rollouts for tensor in (one.support_ids, one.support_sizes)} == {torch.int32}
+    listed = column(rollouts, "listed_tokens")
+    assert [one.ids.tolist() for one in listed] == [[3, 9], [4, 0, 4, 19, 1, 2]]
+    assert [one.sizes.tolist() for one in listed] == [[2, 0], [1, 3, 2]]
+    assert {tensor.dtype for one in listed for tensor in (one.ids, one.sizes)} == {torch.int32}
 
 
-def tensors(ids: list[int], sizes: list[int]) -> Support:
-    return Support(torch.tensor(ids, dtype=torch.int32), torch.tensor(sizes, dtype=torch.int32))
+def tensors(ids: list[int], sizes: list[int]) -> ListedTokens:
+    return ListedTokens(torch.tensor(ids, dtype=torch.int32), torch.tensor(sizes, dtype=torch.int32))
 
 
 WRONG = {
@@ -78,7 +77,7 @@ WRONG = {
     "negative": (tensors([-1, 4], [2, 0, 0]), "kept tokens from -1 to 4"),
     "too few sizes": (tensors([4, 4], [1, 1]), "2 kept tokens for supports of 2 tokens"),
     "too few ids": (tensors([4, 4], [1, 1, 1]), "2 kept tokens for supports of 3 tokens"),
-    "incomplete": (Support.of([]), "no complete list of the tokens that the sampler kept"),
+    "incomplete": (ListedTokens.of([]), "no complete list of the tokens that the sampler kept"),
 }
 
 
@@ -88,9 +87,9 @@ def test_a_support_that_cannot_be_one_makes_a_completion_unusable(wrong, message
     with pytest.raises(UnavailableError, match=rf"got {message}.* in completion 1 of prompt 0 .*fix:"):
         checked_generate(Engine(bad), [[6]], SAMPLING, vocab_size=V)
     again = checked_generate(Engine(bad, rollouts_of(GOOD)), [[6]], SAMPLING, vocab_size=V, failure="retry")
-    assert again[1].support_sizes.tolist() == [1, 3, 2]
+    assert again[1].listed_tokens.sizes.tolist() == [1, 3, 2]
     dropped = checked_generate(Engine(bad), [[6]], SAMPLING, vocab_size=V, failure="drop")
-    assert [sizes.tolist() for sizes in column(dropped, "support_sizes")] == [[2, 0], []]
+    assert [one.sizes.tolist() for one in column(dropped, "listed_tokens")] == [[2, 0], []]
 
 
 @given(lists(lists(booleans(), min_size=6, max_size=6), min_size=1, max_size=5), integers(1, 3))
@@ -138,12 +137,16 @@ def test_probabilities_of_all_kept_tokens_sum_to_one(rows, batch) -> None:
 
 
 CENTERED = replace(SAMPLING, score_centering="kept")
-KNOWN = [Support.of([{9: math.log(0.25), 3: math.log(0.75)}, {1: 0.0}]), Support.of([{4: 0.0}] * 2 + [{1: 0.0}])]
+KNOWN = [
+    ListedTokens.of([{9: math.log(0.25), 3: math.log(0.75)}, {1: 0.0}]),
+    ListedTokens.of([{4: 0.0}] * 2 + [{1: 0.0}]),
+]
 
 
 def centered(**changes) -> Rollouts:
-    given = support_fields(KNOWN, CENTERED) | changes
-    return replace(rollouts_of(KNOWN), sampling_logprobs=[[-1.0] * 2, [-1.0] * 3], **given)
+    """With other listed tokens of the second completion."""
+    listed = [KNOWN[0], replace(KNOWN[1], **changes)]
+    return replace(rollouts_of(listed), sampling_logprobs=[[-1.0] * 2, [-1.0] * 3])
 
 
 @pytest.mark.parametrize(
@@ -156,18 +159,32 @@ def centered(**changes) -> Rollouts:
     ],
 )
 def test_logprobs_that_are_no_distribution_make_a_completion_unusable(logprobs, message) -> None:
-    bad = centered(support_logprobs=[KNOWN[0].logprobs, torch.tensor(logprobs)])
+    bad = centered(logprobs=torch.tensor(logprobs))
     with pytest.raises(UnavailableError, match=rf"got .*{message}.* in completion 1 of prompt 0 .*fix:"):
         checked_generate(Engine(bad), [[6]], CENTERED, vocab_size=V)
     dropped = checked_generate(Engine(bad), [[6]], CENTERED, vocab_size=V, failure="drop")
-    assert [list(map(len, column(dropped, "support_logprobs")))] == [[3, 0]]
+    assert [len(one.logprobs) for one in column(dropped, "listed_tokens")] == [3, 0]
 
 
-@pytest.mark.parametrize("missing", [{"support_logprobs": None}, {"is_top_k": True}, {"sampling_logprobs": None}])
-def test_score_centering_without_the_samplers_logprobs_is_refused(missing) -> None:
-    assert column(checked_generate(Engine(centered()), [[6]], CENTERED, vocab_size=V), "support_logprobs")
+@pytest.mark.parametrize("given", [[GOOD[0], None], [[[9], [1]], [[4], [4], [1]]]], ids=["None", "lists"])
+def test_listed_tokens_of_another_type_are_an_error_that_names_theirs(given) -> None:
+    with pytest.raises(WrongTypeError, match=r"got listed_tokens with (NoneType|list) from the mine engine.*fix: List"):
+        checked_generate(Engine(rollouts_of(given)), [[6]], SAMPLING, vocab_size=V)
+
+
+NO_LOGPROBS = {
+    "no log-probs": centered(logprobs=None),
+    "likely tokens": centered(is_top_k=True),
+    "no lists": replace(centered(), listed_tokens=None),
+    "nothing of the drawn": replace(centered(), sampling_logprobs=None),
+}
+
+
+@pytest.mark.parametrize("rollouts", NO_LOGPROBS.values(), ids=NO_LOGPROBS)
+def test_score_centering_without_the_samplers_logprobs_is_refused(rollouts) -> None:
+    assert checked_generate(Engine(centered()), [[6]], CENTERED, vocab_size=V)[1].listed_tokens.logprobs is not None
     with pytest.raises(UnsupportedError, match=r"got score_centering='kept' and no log-probs .* mine engine.*fix:"):
-        checked_generate(Engine(replace(centered(), **missing)), [[6]], CENTERED, vocab_size=V)
+        checked_generate(Engine(rollouts), [[6]], CENTERED, vocab_size=V)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +222,7 @@ def test_a_sampling_mask_of_vllm_is_taken_as_it_is() -> None:
     logprobs = [{9: Logprob(-0.5)}, {1: Logprob(-0.1)}]
     mask = SamplingMask([[9, 3], [1]])
     output = CompletionOutput(0, "", [9, 1], None, logprobs, finish_reason="stop", sampling_mask=mask)
-    support = _completion(output, listed=False).support
+    support = _completion(output, listed=False).listed_tokens
     assert (support.ids.tolist(), support.sizes.tolist()) == ([3, 9, 1], [2, 1])
 
 

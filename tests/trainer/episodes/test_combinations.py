@@ -77,10 +77,10 @@ def as_output(samples: list[Sample]) -> dict[str, Any]:
         "logprobs": [sample.sampling_logprobs for sample in samples],
         "env_mask": [sample.completion_mask for sample in samples],
     }
-    if samples[0].support_ids is not None:
+    if samples[0].listed_tokens is not None:
         output["sampling_support"] = [
-            [part.tolist() or None for part in sample.support_ids.split(sample.support_sizes.tolist())]
-            for sample in samples
+            [part.tolist() or None for part in listed.ids.split(listed.sizes.tolist())]
+            for listed in (sample.listed_tokens for sample in samples)
         ]
     return output
 
@@ -116,9 +116,9 @@ def test_likely_tokens_of_several_turns_stay_with_the_tokens_of_the_model(traine
     _, batches = trained("centered", options, tools=[calculator.multiply])
     found = 0
     for sample in (sample for batch in batches for sample in batch):
-        assert len(sample.support_ids) == len(sample.support_logprobs)
-        sizes = sample.support_sizes.tolist()
-        parts = zip(sample.support_ids.split(sizes), sample.support_logprobs.split(sizes), strict=True)
+        listed, sizes = sample.listed_tokens, sample.listed_tokens.sizes.tolist()
+        assert len(listed.ids) == len(listed.logprobs)
+        parts = zip(listed.ids.split(sizes), listed.logprobs.split(sizes), strict=True)
         named = zip(sample.completion_ids, sample.completion_mask, sample.sampling_logprobs, parts, strict=True)
         for token, is_own, logprob, (ids, logprobs) in named:
             assert len(ids) == (0 if not is_own else 4 if kind == "topk" else len(ids))
@@ -135,7 +135,7 @@ def test_turns_of_vllm_are_what_is_trained_on(trained, name):
     options = {**COMBINATIONS[name], "use_vllm": True, "vllm_dtype": "float32", "max_steps": 3}
     trainer, batches = trained("vllm", options, tools=[calculator.multiply])
     assert all(sum(not all(sample.completion_mask) for sample in batch) > 1 for batch in batches)
-    assert all((sample.support_ids is not None) is ("top_p" in options) for batch in batches for sample in batch)
+    assert all((sample.listed_tokens is not None) is ("top_p" in options) for batch in batches for sample in batch)
     logged = trainer.results.metrics
     for turn in (1, 2):
         assert logged[f"sampling/sampling_logp_difference/turn_{turn}/max"] < 1e-3

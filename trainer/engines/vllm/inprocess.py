@@ -27,7 +27,6 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_load_weights
 from fused_grpo.trainer.engines.sampling import (
     Completion,
-    Support,
     as_experts,
     check_listed,
     listed_support,
@@ -52,7 +51,7 @@ from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
 from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.weight_stream import WeightStream, finish
-from fused_grpo.trainer.types import Rollouts, SamplingParams, Turn
+from fused_grpo.trainer.types import ListedTokens, Rollouts, SamplingParams, Turn
 
 _LOUD_LOGGERS = (
     "vllm.model_executor.model_loader.reload.layerwise",  # at every sync, of RotaryEmbedding: that layer has no weights
@@ -411,7 +410,7 @@ def _completion(output: Any, listed: bool, top: int = 0) -> Completion:
     logprobs = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
     support, mask = None, getattr(output, "sampling_mask", None)
     if mask is not None:
-        support = Support.of(mask.token_ids)
+        support = ListedTokens.of(mask.token_ids)
     elif listed:
         steps = ({token: entry.logprob for token, entry in step.items()} for step in output.logprobs)
         support = listed_support(steps, top)
