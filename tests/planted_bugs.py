@@ -4,21 +4,17 @@ Each bug is one replacement in one file of a copy of this repository, whose othe
 in the copy, and at least one of them must fail. A bug that survives is a gap in the tests. So is a test that fails
 without a bug: see `--none`.
 
-The farm runs each bug as `planted_bugs.py --here NAME`, in a fork of a process that has imported everything except the
-package.
+`plant.py` does so, and the farm runs it.
 """
 
-import os
 import re
 import runpy
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("fused_grpo", "kernels", "trainer", "tests", "pyproject.toml")  # of the project, which a test may need
 KERNELS = "kernels/torch-ext/fused_grpo_kernels"
 EXACT = ["tests/ops/test_exactness.py", "-k", "logprobs_are_as_exact and True-torch-shape2"]
 # Many tiles from left to right, which takes more columns than hidden features.
@@ -419,66 +415,18 @@ for more in sorted(Path(__file__).parent.glob("planted_bugs_of_*.py")):
     BUGS |= {name: Bug(*bug) for name, bug in runpy.run_path(str(more))["BUGS"].items()}
 
 
-def link_the_project(folder: Path, *, but: str = "") -> None:
-    """A copy of the project but for one file, of links: they bring along the bytecode of all that is unchanged."""
-    file, cache = ROOT / but, (ROOT / but).parent / "__pycache__"
-    # Links of fused_grpo/ lead to other folders of the copy.
-    own = {path for path in (ROOT / "fused_grpo", cache, *file.parents) if path.is_relative_to(ROOT)} | {ROOT}
-    for source in filter(Path.is_dir, sorted(own)):
-        target = folder / source.relative_to(ROOT)
-        target.mkdir(exist_ok=True)
-        for entry in map(ROOT.joinpath, PARTS) if source == ROOT else source.iterdir():
-            is_of_file = entry == file or (source == cache and entry.name.startswith(f"{file.stem}."))
-            if entry not in own and not is_of_file:
-                (target / entry.name).symlink_to(entry.readlink() if entry.is_symlink() else entry)
-
-
-def plant(bug: Bug, folder: Path) -> None:
-    path, text = folder / bug.file, (ROOT / bug.file).read_text()
-    if text.count(bug.old) != 1:
-        raise ValueError(f"{bug.file} has {bug.old!r} {text.count(bug.old)} times, want once; fix: mend this list")
-    path.write_text(text.replace(bug.old, bug.new))
-
-
-def run(selection: list[str], folder: Path) -> int:
-    """pytest's status for these tests, in and of the copy."""
-    assert not any(name.split(".")[0] == "fused_grpo" for name in sys.modules), "the tests would see no bug"
-    os.chdir(folder)
-    os.environ["PYTHONPATH"] = str(folder)  # for what the tests start
-    sys.path.insert(0, str(folder))
-    import pytest
-
-    import fused_grpo
-
-    assert Path(fused_grpo.__file__).is_relative_to(folder), fused_grpo.__file__
-    # Rewritten assertions explain themselves better, but rewriting takes longer than most of these tests.
-    return int(pytest.main(["-x", "-q", "--assert=plain", "--tb=no", "-p", "no:cacheprovider", "--full", *selection]))
-
-
-def try_here(name: str) -> int:
-    """pytest's status with the bug of this name planted; without one, with the tests that `name` selects."""
-    bug = BUGS.get(name)
-    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        link_the_project(path := Path(folder).resolve(), but="" if bug is None else bug.file)
-        if bug is not None:
-            plant(bug, path)
-        return run(name.split("\t") if bug is None else bug.caught_by, path)
-
-
 def is_caught(status: int, output: str) -> bool:
     """1: tests ran and some failed. Anything else, an import error included, proves nothing."""
     return status == 1 and re.search(r"^\d+ failed", output, re.MULTILINE) is not None
 
 
-def selections() -> list[str]:
-    """What the bugs are caught by, each once, as `try_here` takes it."""
-    return sorted({"\t".join(bug.caught_by) for bug in BUGS.values()})
+def without_a_bug() -> dict[str, Bug]:
+    """What the bugs are caught by, each once and by itself."""
+    return {" ".join(bug.caught_by): Bug("", "", "", bug.caught_by) for bug in BUGS.values()}
 
 
 def main(arguments: list[str]) -> int:
     """pytest's status for the bugs of these names, or for all; with --none, for their tests without a bug."""
-    if arguments[:1] == ["--here"]:
-        return try_here(arguments[1])
     tests = "tests/test_planted_bugs.py::test_"
     chosen = [f"{tests}the_bug_is_caught[{name}]" for name in arguments] or [f"{tests}the_bug_is_caught"]
     if arguments == ["--none"]:
