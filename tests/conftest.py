@@ -80,8 +80,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if DEVICE != "cuda":
         import bf16_interpreter
         import quick_interpreter
+        import quick_vllm
 
         quick_interpreter.make_quick()
+        quick_vllm.make_quick()
         bf16_interpreter.mend_bf16()
     # Of the session, not of one of its workers; a test that runs pytest itself has one of its own.
     if "FARM" not in os.environ:

@@ -149,8 +149,11 @@ def import_trainer() -> None:
 
 def import_vllm() -> None:
     """What an engine imports at its start, too; as quietly as the trainer starts it."""
+    from imported import quick_vllm
+
     from fused_grpo.trainer.engines.vllm.start_vllm import DEFAULT_ENVIRONMENT
 
+    quick_vllm.make_quick()
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in (  # by name: a linter takes away what is imported and not used
