@@ -31,7 +31,10 @@ import pytest
 
 # A machine that is busy makes no test fail.
 hypothesis.settings.register_profile("unhurried", deadline=None)
-hypothesis.settings.load_profile("unhurried")
+# Of a planted bug it is enough that it is found: the smallest example takes twenty seconds.
+PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+hypothesis.settings.register_profile("found", deadline=None, phases=PHASES, report_multiple_bugs=False)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unhurried"))
 
 # tests/imported: where the ops run, unless it is where the tests make their tensors.
 DEVICE = os.environ.get("FUSED_GRPO_TEST_DEVICE", "")
