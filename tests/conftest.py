@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections import Counter
@@ -31,7 +32,10 @@ import pytest
 
 # A machine that is busy makes no test fail.
 hypothesis.settings.register_profile("unhurried", deadline=None)
-hypothesis.settings.load_profile("unhurried")
+# Of a planted bug it is enough that it is found: the smallest example takes twenty seconds.
+PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+hypothesis.settings.register_profile("found", deadline=None, phases=PHASES, report_multiple_bugs=False)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unhurried"))
 
 # tests/imported: where the ops run, unless it is where the tests make their tensors.
 DEVICE = os.environ.get("FUSED_GRPO_TEST_DEVICE", "")
@@ -80,8 +84,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if DEVICE != "cuda":
         import bf16_interpreter
         import quick_interpreter
+        import quick_vllm
 
         quick_interpreter.make_quick()
+        quick_vllm.make_quick()
         bf16_interpreter.mend_bf16()
     # Of the session, not of one of its workers; a test that runs pytest itself has one of its own.
     if "FARM" not in os.environ:
@@ -231,6 +237,7 @@ class Farm:
     def __init__(self, folder: Path) -> None:
         self._folder, self._processes = folder, list[Process]()
         self._stages: dict[str, socket.socket] = {}
+        self._lock = threading.RLock()  # a test may start processes in threads
         worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
         # Below those that the kernel assigns; a range for each worker, in an order that no other session has.
         first = 10_000 + worker % 20 * 1000
@@ -249,13 +256,14 @@ class Farm:
 
         With `teardown` Python also takes down at its end what was imported, as it does anywhere else.
         """
-        output = self._folder / f"{len(self._processes)}.txt"
         command = [str(part) for part in (script, *arguments)]
         env = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **(env or {})}
-        request = {"start": command, "env": env, "cwd": str(cwd or Path.cwd()), "output": str(output)}
-        pid = self.ask(stage, {**request, "teardown": teardown})["pid"]
-        self._processes.append(Process(self, pid, output, stage))
-        return self._processes[-1]
+        request = {"start": command, "env": env, "cwd": str(cwd or Path.cwd()), "teardown": teardown}
+        with self._lock:
+            output = self._folder / f"{len(self._processes)}.txt"
+            pid = self.ask(stage, {**request, "output": str(output)})["pid"]
+            self._processes.append(process := Process(self, pid, output, stage))
+        return process
 
     def start_ranks(
         self,
@@ -284,21 +292,22 @@ class Farm:
 
     def ask(self, stage: str, request: dict[str, Any]) -> dict[str, Any]:
         """What a stage answers; it is made where it is not there yet."""
-        if stage not in self._stages:
-            before = STAGES[: STAGES.index(stage)]
-            found = self.ask(before[-1], {"stage": stage}) if before else self._first_stage()
-            while not Path(found["socket"]).exists():
-                assert is_alive(found["pid"]), f"the farm's stage {stage!r} did not come up: its traceback is above"
-                time.sleep(0.05)
-            self._stages[stage] = socket.socket(socket.AF_UNIX)
-            self._stages[stage].connect(found["socket"])
-        self._stages[stage].sendall(json.dumps(request).encode() + b"\n")
-        received = b""
-        while not received.endswith(b"\n"):
-            received += (more := self._stages[stage].recv(1 << 16))
-            assert more, f"the farm's stage {stage!r} has ended"
-        answer: dict[str, Any] = json.loads(received)
-        return answer
+        with self._lock:
+            if stage not in self._stages:
+                before = STAGES[: STAGES.index(stage)]
+                found = self.ask(before[-1], {"stage": stage}) if before else self._first_stage()
+                while not Path(found["socket"]).exists():
+                    assert is_alive(found["pid"]), f"the farm's stage {stage!r} did not come up: its traceback is above"
+                    time.sleep(0.05)
+                self._stages[stage] = socket.socket(socket.AF_UNIX)
+                self._stages[stage].connect(found["socket"])
+            self._stages[stage].sendall(json.dumps(request).encode() + b"\n")
+            received = b""
+            while not received.endswith(b"\n"):
+                received += (more := self._stages[stage].recv(1 << 16))
+                assert more, f"the farm's stage {stage!r} has ended"
+            answer: dict[str, Any] = json.loads(received)
+            return answer
 
     @staticmethod
     def _first_stage() -> dict[str, Any]:

@@ -22,7 +22,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import inspect
 import json
 import os
 import runpy
@@ -39,9 +38,18 @@ from unittest import mock
 
 Becomes = Callable[[], Any]
 
+# Of what tests import, all that takes a while; pytest imports its plugins when it runs, and Triton Gluon with a kernel.
+LIBRARIES = ("accelerate", "datasets", "httpx", "hypothesis", "pytest", "rich.syntax", "torch.distributed.checkpoint")
+LIBRARIES += ("triton.compiler.code_generator", "triton.runtime.interpreter")
+LIBRARIES += tuple(f"_pytest.{plugin}" for plugin in ("doctest", "faulthandler", "helpconfig", "junitxml", "pastebin"))
+LIBRARIES += tuple(f"_pytest.{plugin}" for plugin in ("setuponly", "setupplan", "skipping", "stepwise", "subtests"))
+LIBRARIES += tuple(f"_pytest.{plugin}" for plugin in ("threadexception", "unittest", "unraisableexception", "warnings"))
+
 
 def main(folder: str, session: str) -> None:
     """The first stage; `session` is the process with which all of them end."""
+    # As in conftest.py: by default the collector looks through a million imported objects again and again.
+    gc.set_threshold(20_000, 20, 50)
     import_torch()
     becomes: Becomes | None = serve(Path(folder), "torch", int(session))
     while becomes is not None:  # this process is a fork: a later stage, or a script
@@ -112,13 +120,14 @@ def import_torch() -> None:
     import torch
 
     torch.distributed.destroy_process_group = after_a_moment(torch.distributed.destroy_process_group)
+    torch._library.utils.get_source = line_of_caller
 
 
 def import_libraries() -> None:
     """What tests import, but for this package; what is not installed is left out."""
-    for name in ("accelerate", "datasets", "hypothesis", "pytest"):
+    for name in LIBRARIES:
         with contextlib.suppress(ImportError):
-            __import__(name)
+            importlib.import_module(name)
     with contextlib.suppress(ImportError):
         import transformers
 
@@ -131,8 +140,6 @@ def import_libraries() -> None:
         # No test samples with vLLM through TRL, and importing it takes longer than all the rest.
         with mock.patch.object(import_utils, "is_vllm_available", return_value=False):
             import trl.trainer.grpo_trainer  # noqa: F401
-    # PyTorch looks through all modules for the one that registers an op: here once, and not in every fork.
-    inspect.getmodule(sys._getframe())
 
 
 def import_trainer() -> None:
@@ -142,8 +149,11 @@ def import_trainer() -> None:
 
 def import_vllm() -> None:
     """What an engine imports at its start, too; as quietly as the trainer starts it."""
+    from imported import quick_vllm
+
     from fused_grpo.trainer.engines.vllm.start_vllm import DEFAULT_ENVIRONMENT
 
+    quick_vllm.make_quick()
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in (  # by name: a linter takes away what is imported and not used
@@ -162,6 +172,12 @@ STAGES: dict[str, Callable[[], None]] = {
     "trainer": import_trainer,
     "vllm": import_vllm,
 }
+
+
+def line_of_caller(stacklevel: int) -> str:
+    """PyTorch's of the same name, which looks through all modules, for the source of the line too."""
+    frame = sys._getframe(stacklevel)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def after_a_moment(leave: Callable[..., None]) -> Callable[..., None]:

@@ -4,38 +4,29 @@ Each bug is one replacement in one file of a copy of this repository, whose othe
 in the copy, and at least one of them must fail. A bug that survives is a gap in the tests. So is a test that fails
 without a bug: see `--none`.
 
-The farm runs each bug as `planted_bugs.py --here NAME`, in a fork of a process that has imported everything except the
-package.
+`plant.py` does so, and the farm runs it.
 """
 
-import os
 import re
 import runpy
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("fused_grpo", "kernels", "trainer", "tests", "pyproject.toml")  # of the project, which a test may need
 KERNELS = "kernels/torch-ext/fused_grpo_kernels"
 EXACT = ["tests/ops/test_exactness.py", "-k", "logprobs_are_as_exact and True-torch-shape2"]
 # Many tiles from left to right, which takes more columns than hidden features.
 REAL = ["tests/ops/test_error_grid.py", "-k", "vocabularies_of_real_models and shape1"]
-ORACLE = ["tests/ops/test_outside_oracle.py", "-k", "temperature_per_token or ignored_rows or master_weight"]
-ENTROPY = ["tests/ops/test_error_grid.py", "-k", "vocabularies_of_real_models"]
-FAR = ["tests/ops/test_far_tokens.py", "-k", "rounding or equal or banned"]
 PASSES = "tests/kernels/test_row_passes.py"
 ROW_PASSES = [PASSES, "-k", "torch and (each_option or slices or confident)"]
 ROW_PASSES_LIE = [PASSES, "-k", "torch and tiles_lie"]
 RISING = [PASSES, "-k", "torch and rise_or_fall"]
 NO_NUMBERS = [PASSES, "-k", "torch and (no_numbers or without_a_gradient)"]
-STATISTICS = [PASSES, "-k", "torch and statistics_are"]
 KERNEL_WEIGHTS = [PASSES, "-k", "triton and each_option"]
 KERNEL_RISING = [PASSES, "-k", "triton and rise_or_fall"]
 KERNEL_NO_NUMBERS = [PASSES, "-k", "triton and no_numbers"]
-LAYOUT = ["tests/ops/test_layout.py"]
 PAGES = ["tests/ops/test_cpu_buffers.py"]
 HALF = ["tests/ops/test_gpu_arithmetic.py", "-k", "40000 and dtype0"]
 HEAD_KERNEL = ["tests/kernels/test_logprob_forward.py", "-k", "each_option or any_tile or ragged"]
@@ -49,7 +40,7 @@ SHARDS = ["tests/ops/test_vocab_parallel.py", "-k", "shards_give and 3-tokens"]
 
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
-ENVIRONMENT |= {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+ENVIRONMENT |= {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HYPOTHESIS_PROFILE": "found"}
 
 
 class Bug(NamedTuple):
@@ -97,7 +88,10 @@ BUGS = {
         EXACT,
     ),
     "dH without its factors": Bug(
-        "fused_grpo/head/head.py", "torch.mul(d_rows, factor[:, None], out=", "torch.mul(d_rows, 1.0, out=", LAYOUT
+        "fused_grpo/head/head.py",
+        "torch.mul(d_rows, factor[:, None], out=",
+        "torch.mul(d_rows, 1.0, out=",
+        ["tests/ops/test_layout.py::test_clipped_rows_add_nothing[3]"],
     ),
     "dH of rows that are left out is whatever was in memory": Bug(
         "fused_grpo/head/chunked_loss.py",
@@ -197,20 +191,34 @@ BUGS = {
         "fused_grpo/passes/torch_passes/row_passes.py", ".masked_fill_((factor == 0)[:, None], 0.0)", "", NO_NUMBERS
     ),
     "a tile that is only looked at is changed": Bug(
-        "fused_grpo/passes/torch_passes/row_passes.py", "if out is None and self.is_plain:", "if False:", STATISTICS
+        "fused_grpo/passes/torch_passes/row_passes.py",
+        "if out is None and self.is_plain:",
+        "if False:",
+        ["tests/kernels/test_row_passes.py::test_statistics_are_as_exact_as_torch[torch--1-1]"],
     ),
-    "a log-prob is rounded like its logits": Bug("fused_grpo/_maths/statistics.py", "_D = 16.0", "_D = 0.0", FAR),
+    "a log-prob is rounded like its logits": Bug(
+        "fused_grpo/_maths/statistics.py",
+        "_D = 16.0",
+        "_D = 0.0",
+        ["tests/ops/test_far_tokens.py::test_a_log_prob_has_not_the_rounding_of_its_logits"],
+    ),
     "columns that share a cache set": Bug(
         "fused_grpo/passes/buffers.py", "(_LINE - rows) % (2 * _LINE)", "(_LINE - rows) % _LINE", ROW_PASSES_LIE
     ),
     "a chunk of a GPU that exceeds its memory": Bug(
-        "fused_grpo/passes/buffers.py", "num_rows, rows, most))", "num_rows, rows))", LAYOUT
+        "fused_grpo/passes/buffers.py",
+        "num_rows, rows, most))",
+        "num_rows, rows))",
+        ["tests/ops/test_layout.py::test_on_a_gpu_rows_decide_and_its_memory_is_the_limit[8192-151936-1073741824-36]"],
     ),
     "memory that is in use is given out again": Bug(
         "fused_grpo/passes/buffers.py", "_kept.remove(pages)", "pass", PAGES
     ),
     "memory is kept that the kernel cannot take": Bug(
-        "fused_grpo/passes/buffers.py", "not _advised(pages, mmap.MADV_FREE)", "False", PAGES
+        "fused_grpo/passes/buffers.py",
+        "not _advised(pages, mmap.MADV_FREE)",
+        "False",
+        ["tests/ops/test_cpu_buffers.py::test_what_is_kept_is_the_kernels_for_the_asking"],
     ),
     "entropy without the target's own term": Bug(
         "fused_grpo/_maths/statistics.py", "rest - logprobs.exp() * logprobs.clamp_min(-128.0)", "rest", EXACT
@@ -237,7 +245,7 @@ BUGS = {
         "fused_grpo/_maths/distributions.py",
         "return weight + (weight.detach().to(dtype).to(weight.dtype) - weight.detach())",
         "return weight.to(dtype).to(weight.dtype)",
-        ORACLE,
+        ["tests/ops/test_outside_oracle.py::test_a_master_weight_is_rounded_once_and_its_gradient_never[reference]"],
     ),
     "the upper clip on the wrong side": Bug(
         "fused_grpo/_maths/formulas.py", "lowest, highest = 1 - terms.epsilon_low", "lowest, highest = 1", TRL
@@ -249,19 +257,19 @@ BUGS = {
         "fused_grpo/_maths/formulas.py",
         "ratio.clamp(max=terms.epsilon_high).detach()",
         "ratio.clamp(max=terms.epsilon_high)",
-        OF_TYPES,
+        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[cispo-token-nothing]"],
     ),
     "sapo's temperatures the wrong way round": Bug(
         "fused_grpo/_maths/formulas.py",
         "torch.where(advantages > 0, *terms.sapo",
         "torch.where(advantages < 0, *terms.sapo",
-        OF_TYPES,
+        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[sapo-token-nothing]"],
     ),
     "vespo's k for every advantage": Bug(
         "fused_grpo/_maths/factors.py",
         "torch.where(risen, config.vespo_k_pos, config.vespo_k_neg)",
         "config.vespo_k_pos",
-        OF_TYPES,
+        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[vespo-token-nothing]"],
     ),
     "the KL against the policy": Bug(
         "fused_grpo/_maths/formulas.py", "ref_logprobs - logprobs, 0.0)", "logprobs - ref_logprobs, 0.0)", TRL
@@ -270,40 +278,49 @@ BUGS = {
         "fused_grpo/_maths/formulas.py",
         "torch.where(mask, old - sampling_logprobs",
         "torch.where(mask, sampling_logprobs - old",
-        TRL,
+        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-token_truncate]"],
     ),
     "what is out of bounds is truncated, not left out": Bug(
         "fused_grpo/_maths/formulas.py",
         "(ratio < low) | (ratio > high), 0.0, ratio)",
         "ratio > high, high, ratio)",
-        TRL,
+        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-token_mask]"],
     ),
     "the off-policy mask takes positive advantages": Bug(
         "fused_grpo/_maths/factors.py",
         "(tokens.advantages >= 0) | sequences",
         "(tokens.advantages > 1e9) | sequences",
-        TRL,
+        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-off-policy mask]"],
     ),
     "the tokens of low entropy are kept": Bug(
-        "fused_grpo/_maths/factors.py", "torch.quantile(entropies, 1 - config", "torch.quantile(entropies, config", TRL
+        "fused_grpo/_maths/factors.py",
+        "torch.quantile(entropies, 1 - config",
+        "torch.quantile(entropies, config",
+        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-high entropy]"],
     ),
     "the entropy bonus is a penalty": Bug(
         "fused_grpo/_maths/formulas.py",
         "loss = loss - (torch.where(mask, entropy_weights",
         "loss = loss + (torch.where(mask, entropy_weights",
-        TRL,
+        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-entropy bonus]"],
     ),
     "a sequence's ratio is the sum of its tokens'": Bug(
-        "fused_grpo/_maths/formulas.py", "/ self.sum(mask).clamp_min(1.0)", "/ 1.0", TRL
+        "fused_grpo/_maths/formulas.py",
+        "/ self.sum(mask).clamp_min(1.0)",
+        "/ 1.0",
+        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-sequence-nothing]"],
     ),
     "a sequence's gradient is not shared out": Bug(
         "fused_grpo/_maths/factors.py",
         "shares = sequences.sum(ratio_gradient) / sequences.sum(tokens.mask)",
         "shares = sequences.sum(ratio_gradient) * sequences.sum(tokens.mask)",
-        TRL,
+        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-sequence-nothing]"],
     ),
     "luspo averages over tokens": Bug(
-        "fused_grpo/_maths/formulas.py", "return on / num_sequences", "return on / on.sum()", OF_TYPES
+        "fused_grpo/_maths/formulas.py",
+        "return on / num_sequences",
+        "return on / on.sum()",
+        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[luspo-token-nothing]"],
     ),
     "dr_grpo divides by its own length": Bug(
         "fused_grpo/_maths/formulas.py",
@@ -387,10 +404,17 @@ BUGS = {
         f"{KERNELS}/logits_gradient.py",
         "is_target = columns == target",
         "is_target = columns == tl.maximum(target, 0)",
-        ["tests/kernels/test_row_passes.py", "-k", "slices and triton"],
+        [
+            "tests/kernels/test_row_passes.py",
+            "-k",
+            "gradients_of_slices_are_those_of_the_vocabulary and triton-without",
+        ],
     ),
     "the kernel's weights forget the soft cap": Bug(
-        f"{KERNELS}/softmax_weights.py", "e = e * softcap_slope(", "e = e + 0 * softcap_slope(", KERNEL_WEIGHTS
+        f"{KERNELS}/softmax_weights.py",
+        "e = e * softcap_slope(",
+        "e = e + 0 * softcap_slope(",
+        ["tests/kernels/test_row_passes.py::test_gradients_of_each_option_alone[triton-softcap]"],
     ),
     "the kernel's target weight forgets the soft cap": Bug(
         f"{KERNELS}/softmax_weights.py", "(-row_total * slope)", "(-row_total)", KERNEL_WEIGHTS
@@ -408,7 +432,7 @@ BUGS = {
         f"{KERNELS}/softmax_weights.py",
         "-share * logit_scale * inverse_temperature",
         "-share * logit_scale",
-        KERNEL_WEIGHTS,
+        ["tests/kernels/test_row_passes.py::test_gradients_of_each_option_alone[triton-temperature]"],
     ),
     "the kernel leaves a row that is no number": Bug(
         f"{KERNELS}/softmax_weights.py", '(row_total < float("inf")) == 0', "row_total < 0.0", KERNEL_NO_NUMBERS
@@ -419,66 +443,18 @@ for more in sorted(Path(__file__).parent.glob("planted_bugs_of_*.py")):
     BUGS |= {name: Bug(*bug) for name, bug in runpy.run_path(str(more))["BUGS"].items()}
 
 
-def link_the_project(folder: Path, *, but: str = "") -> None:
-    """A copy of the project but for one file, of links: they bring along the bytecode of all that is unchanged."""
-    file, cache = ROOT / but, (ROOT / but).parent / "__pycache__"
-    # Links of fused_grpo/ lead to other folders of the copy.
-    own = {path for path in (ROOT / "fused_grpo", cache, *file.parents) if path.is_relative_to(ROOT)} | {ROOT}
-    for source in filter(Path.is_dir, sorted(own)):
-        target = folder / source.relative_to(ROOT)
-        target.mkdir(exist_ok=True)
-        for entry in map(ROOT.joinpath, PARTS) if source == ROOT else source.iterdir():
-            is_of_file = entry == file or (source == cache and entry.name.startswith(f"{file.stem}."))
-            if entry not in own and not is_of_file:
-                (target / entry.name).symlink_to(entry.readlink() if entry.is_symlink() else entry)
-
-
-def plant(bug: Bug, folder: Path) -> None:
-    path, text = folder / bug.file, (ROOT / bug.file).read_text()
-    if text.count(bug.old) != 1:
-        raise ValueError(f"{bug.file} has {bug.old!r} {text.count(bug.old)} times, want once; fix: mend this list")
-    path.write_text(text.replace(bug.old, bug.new))
-
-
-def run(selection: list[str], folder: Path) -> int:
-    """pytest's status for these tests, in and of the copy."""
-    assert not any(name.split(".")[0] == "fused_grpo" for name in sys.modules), "the tests would see no bug"
-    os.chdir(folder)
-    os.environ["PYTHONPATH"] = str(folder)  # for what the tests start
-    sys.path.insert(0, str(folder))
-    import pytest
-
-    import fused_grpo
-
-    assert Path(fused_grpo.__file__).is_relative_to(folder), fused_grpo.__file__
-    # Rewritten assertions explain themselves better, but rewriting takes longer than most of these tests.
-    return int(pytest.main(["-x", "-q", "--assert=plain", "--tb=no", "-p", "no:cacheprovider", "--full", *selection]))
-
-
-def try_here(name: str) -> int:
-    """pytest's status with the bug of this name planted; without one, with the tests that `name` selects."""
-    bug = BUGS.get(name)
-    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        link_the_project(path := Path(folder).resolve(), but="" if bug is None else bug.file)
-        if bug is not None:
-            plant(bug, path)
-        return run(name.split("\t") if bug is None else bug.caught_by, path)
-
-
 def is_caught(status: int, output: str) -> bool:
     """1: tests ran and some failed. Anything else, an import error included, proves nothing."""
     return status == 1 and re.search(r"^\d+ failed", output, re.MULTILINE) is not None
 
 
-def selections() -> list[str]:
-    """What the bugs are caught by, each once, as `try_here` takes it."""
-    return sorted({"\t".join(bug.caught_by) for bug in BUGS.values()})
+def without_a_bug() -> dict[str, Bug]:
+    """What the bugs are caught by, each once and by itself."""
+    return {" ".join(bug.caught_by): Bug("", "", "", bug.caught_by) for bug in BUGS.values()}
 
 
 def main(arguments: list[str]) -> int:
     """pytest's status for the bugs of these names, or for all; with --none, for their tests without a bug."""
-    if arguments[:1] == ["--here"]:
-        return try_here(arguments[1])
     tests = "tests/test_planted_bugs.py::test_"
     chosen = [f"{tests}the_bug_is_caught[{name}]" for name in arguments] or [f"{tests}the_bug_is_caught"]
     if arguments == ["--none"]:

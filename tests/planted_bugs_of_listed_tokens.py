@@ -2,7 +2,6 @@
 
 ENGINE = ["tests/trainer/engines/test_contract.py", "-k", "logprobs_of_likely and transformers"]
 LISTS = ["tests/trainer/engines/test_support.py", "-k", "most_likely or unusable or too_few or sum_to_one"]
-RUNS = ["tests/trainer/test_score_centering.py", "-k", "samplers or reported or evaluation or without_samples"]
 CUTS = ["tests/trainer/test_score_centering.py", "-k", "however_a_batch_is_cut"]
 ROWS = ["tests/trainer/batching/test_micro_batches.py", "-k", "likely or beside_the_ids or table"]
 TURNS = ["tests/trainer/episodes/test_combinations.py", "-k", "likely and transformers"]
@@ -26,7 +25,11 @@ BUGS = {
         SAMPLING,
         "kept &= torch.zeros_like(kept).scatter_(1, likely, True)",
         "kept = torch.zeros_like(kept).scatter_(1, likely, True)",
-        RUNS,
+        [
+            "tests/trainer/test_score_centering.py",
+            "-k",
+            "on_policy_the_samplers_logprobs_are_those_of_the_policy and topk and truncated",
+        ],
     ),
     "tokens that are all kept are not listed": (
         SAMPLING,
@@ -38,13 +41,21 @@ BUGS = {
         SAMPLING,
         "0.0 if listed.is_top_k else 1.0",
         "0.0",
-        LISTS,
+        [
+            "tests/trainer/engines/test_support.py",
+            "-k",
+            "logprobs_that_are_no_distribution_make_a_completion_unusable and logprobs3",
+        ],
     ),
     "an engine is not asked whether it lists enough": (
         SAMPLING,
         "if listed > max_listed >= 0:\n        raise",
         "if False:\n        raise",
-        LISTS,
+        [
+            "tests/trainer/engines/test_support.py",
+            "-k",
+            "an_engine_that_lists_too_few_tokens_is_refused_at_the_start and sampling0-100",
+        ],
     ),
     "scores stand for log-probs": (
         "trainer/engines/transformers_generate.py",
@@ -81,8 +92,22 @@ BUGS = {
         TYPES,
         "return None if self.listed_tokens is None or self.listed_tokens.is_top_k else",
         "return None if self.listed_tokens is None else",
-        RUNS,
+        [
+            "tests/trainer/test_score_centering.py",
+            "-k",
+            "on_policy_the_samplers_logprobs_are_those_of_the_policy and topk and truncated",
+        ],
     ),
-    "an evaluation lists likely tokens": ("trainer/collect/collector.py", ', score_centering="off")', ")", RUNS),
-    "a rank without samples wants log-probs": ("trainer/policy.py", "if not len(batch.targets):", "if False:", RUNS),
+    "an evaluation lists likely tokens": (
+        "trainer/collect/collector.py",
+        ', score_centering="off")',
+        ")",
+        ["tests/trainer/test_score_centering.py::test_an_evaluation_asks_for_no_logprobs_of_further_tokens"],
+    ),
+    "a rank without samples wants log-probs": (
+        "trainer/policy.py",
+        "if not len(batch.targets):",
+        "if False:",
+        ["tests/trainer/test_score_centering.py::test_a_rank_without_samples_takes_part_in_a_step[kept]"],
+    ),
 }

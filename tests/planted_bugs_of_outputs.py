@@ -10,7 +10,6 @@ TIES = [TESTS, "-k", "equal_logits and torch"]
 TIES_IN_TRITON = [TESTS, "-k", "equal_logits and triton"]
 MERGED = [TESTS, "-k", "tiles_merge or equal_logits"]
 ENTROPY = [TESTS, "-k", "rise and triton"]
-MOMENTS = ["tests/kernels/test_row_passes.py", "-k", "moments and triton"]
 FIELDS = [TRL, "-k", "fields_of_ties"]
 
 BUGS = {
@@ -30,7 +29,7 @@ BUGS = {
         MATHS,
         "torch.exp(2 * (shifts - finite(shift)))",
         "torch.exp(shifts - finite(shift))",
-        MERGED,
+        ["tests/ops/test_outputs.py::test_tiles_merge_to_the_moments_of_whole_rows"],
     ),
     "squares are relative to the shift of the log-probs": (
         MATHS,
@@ -96,7 +95,7 @@ BUGS = {
         KERNEL,
         "twice * exp(2.0 * (m - shift)) + exp",
         "twice + exp",
-        MOMENTS,
+        ["tests/kernels/test_row_passes.py::test_moments_are_as_exact_as_torch[triton-0.0--2-257]"],
     ),
     "the kernel's ties in the target's tile lead": (
         KERNEL,
@@ -108,7 +107,7 @@ BUGS = {
         KERNEL,
         "            first = tl.maximum(first, top)\n",
         "            first = first\n",
-        MOMENTS,
+        ["tests/kernels/test_row_passes.py::test_moments_are_as_exact_as_torch[triton-0.0--2-257]"],
     ),
     "TRL gets the sum of squares without its logarithm": (
         "fused_grpo/integrations/trl.py",

@@ -12,7 +12,6 @@ CACHE = [UNITS, "-k", "into_the_cache"]
 MEMORY = [UNITS, "-k", "needs_memory"]
 PHASES = [UNITS, "-k", "sum_of_its_phases"]
 SAID = ["tests/trainer/cli/test_plan.py"]
-RANKS = ["tests/trainer/engines/test_replicas.py", "-k", "begins_with_another"]
 
 BUGS = {
     "keys are read and values are not": (
@@ -85,7 +84,7 @@ BUGS = {
         COMMAND,
         "in_experts * (1 - chosen / experts)",
         "in_experts * 0.0",
-        SAID,
+        ["tests/trainer/cli/test_plan.py::test_the_sizes_of_a_mixture_of_experts_are_read_from_its_config"],
     ),
     "the slowest split comes first": (
         MODEL,
@@ -97,6 +96,6 @@ BUGS = {
         ENGINE,
         "torch.distributed.get_rank() % max(1, len(base_urls))",
         "0",
-        RANKS,
+        ["tests/trainer/engines/test_replicas.py::test_each_rank_begins_with_another_server[1-1]"],
     ),
 }

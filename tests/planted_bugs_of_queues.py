@@ -1,8 +1,6 @@
 """The bugs of `planted_bugs.py` in batches that are sampled during training: (file, old, new, caught by)."""
 
 TESTS = "tests/trainer/collect/test_batch_queue.py"
-AGE = [TESTS, "-k", "generations_old"]
-PACE = [TESTS, "-k", "who_is_faster"]
 ROUNDS = [TESTS, "-k", "further_rounds"]
 RESUMED = [TESTS, "-k", "stopped_after_any_step and 4"]
 OTHER = [TESTS, "-k", "another_number"]
@@ -15,25 +13,33 @@ BUGS = {
         "trainer/loop.py",
         "range(min(self.args.generate_ahead, later) - len(queue))",
         "range(min(self.args.generate_ahead + 1, later) - len(queue))",
-        AGE,
+        [
+            "tests/trainer/collect/test_batch_queue.py::test_a_batch_is_as_many_generations_old_as_the_option_says[1-slow]"
+        ],
     ),
     "batches are requested that no step is left for": (
         "trainer/loop.py",
         "range(min(self.args.generate_ahead, later) - len(queue))",
         "range(self.args.generate_ahead - len(queue))",
-        AGE,
+        [
+            "tests/trainer/collect/test_batch_queue.py::test_a_batch_is_as_many_generations_old_as_the_option_says[1-slow]"
+        ],
     ),
     "the newest batch is learned from first": (
         "trainer/collect/batch_queue.py",
         "self.popleft()",
         "self.pop()",
-        AGE,
+        [
+            "tests/trainer/collect/test_batch_queue.py::test_a_batch_is_as_many_generations_old_as_the_option_says[2-slow]"
+        ],
     ),
     "batches are sampled side by side": (
         "trainer/collect/batch_queue.py",
         "failure = None if earlier is None else earlier.exception()",
         "failure = None",
-        AGE,
+        [
+            "tests/trainer/collect/test_batch_queue.py::test_a_batch_is_as_many_generations_old_as_the_option_says[2-slow]"
+        ],
     ),
     "weights for later are no copy": (
         "trainer/models/weight_stream.py",
@@ -45,7 +51,9 @@ BUGS = {
         "trainer/collect/collector.py",
         "if not is_free and not (self.queue and self.queue[-1].weight_version == step):",
         "if False:",
-        AGE,
+        [
+            "tests/trainer/collect/test_batch_queue.py::test_a_batch_is_as_many_generations_old_as_the_option_says[2-slow]"
+        ],
     ),
     "a batch of several versions has that of its last round": (
         "trainer/collect/collector.py",

@@ -130,7 +130,21 @@ def test_an_interrupted_comparison_goes_on(tmp_path, monkeypatch):
     assert len(asked) == 2
 
 
-def test_a_run_that_fails_says_what_it_printed():
+def test_a_run_that_fails_says_what_it_printed(farm, monkeypatch):
+    def forked(command, stdout, stderr):
+        assert (command[:2], stdout) == ([sys.executable, "-m"], stderr)
+        process = farm.start(*command[1:])
+        started = SimpleNamespace(pid=process.pid, poll=process.poll)
+
+        def wait():
+            started.returncode = process.wait()
+            stdout.write(process.output)
+            return started.returncode
+
+        started.wait = wait
+        return started
+
+    monkeypatch.setattr(beside_trl, "subprocess", SimpleNamespace(Popen=forked))
     options = SimpleNamespace(steps="many", completions=8, accumulation=1)
     with pytest.raises(RuntimeError, match=r"(?s)TRL, seed 0, ended with 2:.*invalid int value: 'many'"):
         beside_trl.one_run("TRL", 0, options)

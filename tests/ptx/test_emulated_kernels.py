@@ -45,7 +45,7 @@ Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def printed(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+def printed(farm: Any, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """By the script for all architectures, in one process each; workers of a session share it."""
     kept, shared = getattr(pytestconfig, "cache", None), tmp_path_factory.getbasetemp()
     # Apart from that of other tests, because nothing is assembled here.
@@ -55,7 +55,7 @@ def printed(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (rows := shared / "ptx.json").exists():
             with ThreadPoolExecutor() as pool:
-                both = pool.map(lambda arch: run_script(FOLDER / "faults.py", arch, cache=cache), ARCHES)
+                both = pool.map(lambda arch: run_script(farm, FOLDER / "faults.py", arch, cache=cache), ARCHES)
                 rows.write_text(json.dumps([row for rows in both for row in rows]))
         return json.loads(rows.read_text())
 

@@ -93,7 +93,7 @@ class Block:
             except Fault as fault:
                 raise Fault(f"{fault}: {self.program.name}: {code[place].text}") from None
             for to, threads in onward:
-                ready[to] = self._joined(threads | ready.get(to, threads))
+                ready[to] = self._joined(threads | ready[to]) if to in ready else threads
         check(not ready, f"no end: {self.program.name}")
         landings = self._groups.pop("landing", [])  # for which the end of a launch waits
         check(not any(map(any, self._groups.values())), f"end before copies and products: {self.program.name}")
@@ -109,7 +109,8 @@ class Block:
         active = running if guard is None else self._joined(running & (self.value(guard, "pred") ^ negated))
         if op[0] in ("bra", "ret"):
             onward = [(self.program.labels.get(x, x), active) for x in arguments]
-            return [x for x in (*onward, (place + 1, running & ~active)) if x[1].any()]
+            onward += [] if active is running else [(place + 1, self._joined(running & ~active))]
+            return [x for x in onward if x[1].any()]
         if active is self.everyone or active.any():
             check("sync" not in op or active is self.everyone, "some threads of a block where all have to be")
             self.active = active
@@ -122,11 +123,14 @@ class Block:
 
     def value(self, operand: str, kind: str) -> Values:
         """[threads] of the type that an instruction gives an operand: a register or an immediate."""
-        check(not self._changing.get(operand), "read of a register that a product changes")
+        if self._changing:
+            check(not self._changing.get(operand), "read of a register that a product changes")
         if (bits := self.registers.get(operand)) is None:
             check(operand[0] != "%", "read of a register that was never written")
             return constant(operand, kind, len(self.threads))
         dtype = DTYPES[kind]
+        if bits.dtype is dtype:
+            return bits
         return (bits if bits.itemsize == dtype.itemsize else bits.astype(f"u{dtype.itemsize}")).view(dtype)
 
     def values(self, operands: str, kind: str) -> Values:
@@ -134,7 +138,8 @@ class Block:
         return np.stack([self.value(x, kind) for x in split(operands)])
 
     def set(self, register: str, values: Values) -> None:
-        check(not self._changing.get(register), "write of a register that a product changes")
+        if self._changing:
+            check(not self._changing.get(register), "write of a register that a product changes")
         self._unfenced.add(register)
         if self.active is not self.everyone:
             before = self.registers.get(register, np.zeros_like(values)).view(values.dtype)
