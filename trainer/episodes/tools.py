@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from fused_grpo.errors import InputError, elide_middle
 from fused_grpo.trainer.common.threads import event_loop, in_thread, leave_blocked_loop
-from fused_grpo.trainer.rewards.isolation import is_isolated
+from fused_grpo.trainer.rewards.isolation import CannotLoadError, is_isolated
 from fused_grpo.trainer.rewards.reward_call import is_async, own_copy
 from fused_grpo.trainer.rewards.worker import as_text, error_text
 from fused_grpo.trainer.types import ToolCall
@@ -114,8 +114,8 @@ class Answers:
                 raise TimeoutError(f"{call['name']} took longer than {self._timeout:g} s")
             text = running.result()
         except BaseException as error:  # of the tool's: signals reach the main thread alone
-            if isinstance(error, InputError):
-                raise  # of an isolated one that no process can load, which no model can mend
+            if isinstance(error, CannotLoadError):
+                raise  # which no model can mend
             text, failed = str({"error": error_text(error)}), True
         recorded, text, seconds = _clean(elide_middle(text, _RECORDED)), text[: most + 1], time.perf_counter() - start
         return ToolCall(call["name"], own_copy(call["arguments"]), recorded, failed, seconds), _clean(text)

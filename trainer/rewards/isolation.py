@@ -93,6 +93,10 @@ def is_isolated(function: Any) -> bool:
     return hasattr(function, "is_isolated") and not hasattr(getattr(function, "__wrapped__", None), "is_isolated")
 
 
+class CannotLoadError(InputError):
+    """No new process can import the function, whatever it is called with."""
+
+
 class WorkerError(Exception):
     """A worker exceeded its time limit, died, or answered with something that is no reply; the text says which."""
 
@@ -230,7 +234,7 @@ class Worker:
             ready = {"error": f"{type(error).__name__} {error}"}
         if "error" in ready:
             self.kill()
-            raise InputError(f"got {reference}, which a new process cannot load: {ready['error']}")
+            raise CannotLoadError(f"got {reference}, which a new process cannot load: {ready['error']}")
 
     def accepts(self, request: str, seconds: float) -> bool:
         """Send a request; True if the worker echoes its number in time."""

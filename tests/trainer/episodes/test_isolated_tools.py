@@ -276,6 +276,13 @@ def test_what_cannot_be_isolated_is_refused(make, tool, options, text):
         make(tool, **options) if isinstance(tool, str) else isolated_tool(tool, timeout=1.0)
 
 
+def test_bad_input_inside_a_plain_tool_is_an_error_that_the_model_reads():
+    def strict(code: str) -> str:
+        raise InputError(f"got {code}")
+
+    assert answered(strict, "this") == [(True, "{'error': 'got this'}")]
+
+
 def test_a_tool_that_no_process_can_load_ends_the_run(make_trainer, tmp_path, monkeypatch):
     monkeypatch.setenv("MINE_API_KEY", "12")  # which a new process does not get
     (tmp_path / "needs.py").write_text(f"import os\nkey = os.environ['MINE_API_KEY']\n{SOURCE}")
