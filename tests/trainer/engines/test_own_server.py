@@ -120,6 +120,19 @@ def is_zombie(pid: int) -> bool:
         return True
 
 
+def test_a_log_that_is_there_stays_and_its_errors_are_no_ones_else(stand_in, tmp_path) -> None:
+    stand_in("raise ValueError('of this server')")
+    log = tmp_path / "log"
+    log.write_text("RuntimeError: of a run before\n")
+    server = OwnServer("folder", {}, environment={}, log=log)
+    deadline = time.monotonic() + 60
+    while not server.has_ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert server.errors() == "an end with status 1; ValueError: of this server"
+    assert log.read_text().startswith("RuntimeError: of a run before\n")
+
+
 def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, monkeypatch) -> None:
     stand_in(SERVER)
     for name in FOREIGN:

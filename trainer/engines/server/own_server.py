@@ -47,7 +47,7 @@ class OwnServer:
         folder: what it serves.
         options: arguments of `vllm.LLM`, which become those of vLLM's command line.
         environment: further environment variables.
-        log: the file that what it prints is written to, from its beginning; it stays.
+        log: the file that what it prints is added to; it stays.
     """
 
     url = "http://vllm-beside-the-trainer"  # in requests and errors; `socket` is where it listens
@@ -66,7 +66,8 @@ class OwnServer:
             variables["PYTHONPATH"] = import_path()
             variables["FUSED_GRPO_SERVER_ARGUMENTS"] = json.dumps(command[3:])
             log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("wb") as file:
+            with log.open("ab") as file:  # another run may be writing to it
+                self._begin = file.tell()
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", str(_SCRIPT)],
                     env=variables,
@@ -86,7 +87,7 @@ class OwnServer:
         """Whether it has ended, and the first errors in its log, from which the others follow; "" for neither."""
         has_ended, lines = self.has_ended, list[str]()
         with suppress(FileNotFoundError):  # somebody has removed it
-            said = self.log.read_text(errors="replace").splitlines()
+            said = self.log.read_bytes()[self._begin :].decode(errors="replace").splitlines()
             lines = [line for line in said if line.strip() and "WARNING" not in line]
         named = [match[0] for match in map(_ERROR.search, lines) if match]
         marked = [line for line in lines if "ERROR" in line]
