@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -298,10 +299,17 @@ def test_a_prefetched_batch_of_another_size_is_refused(make_trainer, change):
 def test_a_run_that_has_ended_samples_nothing_more(make_trainer):
     trainer = make_trainer(3)
     trainer.learner.learn = lambda *a, **n: pytest.fail("no memory")
-    generate = trainer.engine.generate
-    trainer.engine.generate = lambda *a: (time.sleep(0.05), generate(*a))[1]
+    generate, has_ended = trainer.engine.generate, threading.Event()
+
+    def slow(*given):
+        if trainer.engine.calls:  # all but the first batch, however long the trainer takes to fail
+            has_ended.wait(60)
+        return generate(*given)
+
+    trainer.engine.generate = slow
     with pytest.raises(pytest.fail.Exception, match="no memory"):
         trainer.train()
+    has_ended.set()
     trainer.collector.queue.wait()
     assert len(trainer.engine.calls) <= 2  # the first batch, and one that had begun
 

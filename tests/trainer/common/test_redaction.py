@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.common.redaction import public_text, redacted, to_json, without_secrets
 from fused_grpo.trainer.logging.model_card import CardFacts, model_card
+from fused_grpo.trainer.logging.run_output import Results
 
 WORDS = ["password", "db_pass", "pass", "pwd", "DB_PWD", "passphrase", "client_secret", "clientSecret", "credentials"]
 WORDS += [
@@ -136,7 +137,7 @@ def test_what_has_the_form_of_a_secret_is_nowhere(data, pair, before, after) -> 
     assert without_secrets({"SETTING": text}) == {}
     args = GRPOConfig("x", model_init_kwargs={"note": text})
     assert secret not in json.dumps(args.to_dict()) + model_card(
-        CardFacts(name="m", rewards=["r"], steps=1, metrics={}), args
+        CardFacts(name="m", rewards=["r"], steps=1, results=Results()), args
     )
 
 
