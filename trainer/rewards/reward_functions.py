@@ -60,7 +60,8 @@ class Rewards:
     """The reward functions of a run; InputError for what is not callable, or options that contradict each other.
 
     Args:
-        functions: one or several of those in the table of docs/rewards.md.
+        functions: one or several of: a function, plain or `async`; its name as "module:name", "module.name" or
+            "path.py:name"; a short name of builtin_rewards.py; a sequence-classification model, or its path or hub id.
         weights: one per function, for the weighted sum. None: all 1.
         processing_classes: tokenizers of reward models, one per function (None: the tokenizer saved with the model).
         failure, retries: what to do when a call fails: "fail", "retry" so many times, or "drop".
