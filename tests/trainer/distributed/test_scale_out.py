@@ -20,6 +20,8 @@ TIED = {"tie_word_embeddings": True}
 FOLLOWS = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "num_iterations": 2}
 COVARIANCE = {"kl_cov_ratio": 0.2, "num_iterations": 2, "advantage_estimator": "reinforce_plus_plus"}
 COVARIANCE |= {"scale_rewards": "group"}
+BASELINE = {"advantage_estimator": "optimal_token_baseline", "scale_rewards": "group"}
+BASELINE |= {"variance_report": True}
 LIKELY = {"score_centering": "topk", "score_centering_topk": 5}
 EXPERTS = {"experts": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}}
 REPLAYED = {"router_replay": True, "logprob_mismatch": "warn", "router_aux_loss_coef": 0.0}  # that depends on the cut
@@ -50,6 +52,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
         (12, 1),
         (3, 2),
     ),
+    "against the best baseline of each place": ({}, BASELINE, (32, 1), (8, 2)),
     "within the kept tokens": ({}, {"top_p": 0.9, "sampling_support": "require", **FOLLOWS}, (32, 1), (8, 2)),
     "centered on the kept tokens": ({}, {"top_p": 0.9, "score_centering": "kept", **FOLLOWS}, (32, 1), (8, 2)),
     "centered on likely tokens": ({}, {**LIKELY, "mask_truncated_completions": True}, (32, 1), (1, 16)),
@@ -150,6 +153,8 @@ def test_two_processes_equal_one(alone, shared, name):
             torch.testing.assert_close(two[kind][key], tensor, rtol=0, atol=1e-6)
     rewards = ("reward", "reward_std", "reward_std_within_groups", "frac_reward_zero_std")
     rewards += ("remax/greedy_reward",) if "greedy" in name else ()
+    if "baseline" in name:
+        rewards += ("gradient/effective_sequences", "gradient/effective_groups", "gradient/largest_group_share")
     rewards += ("sampling/routing_disagreement",) if "experts" in name else ()
     for key in ("loss", "grad_norm", "entropy", "num_tokens", "clip_ratio/high_max", *rewards):
         assert two["metrics"][key] == pytest.approx(one["metrics"][key], abs=1e-5), key
