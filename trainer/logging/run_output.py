@@ -40,6 +40,7 @@ NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swa
 TRUNCATED_STEPS, TRUNCATED_SHARE = 3, 0.5
 EQUAL_STEPS = 10
 GROWTH_STEPS, GROWTH, LEAST_DIFFERENCE = 10, 3.0, 0.01  # steps of each mean, factor between them, nats
+FAR_DIFFERENCE = 0.3  # nats; stale rollouts that a run learnt from as well as from its own stayed below 0.2
 THINKING_TOKENS = 2048  # fewer are seldom enough
 SUGGESTED_PROMPTS = 32  # prompts of an optimizer step, as in the recipes
 
@@ -329,10 +330,12 @@ class Advice:
         if len(self.first_differences) < GROWTH_STEPS:
             self.first_differences.append(mean)
         before, now = (sum(values) / GROWTH_STEPS for values in (self.first_differences, self.differences))
-        if now < LEAST_DIFFERENCE or now < GROWTH * before:
+        whole = len(self.differences) == GROWTH_STEPS
+        if not whole or now < LEAST_DIFFERENCE or now < min(GROWTH * before, FAR_DIFFERENCE):
             return None
+        mask = "" if self.args.off_policy_mask_threshold is not None else "off_policy_mask_threshold=0.02, "
         return (
-            f"the log-probs of sampler and trainer differ by {short_number(now)} nats on average, {now / before:.1f} "
-            "times as much as in the first steps: what is trained and what is sampled grow apart; fix: a lower "
-            "learning_rate, fewer num_iterations or steps_per_generation, or the engine in fp32"
+            f"the log-probs of sampler and trainer differ by {short_number(now)} nats on average "
+            f"({short_number(before)} in the first steps): what is trained and what is sampled are far apart; fix: "
+            f"{mask}a lower learning_rate, fewer num_iterations or steps_per_generation, or the engine in fp32"
         )

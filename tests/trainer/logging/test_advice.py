@@ -7,10 +7,11 @@ import pytest
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.run_output import Advice, at_start
 
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
 HEALTHY = {
     "completions/clipped_ratio": 0.1,
     "groups_with_equal_rewards": 0.3,
-    "sampling/sampling_logp_difference/mean": 0.01,
+    DIFFERENCE: 0.01,
 }
 
 
@@ -24,12 +25,20 @@ def warnings_of(records) -> list[str]:
     [
         ("completions/clipped_ratio", [0.9] * 6, "90% of the completions of 3 steps .*max_completion_length=2048"),
         ("groups_with_equal_rewards", [1.0] * 25, "in 10 steps all completions .*dynamic_sampling=2"),
-        ("sampling/sampling_logp_difference/mean", [0.01] * 10 + [0.05] * 30, "times as much as in the first steps"),
+        (DIFFERENCE, [0.01] * 10 + [0.05] * 30, r"\(0.010 in the first steps\).*mask_threshold=0.02"),
+        (DIFFERENCE, [0.5] * 12, "differ by 0.500 nats .*mask_threshold=0.02"),
     ],
 )
 def test_what_a_run_shows_is_warned_of_once(name, values, text):
     (found,) = warnings_of([{**HEALTHY, name: value} for value in values])
     assert re.search(text, found)
+
+
+def test_rollouts_a_little_old_are_no_reason_and_a_mask_is_advised_once():
+    assert warnings_of([HEALTHY | {DIFFERENCE: 0.2}] * 30) == []
+    advice = Advice(GRPOConfig(off_policy_mask_threshold=0.1))
+    (found,) = [text for _ in range(30) for text in advice(HEALTHY | {DIFFERENCE: 0.5})]
+    assert "fix: a lower learning_rate" in found
 
 
 def test_groups_with_equal_rewards_learn_from_a_teacher():
@@ -40,7 +49,7 @@ def test_groups_with_equal_rewards_learn_from_a_teacher():
 def test_what_passes_is_not_warned_of():
     one_bad = [HEALTHY | {"completions/clipped_ratio": 1.0}, *[HEALTHY] * 5]
     nine_equal = ([HEALTHY | {"groups_with_equal_rewards": 1.0}] * 9 + [HEALTHY]) * 2
-    rounding = [HEALTHY | {"sampling/sampling_logp_difference/mean": 1e-7 * step} for step in range(40)]
+    rounding = [HEALTHY | {DIFFERENCE: 1e-7 * step} for step in range(40)]
     assert warnings_of(one_bad + nine_equal) == warnings_of(rounding) == warnings_of([{"reward": 1.0}] * 20) == []
 
 
