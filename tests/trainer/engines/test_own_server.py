@@ -264,6 +264,10 @@ def test_it_sees_the_device_of_its_rank_alone(monkeypatch, visible, current, exp
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert own_server._device() == {"CUDA_VISIBLE_DEVICES": expected}
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert own_server._device() == {"HIP_VISIBLE_DEVICES": expected, "CUDA_VISIBLE_DEVICES": expected}
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "8,9,10")
+    assert own_server._device() == dict.fromkeys(("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), str(8 + current))
 
 
 def test_a_list_is_several_arguments_of_one_flag() -> None:

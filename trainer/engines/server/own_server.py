@@ -113,8 +113,10 @@ def _device() -> dict[str, str]:
     """The environment in which vLLM sees this rank's device alone."""
     if not torch.cuda.is_available():
         return {}
-    index, visible = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[index].strip() if visible else str(index)}
+    # vLLM refuses two lists that differ.
+    names = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
+    index, visible = torch.cuda.current_device(), next(filter(None, map(os.environ.get, names)), None)
+    return dict.fromkeys(names, visible.split(",")[index].strip() if visible else str(index))
 
 
 def _end(process: subprocess.Popen[bytes], starter: int) -> None:
