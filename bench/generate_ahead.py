@@ -3,11 +3,11 @@
 And with `--seconds`: how long are its steps, beside an engine that takes a while to answer, as a server does?
 
 The built-in task with the demo's options, at its learning rate and at lower ones, and `generate_ahead` of 0, 1 and 4;
-batches in flight with the default correction, which weighs tokens, and with `off_policy_mask_threshold` too.
+batches in flight with each of `CORRECTIONS`, of which the first is the default.
 Transformers samples from a copy of the model in a thread while the model is trained. It writes
 bench/results/<machine>/generate-ahead-<date>.json, with the held-out accuracy before and after and the mean reward of
 each step, whose figures docs/trainer.md quotes, and prints means and standard deviations over the seeds. One process
-takes a quarter of an hour.
+takes half an hour.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ from fused_grpo.trainer.recipes import arithmetic
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 RATES, COUNTS, LAST = (1e-3, 3e-4, 1e-4), (0, 1, 4), 10  # the third: steps of the mean at the end
-MASKS = (None, 0.02)  # of `off_policy_mask_threshold`; on policy it masks nothing
+MASK = {"off_policy_mask_threshold": 0.02}
+CORRECTIONS: dict[str, dict[str, Any]] = {  # on policy there is nothing to correct
+    "weights": {},
+    "weights and mask": MASK,
+    "mask": {**MASK, "vllm_importance_sampling_correction": False},
+}
 DIFFERENCE = "sampling/sampling_logp_difference/mean"
 
 # Seconds that batches take, one after the other, and values of the option; steps that are timed, after a few others.
@@ -61,14 +66,14 @@ class Beside(TransformersEngine):
         self.weight_version = version
 
 
-def run(rate: float, k: int, mask: float | None, seed: int) -> dict[str, Any]:
+def run(rate: float, k: int, correction: str, seed: int) -> dict[str, Any]:
     """One run: held-out accuracy before and after, the rewards of its steps, and how old their rollouts were."""
     model, tokenizer = arithmetic.load_base_model()
     splits, demo = arithmetic.build_splits(), yaml.safe_load((RECIPES / "demo.yaml").read_text())
     with tempfile.TemporaryDirectory() as folder:
         demo |= {"output_dir": folder, "save_strategy": "no", "use_vllm": False, "eval_steps": None}
         demo |= {"generate_ahead": k, "learning_rate": rate, "seed": seed, "log_completions": False}
-        demo |= {"off_policy_mask_threshold": mask}
+        demo |= CORRECTIONS[correction]
         own: dict[str, Any] = {"eval_dataset": splits.heldout, "processing_class": tokenizer}
         engine = Beside(model, tokenizer)
         args = GRPOConfig(**demo)
@@ -78,7 +83,7 @@ def run(rate: float, k: int, mask: float | None, seed: int) -> dict[str, Any]:
     assert result.eval_before is not None
     assert result.eval_after is not None
     trained = [step for step in steps if "off_policy_steps" in step]
-    row: dict[str, Any] = {"learning rate": rate, "k": k, "mask": mask, "seed": seed}
+    row: dict[str, Any] = {"learning rate": rate, "k": k, "correction": correction, "seed": seed}
     row |= {"before": result.eval_before["reward"], "after": result.eval_after["reward"]}
     row |= {name: [step[name] for step in trained] for name in ("reward", "off_policy_steps", DIFFERENCE)}
     print({name: value for name, value in row.items() if not isinstance(value, list)}, flush=True)
@@ -156,12 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if parsed.seconds:
         write("generate-ahead-seconds", [seconds(each, k, 20) for each in LATENCIES for k in TIMED])
         return
-    kinds = [(k, mask) for k in COUNTS for mask in MASKS if k or mask is None]
+    kinds = [(k, name) for k in COUNTS for name in (CORRECTIONS if k else ("weights",))]
     rows = [run(rate, *kind, seed) for seed in range(parsed.seeds) for rate in RATES for kind in kinds]
     write("generate-ahead", rows)
     for rate in RATES:
-        for k, mask in kinds:
-            runs = [row for row in rows if (row["learning rate"], row["k"], row["mask"]) == (rate, k, mask)]
+        for k, correction in kinds:
+            runs = [row for row in rows if (row["learning rate"], row["k"], row["correction"]) == (rate, k, correction)]
             figures = {"held-out": [row["after"] for row in runs]}
             figures["reward, last steps"] = [statistics.mean(row["reward"][-LAST:]) for row in runs]
             # Step n is sampled from the weights of step n - k: the same weight versions for every k.
@@ -169,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             figures["reward, by weight version"] = [statistics.mean(row["reward"][same]) for row in runs]
             for name, values in figures.items():
                 spread = statistics.stdev(values) if len(values) > 1 else 0.0
-                print(f"{rate=}, {k=}, {mask=}, {name}: {statistics.mean(values):.3f}, sd {spread:.3f}")
+                print(f"{rate=}, {k=}, {correction}, {name}: {statistics.mean(values):.3f}, sd {spread:.3f}")
 
 
 if __name__ == "__main__":
