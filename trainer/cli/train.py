@@ -24,20 +24,11 @@ from fused_grpo.errors import DataError
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, former_run
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions, check_combination
 from fused_grpo.trainer.collect.plan import Plan, batch_table
-from fused_grpo.trainer.collect.start_checks import Start, check_source, check_start
-from fused_grpo.trainer.config.checks import check_arguments
+from fused_grpo.trainer.collect.start_checks import Start, check_given, check_source, check_start
 from fused_grpo.trainer.config.grpo_config import changed_options
-from fused_grpo.trainer.data.datasets import (
-    as_conversations,
-    check_dataset,
-    column_names,
-    eval_sets,
-    first_rows,
-    load_rows,
-    renamed,
-)
+from fused_grpo.trainer.data.datasets import as_conversations, column_names, first_rows, load_rows, renamed
 from fused_grpo.trainer.data.prompts import has_chat_template
-from fused_grpo.trainer.episodes.environments import rows_of_environments, with_prompts
+from fused_grpo.trainer.episodes.environments import rows_of_environments
 from fused_grpo.trainer.logging.console import is_first_process, progress
 from fused_grpo.trainer.loop import GRPOTrainer
 from fused_grpo.trainer.models import smollm2
@@ -114,22 +105,21 @@ def dry_run(options: TrainOptions, load_inputs: Callable[[], Inputs]) -> Iterato
     except DataError:
         yield batch_table(options, processes=processes, prompts=None)
         raise
-    episodes: dict[str, Any] = {"tools": inputs.tools, "environment_factory": inputs.environment_factory}
     rows = rows_of_environments(inputs.train, inputs.environment_factory, options)
-    heldout = with_prompts(inputs.heldout, inputs.environment_factory)
     yield batch_table(options, processes=processes, prompts=len(rows) if hasattr(rows, "__len__") else None)
-    check_arguments(options, rollout_func=None, eval_dataset=heldout, teacher_model=options.teacher_model, **episodes)
     start = Start(
         args=options,
         model=inputs.model,
-        train=check_dataset(rows, name="train_dataset"),
-        evals=eval_sets(heldout, check=True),
+        train=rows,
+        heldout=inputs.heldout,
         reward_funcs=inputs.reward_funcs,
         processing_class=inputs.processing_class,
         peft_config=options.peft_config(),
         teacher=options.teacher_model,
-        **episodes,
+        tools=inputs.tools,
+        environment_factory=inputs.environment_factory,
     )
+    check_given(start)
     check_start(start)
     plan = Plan(start)
     if prompts := plan.prompt_table():

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from torch import nn
 
 from fused_grpo.errors import elide_middle, visible
-from fused_grpo.trainer.collect.start_checks import Start, load_config, planned_shape
+from fused_grpo.trainer.collect.start_checks import Start, load_config
 from fused_grpo.trainer.common.formatting import bytes_text, short_number
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import as_row, is_conversational, is_stream, read_rows
@@ -23,7 +23,14 @@ from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.run_output import at_start
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.loading import SELF, wants_bf16
-from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, device_memory, memory_terms, process_memory
+from fused_grpo.trainer.models.memory_estimate import (
+    LEFT_OUT,
+    ModelShape,
+    device_memory,
+    memory_terms,
+    planned_shape,
+    process_memory,
+)
 
 PROMPT_CHARACTERS = 400  # of the prompt that is shown
 

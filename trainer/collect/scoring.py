@@ -383,12 +383,6 @@ def _std(values: Tensor) -> Tensor:
     return values.std() if len(values) > 1 else torch.tensor(torch.nan)
 
 
-def rename_loss_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics of an optimizer step under TRL's names."""
-    named = ((LOSS_METRICS.get(name, name), value) for name, value in metrics.items())
-    return {name: value for name, value in named if name is not None}
-
-
 class Evaluation(NamedTuple):
     """The evaluation of one set."""
 

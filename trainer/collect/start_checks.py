@@ -10,9 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -29,17 +27,24 @@ from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, n
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
 from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.config.derived_options import whole_steps
+from fused_grpo.trainer.config.checks import check_arguments
+from fused_grpo.trainer.config.derived_options import fill_loader_options, whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.curriculum import CurriculumSampler, levels_of
-from fused_grpo.trainer.data.datasets import is_conversational, is_stream, read_rows, set_name
-from fused_grpo.trainer.data.prompt_sampler import Epochs, PromptSampler, planned_steps, prompt_sampler
+from fused_grpo.trainer.data.curriculum import levels_of
+from fused_grpo.trainer.data.datasets import (
+    check_dataset,
+    eval_sets,
+    is_conversational,
+    is_stream,
+    read_rows,
+    set_name,
+)
+from fused_grpo.trainer.data.prompt_sampler import Epochs, planned_steps
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.engine_choice import (
     EngineName,
     check_routing,
-    choose_engine,
     engine_name,
     sampling_dtype,
     server_urls,
@@ -48,6 +53,7 @@ from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.engines.server.replicas import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_installed, enable_batch_invariance
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
+from fused_grpo.trainer.episodes.environments import rows_of_environments, with_prompts
 from fused_grpo.trainer.episodes.play import Rules, rules_of
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.callbacks import EVENTS
@@ -55,7 +61,7 @@ from fused_grpo.trainer.logging.model_card import check_hub, is_hub_id
 from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted
 from fused_grpo.trainer.models.loading import SELF, load_teacher, loading, model_for, positions, tokenizer_for
-from fused_grpo.trainer.models.memory_estimate import ModelShape, shape_of
+from fused_grpo.trainer.models.memory_estimate import ModelShape, planned_shape
 from fused_grpo.trainer.models.quantized import QUANTIZATION, check_quantization, quantization_of
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
@@ -67,23 +73,25 @@ OF_RESET = 1024  # tokens that an environment may add to a prompt, where no opti
 
 @dataclass(kw_only=True)
 class Start:
-    """What a run begins with, and below what the checks find."""
+    """What a run begins with: arguments of the trainer, and below what the checks find."""
 
     args: GRPOConfig
     model: Any  # a path, a hub id, or a module
     train: Any  # after the checks without the prompts that are too long
-    evals: Mapping[str, Any]  # eval sets by name
+    heldout: Any  # one eval set, or several by name
     reward_funcs: Any
     reward_processing_classes: Any = None
     processing_class: Any = None
     quantization_config: Any = None
     peft_config: Any = None
     callbacks: Sequence[Any] = ()
-    engine: Any = None  # the user's own, or their function; None: the one that `args` asks for
+    rollout_engine: RolloutEngine | None = None
+    rollout_func: Any = None
     teacher: Any = None
-    accelerator: Accelerator | None = None  # None: of a dry run
     tools: Any = None
     environment_factory: Any = None
+    accelerator: Accelerator | None = None  # None: of a dry run
+    evals: Mapping[str, Any] = field(init=False)  # eval sets by name
     config: Any = field(init=False)  # of the model
     engine_name: EngineName = field(init=False)
     shape: ModelShape | None = field(init=False)  # None: of a model that cannot be built without weights
@@ -96,12 +104,23 @@ class Start:
     rewards: Rewards = field(init=False)
 
     def __post_init__(self) -> None:
-        one = self.accelerator
-        self.processes = self.args.world_size if one is None else one.num_processes
-        self.is_main = one is None or bool(one.is_main_process)  # the process that writes
+        self.engine = self.rollout_engine or self.rollout_func  # None: the one that `args` asks for
         # Of a model that is yet to be loaded.
         self.model_path = str(self.model) if isinstance(self.model, str | Path) else None
-        self.has_streams = any(map(is_stream, self.sets.values()))  # which cannot be read before the run
+
+    @property
+    def processes(self) -> int:
+        return self.args.world_size if self.accelerator is None else self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes."""
+        return self.accelerator is None or bool(self.accelerator.is_main_process)
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether a set cannot be read before the run."""
+        return any(map(is_stream, self.sets.values()))
 
     @property
     def sets(self) -> dict[str, Any]:
@@ -138,8 +157,27 @@ class Start:
         return step <= last and args.save_strategy != "no" and not by_steps
 
 
+def check_given(start: Start) -> None:
+    """The arguments go together, and the datasets can be used; environments write prompts where there are none."""
+    args, factory = start.args, start.environment_factory
+    check_arguments(
+        args,
+        rollout_func=start.rollout_func,
+        rollout_engine=start.rollout_engine,
+        eval_dataset=start.heldout,
+        teacher_model=start.teacher,
+        tools=start.tools,
+        environment_factory=factory,
+        quantization_config=start.quantization_config,
+    )
+    train, start.heldout = rows_of_environments(start.train, factory, args), with_prompts(start.heldout, factory)
+    start.train = check_dataset(train, name="train_dataset")
+    fill_loader_options(args, stream=is_stream(start.train))
+    start.evals = eval_sets(start.heldout, check=True)
+
+
 def check_start(start: Start) -> None:
-    """Go through all checks; the first one that fails raises a FusedGRPOError."""
+    """Go through all other checks; the first one that fails raises a FusedGRPOError."""
     first = (check_processes, check_names, check_services, check_model, check_episodes, check_prompts)
     for check in (*first, check_places, check_saving, check_disk, check_rewards):
         check(start)
@@ -276,21 +314,6 @@ def check_model(start: Start) -> None:
             f"got a tokenizer without a vocabulary from {start.tokenizer.name_or_path!r}, want that of the model; fix: "
             "save it beside the model, or pass it as processing_class"
         )
-
-
-def planned_shape(
-    config: Any, model: Any, peft_config: Any, quantization: Mapping[str, Any] | None = None
-) -> ModelShape | None:
-    """The shape of a model that is loaded or not, with the adapter that it is going to get."""
-    targets = getattr(peft_config, "target_modules", None)
-    with suppress(Exception):  # of a config's own code: loading the model raises it again
-        return shape_of(
-            model if isinstance(model, nn.Module) else config,
-            lora_r=None if peft_config is None else getattr(peft_config, "r", 0),
-            lora_targets=None if isinstance(targets, str) else targets,
-            in_4bit=bool((quantization or {}).get("load_in_4bit")),
-        )
-    return None
 
 
 def check_episodes(start: Start) -> None:
@@ -468,30 +491,3 @@ def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tupl
     return policy, Learner(
         policy, args, accelerator, max_steps=steps, optimizers=optimizers, corrected=corrected, teacher=teacher
     )
-
-
-def make_sampler(start: Start) -> PromptSampler:
-    """The sampler of the prompts; of a stream, without those that are too long."""
-    args, processes = start.args, start.processes
-    by_rewards = partial(CurriculumSampler, curriculum=args.curriculum)
-    make: Callable[..., PromptSampler] = prompt_sampler if args.curriculum == "off" else by_rewards
-    return make(
-        start.train,
-        prompts_per_batch=args.prompts_per_process(processes),
-        seed=args.seed if args.data_seed is None else args.data_seed,
-        shuffle=args.shuffle_dataset,
-        rank=0 if start.accelerator is None else start.accelerator.process_index,
-        world_size=processes,
-        repeats=args.num_generations // args.group_part(processes),
-        keep=None if start.limit.tokens is None else start.limit.fits,
-    )
-
-
-def make_engine(start: Start, model: Any, trainer: Any, own: RolloutEngine | None) -> RolloutEngine:
-    """The user's `own`; or the one that the options ask for, where there is a `rollout_func` around it."""
-    if own is not None:
-        return own
-    args = copy(start.args)
-    args.vllm_max_model_length = start.longest_sequence
-    function = start.engine
-    return choose_engine(start.engine_name, args, model, start.tokenizer, rollout_func=function, trainer=trainer)

@@ -17,7 +17,8 @@ vocabulary, N tokens of a micro-batch, C completion tokens of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +147,21 @@ def shape_of(
         shares_prompts=sees_all(model) and not hasattr(text, "output_router_logits"),
         head_trained=lora_r is None and all(parameter.requires_grad for parameter in head.parameters()),
     )
+
+
+def planned_shape(
+    config: Any, model: Any, peft_config: Any, quantization: Mapping[str, Any] | None = None
+) -> ModelShape | None:
+    """The shape of a model that is loaded or not, with the adapter that it is going to get."""
+    targets = getattr(peft_config, "target_modules", None)
+    with suppress(Exception):  # of a config's own code: loading the model raises it again
+        return shape_of(
+            model if isinstance(model, nn.Module) else config,
+            lora_r=None if peft_config is None else getattr(peft_config, "r", 0),
+            lora_targets=None if isinstance(targets, str) else targets,
+            in_4bit=bool((quantization or {}).get("load_in_4bit")),
+        )
+    return None
 
 
 def memory_terms(
