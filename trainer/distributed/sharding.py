@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, fsdp2_prepare_model
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers.trainer_utils import enable_full_determinism
 from transformers.utils.import_utils import enable_tf32
 from transformers.utils.logging import log_levels, set_verbosity
@@ -117,9 +116,3 @@ def shard_frozen(accelerator: Accelerator, frozen: M, policy: nn.Module | None =
             shard = trained.detach().to(parameter.dtype, copy=True)
             torch.utils.swap_tensors(parameter, nn.Parameter(shard, requires_grad=False))
     return sharded
-
-
-def reshard(module: nn.Module) -> None:
-    """Free what a forward pass without a backward has left gathered: the root of a module under FSDP2."""
-    if isinstance(module, FSDPModule):
-        module.reshard()
