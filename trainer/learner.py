@@ -6,8 +6,7 @@
                                                               # teacher, its hidden states first
     clip, check, optimizer.step()
 
-The loss is a sum over micro-batches, normalised by the token and sequence counts of the whole step over all ranks, so
-the cut into micro-batches changes memory and nothing else. Either every rank makes a step or none does: metrics and
+The cut into micro-batches changes memory and nothing else. Either every rank makes a step or none does: metrics and
 gradient norm, which decide it, are known to all ranks before the optimizer moves.
 """
 

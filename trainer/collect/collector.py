@@ -9,14 +9,8 @@
 g is G, or the part of a group that fits into a rank's share of the batch: then consecutive ranks have the same prompt,
 and each samples its part. Rewards are gathered, so advantages are always those of whole groups.
 
-Groups for which the engine or a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose
-rewards are all equal. With `mask_truncated_completions`, truncated completions are counted, but not in the loss.
-
-With `generate_ahead=k`, each collection takes the oldest batch of a queue (batch_queue.py), further rounds of
-`dynamic_sampling` too, and requests another one from the current weights.
-
-For ReMax, a second `generate` call gives a greedy completion of each prompt, to the rank with the first part of its
-group. It is the `greedy` of the samples there, and is scored after them.
+With `generate_ahead` each round takes the oldest batch of a queue (batch_queue.py). For ReMax, a second `generate` call
+gives a greedy completion of each prompt, to the rank with the first part of its group: the `greedy` of the samples.
 """
 
 from __future__ import annotations

@@ -1,21 +1,14 @@
 """Checks that an engine returned what was asked for, sampled from the weights that the trainer trains.
 
 The trainer calls every engine through `checked_generate` and `checked_load_weights`, so an error of an engine ends
-here, before a reward is computed. A completion is used as it is or not at all: nothing is cut or padded. What happens
-where single completions cannot be used, and the bounds of `WeightCheck`, are in docs/engines.md ("What is checked").
-
-**Weights** (`WeightCheck`). In the first pass over fresh rollouts the policy has not moved since they were sampled, so
-the trainer's log-probs and the engine's are two computations of one quantity. They differ by rounding, which depends on
-the dtype and, in fp32, on the device. A sync that failed, a stale head or another temperature differ by orders of
-magnitude more.
+here, before a reward is computed. docs/engines.md ("What is checked") has the checks, and the bounds of `WeightCheck`.
 
 A policy that has become sure of itself has larger logits, which round further, and a step may have few tokens. So
 where the mean of a 16-bit engine is above its bound, the policy's own log-probs are computed in 16 bits too, and
 ROUNDINGS times what that moves them is allowed.
 
-**Turns.** Each of several turns is checked. If the first ones agree and a later one does not, the weights are right,
-and what was read before that turn is not what is trained on. A user's function may sample with anything; where its
-first turn agrees, its later ones have to.
+Each of several turns is checked. A user's function may sample with anything; where its first turn agrees, its later
+ones have to.
 """
 
 from __future__ import annotations

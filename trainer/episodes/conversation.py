@@ -1,12 +1,9 @@
-"""A conversation as token ids that only grow: what was sampled is what is trained on, and nothing is tokenised anew.
+"""A conversation as token ids that only grow: what was sampled is what is trained on (docs/agents.md).
 
-    prompt ids    the template's rendering of the prompt, with the tools' schemas
-    + sampled     the ids of the model's turn, as the engine returned them
-    + added       what the template writes behind that turn for the tools' answers, up to the next turn's first token
-    + sampled ...
+    prompt ids, + the sampled ids of a turn, + added: what the template writes behind it for the tools' answers, ...
 
 `added` is read off a rendering of a dummy conversation with these answers: everything behind the token that ends the
-dummy's call. How a template writes earlier turns does not matter: docs/agents.md.
+dummy's call, up to the next turn's first token.
 """
 
 from __future__ import annotations
