@@ -7,7 +7,6 @@ loop makes the parts and passes them to the constructor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -24,7 +23,6 @@ from fused_grpo.trainer.checkpoint.checkpoint import remove_old_checkpoints, sav
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.scoring import Scored
 from fused_grpo.trainer.collect.start_checks import Start
-from fused_grpo.trainer.data.curriculum import CurriculumSampler
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, prompt_sampler
 from fused_grpo.trainer.data.prompts import as_completion
@@ -349,10 +347,9 @@ class TransformersFace:
 def make_sampler(start: Start) -> PromptSampler:
     """The sampler of the prompts; of a stream, without those that are too long."""
     args, processes = start.args, start.processes
-    by_rewards = partial(CurriculumSampler, curriculum=args.curriculum)
-    make: Callable[..., PromptSampler] = prompt_sampler if args.curriculum == "off" else by_rewards
-    return make(
+    return prompt_sampler(
         start.train,
+        curriculum=args.curriculum,
         prompts_per_batch=args.prompts_per_process(processes),
         seed=args.seed if args.data_seed is None else args.data_seed,
         shuffle=args.shuffle_dataset,

@@ -46,9 +46,8 @@ from fused_grpo.trainer.collect.scoring import (
     without_rewards,
 )
 from fused_grpo.trainer.collect.start_checks import Start
-from fused_grpo.trainer.data.curriculum import CurriculumSampler
 from fused_grpo.trainer.data.datasets import Row, all_rows
-from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.data.prompt_sampler import CurriculumSampler, PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights

@@ -30,7 +30,6 @@ from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.derived_options import fill_loader_options, whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.curriculum import levels_of
 from fused_grpo.trainer.data.datasets import (
     check_dataset,
     eval_sets,
@@ -39,7 +38,7 @@ from fused_grpo.trainer.data.datasets import (
     read_rows,
     set_name,
 )
-from fused_grpo.trainer.data.prompt_sampler import Epochs, planned_steps
+from fused_grpo.trainer.data.prompt_sampler import Epochs, levels_of, planned_steps
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.engine_choice import (
