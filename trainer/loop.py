@@ -126,8 +126,8 @@ class GRPOTrainer(TransformersFace):
         start = Start(
             args=GRPOConfig() if args is None else args,
             model=uncompiled(model),
-            train=train_dataset,
-            heldout=eval_dataset,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
             reward_funcs=reward_funcs,
             reward_processing_classes=reward_processing_classes,
             processing_class=processing_class,
@@ -136,13 +136,13 @@ class GRPOTrainer(TransformersFace):
             callbacks=callbacks or (),
             rollout_engine=rollout_engine,
             rollout_func=rollout_func,
-            teacher=teacher_model,
+            teacher_model=teacher_model,
             tools=tools,
             environment_factory=environment_factory,
         )
         # Everything is checked before anything is loaded, started or written.
         check_given(start)
-        self.train_dataset, self.eval_dataset = start.train, start.heldout
+        self.train_dataset, self.eval_dataset = start.train_dataset, start.eval_dataset
         start.accelerator = accelerator = make_accelerator(start.args)
         # Models and engines are made from here on, which may fail on one rank alone.
         with report_failure(accelerator):

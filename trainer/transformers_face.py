@@ -49,7 +49,7 @@ class TransformersFace:
 
     def __init__(self, start: Start, model: Any, learner: Learner, training_state: Callable[[], TrainingFiles]) -> None:
         self.start, self.args, self.learner, self.accelerator = start, start.args, learner, learner.accelerator
-        self.model, self.model_path, self.dataset = model, start.model_path, start.train
+        self.model, self.model_path, self.dataset = model, start.model_path, start.train_dataset
         self.rewards, self.sampler, self._state_to_save = start.rewards, make_sampler(start), training_state
         self.processing_class = start.tokenizer  # is saved beside the model
         self.events = Events(
@@ -348,7 +348,7 @@ def make_sampler(start: Start) -> PromptSampler:
     """The sampler of the prompts; of a stream, without those that are too long."""
     args, processes = start.args, start.processes
     return prompt_sampler(
-        start.train,
+        start.train_dataset,
         curriculum=args.curriculum,
         prompts_per_batch=args.prompts_per_process(processes),
         seed=args.seed if args.data_seed is None else args.data_seed,

@@ -6,11 +6,10 @@ models. What they find (tokenizer, configuration, longest prompt) the run uses.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
@@ -56,10 +54,18 @@ from fused_grpo.trainer.episodes.environments import rows_of_environments, with_
 from fused_grpo.trainer.episodes.play import Rules, rules_of
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.callbacks import EVENTS
-from fused_grpo.trainer.logging.model_card import check_hub, is_hub_id
+from fused_grpo.trainer.logging.model_card import check_hub
 from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted
-from fused_grpo.trainer.models.loading import SELF, load_teacher, loading, model_for, positions, tokenizer_for
+from fused_grpo.trainer.models.loading import (
+    SELF,
+    check_source,
+    load_teacher,
+    loading,
+    model_for,
+    positions,
+    tokenizer_for,
+)
 from fused_grpo.trainer.models.memory_estimate import ModelShape, planned_shape
 from fused_grpo.trainer.models.quantized import QUANTIZATION, check_quantization, quantization_of
 from fused_grpo.trainer.rewards import Rewards
@@ -76,8 +82,8 @@ class Start:
 
     args: GRPOConfig
     model: Any  # a path, a hub id, or a module
-    train: Any  # after the checks without the prompts that are too long
-    heldout: Any  # one eval set, or several by name
+    train_dataset: Any  # after the checks without the prompts that are too long
+    eval_dataset: Any = None  # one, or several by name
     reward_funcs: Any
     reward_processing_classes: Any = None
     processing_class: Any = None
@@ -86,26 +92,30 @@ class Start:
     callbacks: Sequence[Any] = ()
     rollout_engine: RolloutEngine | None = None
     rollout_func: Any = None
-    teacher: Any = None
+    teacher_model: Any = None
     tools: Any = None
     environment_factory: Any = None
-    accelerator: Accelerator | None = None  # None: of a dry run
+    accelerator: Accelerator | None = field(default=None, init=False)  # None: of a dry run
     evals: Mapping[str, Any] = field(init=False)  # eval sets by name
     config: Any = field(init=False)  # of the model
     engine_name: EngineName = field(init=False)
     shape: ModelShape | None = field(init=False)  # None: of a model that cannot be built without weights
     tokenizer: Any = field(init=False)
-    rules: Rules | None = None  # of episodes
+    rules: Rules | None = field(default=None, init=False)  # of episodes
     limit: PromptLimit = field(init=False)
     max_steps: int = field(init=False)
     epochs: Epochs = field(init=False)
-    replaced: list[Path] = field(default_factory=list)  # of another run in the output directory
+    replaced: list[Path] = field(default_factory=list, init=False)  # of another run in the output directory
     rewards: Rewards = field(init=False)
 
     def __post_init__(self) -> None:
         self.engine = self.rollout_engine or self.rollout_func  # None: the one that `args` asks for
         # Of a model that is yet to be loaded.
         self.model_path = str(self.model) if isinstance(self.model, str | Path) else None
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of `GRPOTrainer` that it was made from."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
 
     @property
     def processes(self) -> int:
@@ -124,7 +134,7 @@ class Start:
     @property
     def sets(self) -> dict[str, Any]:
         """All datasets, under the names that errors have."""
-        return {"train_dataset": self.train} | {set_name(name): rows for name, rows in self.evals.items()}
+        return {"train_dataset": self.train_dataset} | {set_name(name): rows for name, rows in self.evals.items()}
 
     @property
     def longest_sequence(self) -> int | None:
@@ -163,16 +173,17 @@ def check_given(start: Start) -> None:
         args,
         rollout_func=start.rollout_func,
         rollout_engine=start.rollout_engine,
-        eval_dataset=start.heldout,
-        teacher_model=start.teacher,
+        eval_dataset=start.eval_dataset,
+        teacher_model=start.teacher_model,
         tools=start.tools,
         environment_factory=factory,
         quantization_config=start.quantization_config,
     )
-    train, start.heldout = rows_of_environments(start.train, factory, args), with_prompts(start.heldout, factory)
-    start.train = check_dataset(train, name="train_dataset")
-    fill_loader_options(args, stream=is_stream(start.train))
-    start.evals = eval_sets(start.heldout, check=True)
+    train = rows_of_environments(start.train_dataset, factory, args)
+    start.eval_dataset = with_prompts(start.eval_dataset, factory)
+    start.train_dataset = check_dataset(train, name="train_dataset")
+    fill_loader_options(args, stream=is_stream(start.train_dataset))
+    start.evals = eval_sets(start.eval_dataset, check=True)
 
 
 def check_start(start: Start) -> None:
@@ -196,9 +207,9 @@ def check_processes(start: Start) -> None:
 
 def check_names(start: Start) -> None:
     """Paths and hub ids of models, and names of rewards."""
-    args, given = start.args, start.reward_funcs
+    args, given, teacher = start.args, start.reward_funcs, start.teacher_model
     check_source("model", start.model, args.model_init_kwargs)
-    check_source("teacher_model", None if start.teacher == SELF else start.teacher, args.teacher_model_init_kwargs)
+    check_source("teacher_model", None if teacher == SELF else teacher, args.teacher_model_init_kwargs)
     for name in given if isinstance(given, list | tuple) else [given]:
         if isinstance(name, str) and is_reward_model(name):
             check_source("reward_funcs", name, args.model_init_kwargs)
@@ -209,47 +220,6 @@ def is_reward_model(name: str) -> bool:
     if name.endswith(".py"):
         raise InputError(f"got reward function {name!r}, a file, want a function in it; fix: {name}:<its name>")
     return builtin_reward(name) is None and not names_a_function(name)
-
-
-def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> None:
-    """DataError for a folder or hub id where no model can be, WrongTypeError for what is none and no module."""
-    if name is None or isinstance(name, nn.Module):
-        return
-    if not isinstance(name, str | Path):
-        raise WrongTypeError(f"got a {type(name).__name__} as {what}, want a path, a hub id or a model")
-    folder = Path(name, (options or {}).get("subfolder") or "")
-    problem = "which is a file" if folder.is_file() else None
-    if folder.is_dir():
-        with loading(f"{what} {str(name)!r}, whose index"):
-            problem = _problem_of_folder(folder, {"gguf_file", "variant", "config"}.isdisjoint(options or {}))
-    elif not folder.exists() and not is_hub_id(str(name)):
-        problem = "a path that does not exist"
-    if problem:
-        raise DataError(
-            f"got {what} {str(name)!r}, {problem}; want a folder with a model in it, or the name of one on the hub; "
-            "fix: the path, or save or download the model again"
-        )
-
-
-def _problem_of_folder(folder: Path, plain: bool) -> str | None:
-    """Why a folder cannot be loaded; `plain`: config and weights have their usual names."""
-    if plain and not (folder / "config.json").is_file():
-        adapter = (folder / "adapter_config.json").is_file()
-        return "an adapter (pass a PeftModel with is_trainable=True)" if adapter else "a folder without config.json"
-    if odd := [path.name for path in folder.iterdir() if not (path.is_file() or path.is_dir())]:
-        return f"with {odd[0]}, which is no regular file"  # it might hang or fill the memory
-    weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]
-    for index in folder.glob("*.index.json") if plain else ():
-        named = set(json.loads(index.read_bytes())["weight_map"].values())
-        if missing := sorted(named - {path.name for path in weights}):
-            return f"without {missing[0]}, which {index.name} names"
-    for path in folder.glob("*.safetensors"):
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except Exception as error:  # cut short, or a pointer of git-lfs
-            return f"whose {path.name} cannot be read ({error})"
-    return None if weights or not plain else "a folder without weights"
 
 
 def check_services(start: Start) -> None:
@@ -351,13 +321,13 @@ def check_prompts(start: Start) -> None:
         vocabulary=text.vocab_size if own is None or hasattr(own, "generate") else None,
         tools=() if start.rules is None else start.rules.shown_tools,
     )
-    start.train = start.limit.applied(start.train, name="train_dataset")
+    start.train_dataset = start.limit.applied(start.train_dataset, name="train_dataset")
     for name, rows in start.evals.items():
         start.limit.applied(rows, name=set_name(name))
-    length = len(start.train) if hasattr(start.train, "__len__") else None
+    length = len(start.train_dataset) if hasattr(start.train_dataset, "__len__") else None
     start.max_steps, start.epochs = planned_steps(start.args, length, start.processes)
     if start.args.curriculum != "off":
-        levels_of(start.train, start.args.curriculum)
+        levels_of(start.train_dataset, start.args.curriculum)
 
 
 def check_saving(start: Start) -> None:
@@ -481,7 +451,7 @@ def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tupl
     """(the model that is trained, its learner); `corrected` as of `Learner`."""
     args, accelerator = start.args, start.accelerator
     assert accelerator is not None
-    teacher = load_teacher(start.teacher, args, accelerator, start.tokenizer)
+    teacher = load_teacher(start.teacher_model, args, accelerator, start.tokenizer)
     set_seed(args.seed, device_specific=True)  # for dropout and new adapters
     given = {} if start.quantization_config is None else {QUANTIZATION: start.quantization_config}
     loaded = model_for(start.model, args, accelerator, pad_token_id=start.tokenizer.pad_token_id, **given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
@@ -22,6 +24,7 @@ from fused_grpo.integrations.model_modes import uncompiled as uncompiled
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.console import progress, without_bars
+from fused_grpo.trainer.logging.model_card import is_hub_id
 from fused_grpo.trainer.models.adapters import base_model, is_adapted, is_prompt_tuned
 from fused_grpo.trainer.models.quantized import check_quantization, keep_exact, quantization_of
 
@@ -42,6 +45,47 @@ def loading(what: str) -> Iterator[None]:
             f"got {what} cannot be loaded: {reason}; want a folder with a model in it, or the name of one on the hub; "
             "fix: the path or the name, or a network and a login where it is on the hub"
         ) from error
+
+
+def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> None:
+    """DataError for a folder or hub id where no model can be, WrongTypeError for what is none and no module."""
+    if name is None or isinstance(name, nn.Module):
+        return
+    if not isinstance(name, str | Path):
+        raise WrongTypeError(f"got a {type(name).__name__} as {what}, want a path, a hub id or a model")
+    folder = Path(name, (options or {}).get("subfolder") or "")
+    problem = "which is a file" if folder.is_file() else None
+    if folder.is_dir():
+        with loading(f"{what} {str(name)!r}, whose index"):
+            problem = _problem_of_folder(folder, {"gguf_file", "variant", "config"}.isdisjoint(options or {}))
+    elif not folder.exists() and not is_hub_id(str(name)):
+        problem = "a path that does not exist"
+    if problem:
+        raise DataError(
+            f"got {what} {str(name)!r}, {problem}; want a folder with a model in it, or the name of one on the hub; "
+            "fix: the path, or save or download the model again"
+        )
+
+
+def _problem_of_folder(folder: Path, plain: bool) -> str | None:
+    """Why a folder cannot be loaded; `plain`: config and weights have their usual names."""
+    if plain and not (folder / "config.json").is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        return "an adapter (pass a PeftModel with is_trainable=True)" if adapter else "a folder without config.json"
+    if odd := [path.name for path in folder.iterdir() if not (path.is_file() or path.is_dir())]:
+        return f"with {odd[0]}, which is no regular file"  # it might hang or fill the memory
+    weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]
+    for index in folder.glob("*.index.json") if plain else ():
+        named = set(json.loads(index.read_bytes())["weight_map"].values())
+        if missing := sorted(named - {path.name for path in weights}):
+            return f"without {missing[0]}, which {index.name} names"
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except Exception as error:  # cut short, or a pointer of git-lfs
+            return f"whose {path.name} cannot be read ({error})"
+    return None if weights or not plain else "a folder without weights"
 
 
 def wants_bf16(args: GRPOConfig) -> bool:
