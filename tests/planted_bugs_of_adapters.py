@@ -94,7 +94,7 @@ BUGS = {
         ],
     ),
     "the rank of a pattern does not count": (
-        "trainer/engines/served_adapter.py",
+        "trainer/engines/weight_files.py",
         "*config.rank_pattern.values()",
         "",
         [TESTS, "-k", "largest_rank"],

@@ -38,8 +38,7 @@ from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore, training_state
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
-from fused_grpo.trainer.collect.batch_queue import Drawn
-from fused_grpo.trainer.collect.collector import Collector
+from fused_grpo.trainer.collect.collector import Collector, Drawn
 from fused_grpo.trainer.collect.plan import Plan
 from fused_grpo.trainer.collect.scoring import LOSS_METRICS, check_best_metric
 from fused_grpo.trainer.collect.start_checks import Start, check_given, check_start, load_model

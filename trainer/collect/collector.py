@@ -9,8 +9,13 @@
 g is G, or the part of a group that fits into a rank's share of the batch: then consecutive ranks have the same prompt,
 and each samples its part. Rewards are gathered, so advantages are always those of whole groups.
 
-With `generate_ahead` each round takes the oldest batch of a queue (batch_queue.py). For ReMax, a second `generate` call
-gives a greedy completion of each prompt, to the rank with the first part of its group: the `greedy` of the samples.
+For ReMax, a second `generate` call gives a greedy completion of each prompt, to the rank with the first part of its
+group: the `greedy` of the samples.
+
+With `generate_ahead` each round takes the oldest batch of a `BatchQueue`: those that an engine samples while the
+optimizer learns, each from the weights of its request (docs/trainer.md, "Sampling while learning"). Ranks may share a
+server, and their threads meet in `load_weights`, in the same order; so a rank whose batch failed loads weights for the
+others, and nothing more is sampled on it.
 """
 
 from __future__ import annotations
@@ -19,12 +24,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, islice, pairwise
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -34,7 +42,6 @@ from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import GREEDY, RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.collect.advantages import Scores, multi_objective_advantages, spread, token_advantages
-from fused_grpo.trainer.collect.batch_queue import BatchQueue, Complete, Draw, Drawn
 from fused_grpo.trainer.collect.scoring import (
     Evaluation,
     RolloutFacts,
@@ -46,6 +53,7 @@ from fused_grpo.trainer.collect.scoring import (
     without_rewards,
 )
 from fused_grpo.trainer.collect.start_checks import Start
+from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.prompt_sampler import CurriculumSampler, PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
@@ -57,6 +65,73 @@ from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import Phases
 from fused_grpo.trainer.models.weight_stream import copied
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
+
+Drawn = tuple[list[Row], list[Sample]]  # rows of the dataset, and the completions of their prompts, group by group
+Draw = Callable[[], Drawn | None]  # None: there is no queue
+Complete = Callable[[], list[Sample]]
+Load = Callable[[], None] | None
+
+
+class Prefetched(NamedTuple):
+    """A batch that the engine samples, or has sampled."""
+
+    rows: list[Row]
+    samples: Future[list[Sample]]
+    before: dict[str, Any]  # the position of the collector before the rows were drawn
+    weight_version: int  # the optimizer step whose weights sample it
+    sync_metrics: Mapping[str, float] = MappingProxyType({})  # of the sync that the engine got them by, once sampled
+
+
+class BatchQueue(deque[Prefetched]):
+    """Batches in flight, the oldest first."""
+
+    is_closed = False  # True: what has not begun is not sampled any more
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether a batch is not sampled yet."""
+        return not all(batch.samples.done() for batch in self)
+
+    def request(
+        self,
+        rows: list[Row],
+        sample: Complete,
+        *,
+        before: dict[str, Any],
+        weight_version: int,
+        sync_metrics: Mapping[str, float],
+        load: Load = None,
+    ) -> None:
+        """Have `sample` called in a thread, behind all that was requested before; and `load` first, if it is given."""
+        earlier = self[-1].samples if self else None
+
+        def work() -> list[Sample]:
+            failure = None if earlier is None else earlier.exception()  # which waits
+            if self.is_closed:
+                raise CancelledError
+            if load is not None:
+                load()
+            if failure is not None:
+                raise failure
+            return sample()
+
+        self.append(Prefetched(rows, in_thread(work, name="prefetch"), before, weight_version, sync_metrics))
+
+    def restore(self, rows: list[Row], samples: list[Sample], *, before: dict[str, Any], weight_version: int) -> None:
+        """Add a batch of a checkpoint."""
+        sampled = Future[list[Sample]]()
+        sampled.set_result(samples)
+        self.append(Prefetched(rows, sampled, before, weight_version))
+
+    def take(self) -> Drawn:
+        """The oldest batch, which is waited for and leaves the queue; or its error, with which it stays there."""
+        drawn = self[0].rows, self[0].samples.result()
+        self.popleft()
+        return drawn
+
+    def wait(self) -> None:
+        """Wait until the engine has nothing to do. `take` raises its errors, if there are some."""
+        wait([batch.samples for batch in self])
 
 
 class Collector:

@@ -39,7 +39,6 @@ from fused_grpo.trainer.engines.sampling import (
     stop_token_ids,
     vllm_requests,
 )
-from fused_grpo.trainer.engines.served_adapter import ServedAdapter, check_precision
 from fused_grpo.trainer.engines.server.own_server import OwnServer
 from fused_grpo.trainer.engines.server.replicas import Choice, Json, NoRouteError, Replica, Replicas, RequestError
 from fused_grpo.trainer.engines.server.server_info import (
@@ -53,7 +52,7 @@ from fused_grpo.trainer.engines.server.server_info import (
 )
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
 from fused_grpo.trainer.engines.turns import ConcurrentSession
-from fused_grpo.trainer.engines.weight_files import Tie
+from fused_grpo.trainer.engines.weight_files import ServedAdapter, Tie, check_precision
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.weight_stream import WeightStream, finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
