@@ -27,7 +27,7 @@ from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row
-from fused_grpo.trainer.data.prompts import as_completion
+from fused_grpo.trainer.data.prompts import as_completion, has_own_parser, parsed_reply
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, with_fields
 
@@ -141,7 +141,7 @@ def score_rollouts(
     if episodes:
         given = [episode.messages for episode in episodes]
         columns = [row | {"prompt": episode.prompt} for row, episode in zip(columns, episodes, strict=True)]
-    elif getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
+    elif has_own_parser(tokenizer):
         _parse(given, samples, tokenizer)
     # The functions do not see groups for which the engine failed.
     sound, said = [place for place, sample in enumerate(samples) if sample.failure is None], dict[str, Any]()
@@ -231,18 +231,13 @@ def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
     failed, places = 0, [index for index, one in enumerate(given) if not isinstance(one, str)]
     for index in places:
         try:
-            # Before transformers 5.13 there was a schema, which took no prompt.
-            options: dict[str, Any] = {}
-            if getattr(tokenizer, "response_template", None):
-                options["prefix"] = samples[index].prompt_ids
-            message = tokenizer.parse_response(samples[index].completion_ids, **options)
-            content = str(message.get("content") or "").removesuffix(tokenizer.eos_token or "")
+            message = parsed_reply(tokenizer, samples[index].completion_ids, samples[index].prompt_ids)
             for call in message.get("tool_calls") or ():
                 function = call.get("function", call)
                 if not isinstance(function["name"], str):
                     raise TypeError("a tool call without a name")
                 function["arguments"] = {} if function.get("arguments") is None else function["arguments"]
-            given[index] = [{"role": "assistant", **message, "content": content}]
+            given[index] = [message]
         except Exception:  # of the template, which is a program, or of what the model wrote
             failed += 1
     if failed and failed == len(places):

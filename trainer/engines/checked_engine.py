@@ -82,8 +82,23 @@ def checked_generate(
         WeightSyncError: completions of other weights than those that the engine was given last.
     """
     samples, size, attempt = generated(engine, prompt_ids, sampling, vocab_size, rows), sampling.n, 0
+    by_user = isinstance(engine, FunctionEngine)  # which may return NaN for a log-prob that is not known
     while True:
-        wrong = _wrong_completions(engine, samples, prompt_ids, sampling, vocab_size, routers)
+        wrong = dict[int, str]()
+        for index, sample in enumerate(samples):
+            is_long = len(sample.completion_ids) > sampling.max_tokens
+            what = f"{len(sample.completion_ids)} tokens" if is_long else None
+            what = what or wrong_completion(sample, vocab_size=vocab_size, nan_allowed=by_user)
+            if what := what or wrong_experts(sample, routers):
+                number = index // size
+                wrong[index] = (
+                    f"got {what} in completion {index % size} of prompt {number} (token ids "
+                    f"{list(prompt_ids[number])[:16]}) from the {engine.name} engine, want 1 to {sampling.max_tokens} "
+                    f"token ids below {vocab_size}, a finite log-prob of at most 0 for each, k unequal experts of the "
+                    "model for each that was read (where there are any), and stop or length as its end; fix: an engine "
+                    "of the model that is trained; NaN means that it cannot compute that model; if it is rare, "
+                    "rollout_failure='retry' or 'drop'"
+                )
         if not wrong:
             return samples
         if failure == "drop":
@@ -242,34 +257,6 @@ def generated(
     check_support(rollouts, sampling, engine)
     check_experts(rollouts, sampling, engine)
     return rollouts.samples()
-
-
-def _wrong_completions(
-    engine: SamplingEngine,
-    samples: Sequence[Sample],
-    prompt_ids: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    vocab_size: int,
-    routers: Routers | None,
-) -> dict[int, str]:
-    """What is wrong, by the index of the completion."""
-    problems = dict[int, str]()
-    by_user = isinstance(engine, FunctionEngine)  # which may return NaN for a log-prob that is not known
-    for index, sample in enumerate(samples):
-        is_long = len(sample.completion_ids) > sampling.max_tokens
-        wrong = f"{len(sample.completion_ids)} tokens" if is_long else None
-        wrong = wrong or wrong_completion(sample, vocab_size=vocab_size, nan_allowed=by_user)
-        if wrong := wrong or wrong_experts(sample, routers):
-            asked = index // sampling.n
-            problems[index] = (
-                f"got {wrong} in completion {index % sampling.n} of prompt {asked} (token ids "
-                f"{list(prompt_ids[asked])[:16]}) from the {engine.name} engine, want 1 to {sampling.max_tokens} token "
-                f"ids below {vocab_size}, a finite log-prob of at most 0 for each, k unequal experts of the model for "
-                "each that was read (where there are any), and stop or length as its end; fix: an engine of the model "
-                "that is trained; NaN means that it cannot compute that model; if it is rare, rollout_failure='retry' "
-                "or 'drop'"
-            )
-    return problems
 
 
 def _dropped(samples: Sequence[Sample], wrong: Mapping[int, str], size: int) -> list[Sample]:
