@@ -185,11 +185,11 @@ class Collector:
             raise kind(f"every group of the batch was dropped; the first failure: {of_engine or scored.failure}")
         with phases("reward"):
             facts = gather_object([RolloutFacts.of(scored)])
-            advantages = self._advantages(facts, self.args.num_generations)
+            samples = self._with_advantages(scored, facts, self.args.num_generations)
         self.num_tokens += sum(one.scored.num_tokens for one in facts)
         metrics = rollout_metrics(facts, self.rewards.names, self.args) | of_rounds
         metrics |= {"num_tokens": float(self.num_tokens), **self.sync_metrics, **self.sampler.metrics()}
-        return replace(scored.with_advantages(advantages), metrics=metrics)
+        return replace(scored, samples=samples, metrics=metrics)
 
     def buffer(self, scored: Scored, phases: Phases) -> RolloutBuffer:
         """The batches of all optimizer steps, balanced across ranks and with the old log-probs that they need."""
@@ -236,7 +236,8 @@ class Collector:
         everywhere = gather_object([RolloutFacts.of(scored)])
         metrics = rollout_metrics(everywhere, self.rewards.names, self.args, evaluated=True)
         metrics["num_tokens"] = float(self.num_tokens)
-        batch = self._learned_from(scored.with_advantages(self._advantages(everywhere, sampling.n)))
+        scored = replace(scored, samples=self._with_advantages(scored, everywhere, sampling.n))
+        batch = self._learned_from(scored)
         skipped = [self.learner.can_skip and sample.in_loss and not sample.has_advantage for sample in batch]
         # The sampler's log-probs may be of another temperature.
         batch = with_fields(batch, {"skipped": skipped, "sampling_logprobs": [None] * len(batch)})
@@ -325,9 +326,16 @@ class Collector:
                 scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=self.events.state)
                 if self.has_greedy:
                     scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=self.events.state)
-        scored = self._dropped_everywhere(scored)
+        size = self.args.num_generations
+        if "drop" in (self.args.reward_failure, self.args.rollout_failure) and self.group_part != size:
+            # A group that any rank drops its part of is dropped by all ranks that have a part of it.
+            parts = gather_object([[sample.dropped for sample in scored.samples]])
+            every = torch.tensor(list(chain.from_iterable(parts))).view(-1, size).any(1).repeat_interleave(size)
+            dropped = every.split(list(map(len, parts)))[self.accelerator.process_index].tolist()
+            pairs = zip(scored.samples, dropped, strict=True)
+            scored = replace(scored, samples=[without_rewards(one) if drop else one for one, drop in pairs])
         if isinstance(self.sampler, CurriculumSampler):
-            rewards, size = gather_object([sample.reward for sample in scored.samples]), self.args.num_generations
+            rewards = gather_object([sample.reward for sample in scored.samples])
             groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]  # as in the batch
             self.sampler.update(self.sampler.batch, groups)
         return scored
@@ -353,17 +361,6 @@ class Collector:
                     if is_ours:
                         os.fchdir(here)
                 os.close(here)
-
-    def _dropped_everywhere(self, scored: Scored) -> Scored:
-        """With a group that any rank drops its part of dropped by all ranks that have a part of it."""
-        size = self.args.num_generations
-        if "drop" not in (self.args.reward_failure, self.args.rollout_failure) or self.group_part == size:
-            return scored
-        parts = gather_object([[sample.dropped for sample in scored.samples]])
-        every = torch.tensor(list(chain.from_iterable(parts))).view(-1, size).any(1).repeat_interleave(size)
-        dropped = every.split(list(map(len, parts)))[self.accelerator.process_index].tolist()
-        pairs = zip(scored.samples, dropped, strict=True)
-        return replace(scored, samples=[without_rewards(one) if drop else one for one, drop in pairs])
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
         """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""
@@ -423,15 +420,15 @@ class Collector:
             routers=self.learner.routers,
         )
 
-    def _advantages(self, facts: Sequence[RolloutFacts], size: int) -> Tensor:
-        """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""
+    def _with_advantages(self, scored: Scored, facts: Sequence[RolloutFacts], size: int) -> list[Sample]:
+        """Those of this rank, with advantages by the rewards of all: one after the other, they are whole groups."""
         parts = [one.per_function for one in facts]
-        lengths, baselines = (torch.cat([getattr(one, name) for one in facts]) for name in ("num_own", "baselines"))
+        lengths, baselines = (torch.cat([getattr(one, name) for one in facts]) for name in ("lengths", "baselines"))
         advantages = multi_objective_advantages(
             torch.cat(parts), self.rewards.weights, self.args, size=size, lengths=lengths, baselines=baselines
         )
-        own: Tensor = advantages.split(list(map(len, parts)))[self.accelerator.process_index]
-        return own
+        own = advantages.split(list(map(len, parts)))[self.accelerator.process_index]
+        return with_fields(scored.samples, {"advantage": own.tolist()})
 
     def _with_token_advantages(self, samples: list[Sample]) -> list[Sample]:
         """The samples, groups one after the other, with advantages for each token, where the estimator has such."""

@@ -75,16 +75,6 @@ class Scored:
             logged={name: fmean(part.logged[name] for part in rounds if name in part.logged) for name in names},
         )
 
-    @property
-    def per_function(self) -> Tensor:
-        """Rewards [B, F] fp32; NaN: not scored by that function."""
-        rewards = [sample.rewards for sample in self.samples]
-        return torch.tensor(rewards, dtype=torch.float32).view(len(rewards), len(self.reward_names))
-
-    def with_advantages(self, advantages: Tensor) -> Scored:
-        """With the advantages [B]."""
-        return replace(self, samples=with_fields(self.samples, {"advantage": advantages.tolist()}))
-
     def kept(self) -> list[Sample]:
         """The samples of all groups but the dropped ones."""
         return [sample for sample in self.samples if not sample.dropped]
@@ -251,35 +241,33 @@ class RolloutFacts(NamedTuple):
     """What one process knows of its B completions, small enough to send to the others."""
 
     scored: Scored  # without its samples
-    rewards: Tensor  # [B]
+    rewards: Tensor  # [B] fp32
     baselines: Tensor  # [B] of ReMax, NaN: not scored, not of this rank, or none
-    per_function: Tensor  # [B, F]
-    num_own: Tensor  # [B] of the model's own tokens
-    lengths: Tensor  # [b] of the same, without the groups for which the engine failed
-    ended: Tensor  # [b] bool
-    dropped: Tensor  # [B] bool, of the groups for which the engine or a reward function failed
+    lengths: Tensor  # [B] of the model's own tokens
+    per_function: Tensor  # [B, F]; NaN: not scored by that function
+    ended: Tensor  # [B] bool
+    failed: Tensor  # [B] bool, of the groups for which the engine failed
+    dropped: Tensor  # [B] bool, of these and of those for which a reward function failed
     supports: Tensor  # [3], of truncated sampling: tokens, and the sum and the largest of the sizes of their supports
     episodes: Tensor  # [e, 3], of those of several turns: turns, calls of tools, and calls that failed
 
     @classmethod
     def of(cls, scored: Scored) -> RolloutFacts:
-        sound = [sample for sample in scored.samples if sample.failure is None]
-        episodes = [sample.episode for sample in scored.samples if sample.episode is not None]
-        known = [sample.kept_sizes for sample in scored.samples if sample.kept_sizes is not None]
+        samples = scored.samples
+        numbers = [(one.reward, one.baseline, float(one.num_own), *one.rewards) for one in samples]
+        table = torch.tensor(numbers, dtype=torch.float32).view(len(samples), 3 + len(scored.reward_names))
+        flags = [(one.finish_reason == "stop", one.failure is not None, one.dropped) for one in samples]
+        known = [one.kept_sizes for one in samples if one.kept_sizes is not None]
         sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *known])
+        episodes = [one.episode for one in samples if one.episode is not None]
+        calls = [(one.turns, len(one.calls), sum(call.failed for call in one.calls)) for one in episodes]
         return cls(
-            scored=replace(scored, samples=[], failure=None),
-            rewards=torch.tensor([sample.reward for sample in scored.samples], dtype=torch.float32),
-            baselines=torch.tensor([sample.baseline for sample in scored.samples], dtype=torch.float32),
-            per_function=scored.per_function,
-            num_own=torch.tensor([sample.num_own for sample in scored.samples], dtype=torch.float32),
-            lengths=torch.tensor([sample.num_own for sample in sound], dtype=torch.float32),
-            ended=torch.tensor([sample.finish_reason == "stop" for sample in sound], dtype=torch.bool),
-            dropped=torch.tensor([sample.dropped for sample in scored.samples], dtype=torch.bool),
+            replace(scored, samples=[], failure=None),
+            *table[:, :3].unbind(1),
+            table[:, 3:],
+            *torch.tensor(flags, dtype=torch.bool).view(-1, 3).unbind(1),
             supports=torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float(),
-            episodes=torch.tensor(
-                [(one.turns, len(one.calls), sum(call.failed for call in one.calls)) for one in episodes]
-            ).view(-1, 3),
+            episodes=torch.tensor(calls).view(-1, 3),
         )
 
 
@@ -291,10 +279,10 @@ def rollout_metrics(
     They are in the order of their ranks, since a group may be on several; `names` are those of the reward functions.
     """
     size = (args.num_generations_eval or 1) if evaluated else args.num_generations
-    rewards, baselines, per_function, lengths, ended, dropped = (
-        torch.cat([getattr(facts, name) for facts in processes])
-        for name in ("rewards", "baselines", "per_function", "lengths", "ended", "dropped")
+    rewards, baselines, lengths, per_function, ended, failed, dropped = (
+        torch.cat(parts) for parts in list(zip(*processes, strict=True))[1:8]
     )
+    lengths, ended = lengths[~failed], ended[~failed]
     groups, baselines = (values.view(-1, size) for values in (rewards, baselines))
     apart = spread(groups, None if baselines.isnan().all() else baselines[:, :1])
     within, overall = nanstd(groups)[:, 0], _std(rewards[~rewards.isnan()])
@@ -325,7 +313,7 @@ def rollout_metrics(
     for facts in processes:
         for name, value in facts.scored.logged.items():
             logged.setdefault(name, []).append((value, len(facts.rewards) / len(rewards)))
-    failed = sum(facts.scored.num_failed for facts in processes)
+    num_failed = sum(facts.scored.num_failed for facts in processes)
     supports = torch.stack([facts.supports for facts in processes])
     if tokens := supports[:, 0].sum():
         metrics["sampling/kept_tokens/mean"] = supports[:, 1].sum() / tokens
@@ -341,7 +329,7 @@ def rollout_metrics(
     return {
         **{name: value.item() for name, value in metrics.items()},
         **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
-        **({"rollouts/dropped": float(failed)} if failed else {}),
+        **({"rollouts/dropped": float(num_failed)} if num_failed else {}),
         **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
         **(pass_rates(per_function, size) if evaluated and args.num_generations_eval is not None else {}),
     }
