@@ -10,9 +10,8 @@ process removes the unlocked folders of the same user. Process ids would not do:
 their processes on their own. In a directory that the user names nothing is removed: other machines may share it without
 sharing locks.
 
-**Adapters**, in process or on servers, and the base below them in 4 bits. vLLM quantises a checkpoint itself with
-options of its own, so it is given the trainer's codes: a checkpoint as bitsandbytes writes it, in a folder that is
-removed once vLLM has started. docs/lora.md says which vLLM has such layers.
+**Adapters** (docs/lora.md). vLLM quantises a base itself with options of its own, so it is given the trainer's 4-bit
+codes: a checkpoint as bitsandbytes writes it, in a folder that is removed once vLLM has started.
 """
 
 from __future__ import annotations

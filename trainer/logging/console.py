@@ -8,9 +8,7 @@ step: what the run does not measure has none, and where the width is too small s
     with phases("generate"):                       # one of these, and adds to the seconds of that phase of a step
 
 On a terminal and in a notebook, the phase and its seconds so far are a line that is rewritten until the phase is over.
-It leaves the cursor at its start, so that what others print meanwhile overwrites it. Elsewhere `progress` prints a
-plain line when the phase has lasted for a second, and another at its end. Shorter phases leave no line. Only the first
-process writes.
+It leaves the cursor at its start, so that what others print meanwhile overwrites it. Only the first process writes.
 """
 
 from __future__ import annotations

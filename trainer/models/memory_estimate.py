@@ -1,14 +1,13 @@
 """An estimate of the memory of one device, from the shape of the model and the options.
 
-The model is built on the meta device, where tensors have shapes and no storage. Weights, gradients, optimizer state,
-the reference and a teacher are exact. Activations are rough: what the layers of a Llama-like model keep for the
-backward pass, as measured on Qwen2 (per token and layer 9.5 D + 4 I numbers in fp32; under autocast 34 D + 8 I bytes,
-because norms and the residual stream stay in fp32). `LEFT_OUT` says what is not in it.
+The model is built on the meta device. Weights, gradients, optimizer state, the reference and a teacher are exact.
+Activations are rough: what the layers of a Llama-like model keep for the backward pass, as measured on Qwen2 (per token
+and layer 9.5 D + 4 I numbers in fp32; under autocast 34 D + 8 I bytes, because norms and the residual stream stay in
+fp32). `LEFT_OUT` says what is not in it.
 
-**On a CPU** it is the memory of the whole process, what it holds when the run is planned and vLLM too. Terms are added
-although not all are full at the same time: gradients appear while activations are freed, but the C library rarely gives
-those back in between. What is measured and not derived has its raw figures in
-bench/results/cpu-2-cores/memory-2026-11-26.json.
+**On a CPU** it is that of the whole process. Terms are added although not all are full at the same time: gradients
+come while activations are freed, but the C library rarely gives those back in between. What is measured and not derived
+has its raw figures in bench/results/cpu-2-cores/memory-2026-11-26.json.
 
 Letters: P parameters, Q those in 4 bits, T those that are trained, L layers, D hidden size, I intermediate size, V
 vocabulary, N tokens of a micro-batch, C completion tokens of a micro-batch.

@@ -1,9 +1,7 @@
 """Starts vLLM in this process, in little time, without output, and so that closing it restores the process.
 
-A start on a CPU is mostly imports: the KV cache, which is zeroed, has the size of one full batch, and `gc.freeze()`
-keeps vLLM's garbage collections from the trainer's objects. On a GPU vLLM compiles the model first; see
-`config_folder`. No checkpoint is written: vLLM starts from the config with dummy weights (`load_format="dummy"`), and
-loads the first real ones in the same way as all later ones.
+No checkpoint is written: vLLM starts from the config with dummy weights (`load_format="dummy"`), and loads the first
+real ones in the same way as all later ones. `gc.freeze()` keeps its garbage collections from the trainer's objects.
 
 **The state of the process.** vLLM is written for a process of its own. It reseeds the global random number generators,
 turns off TF32, may leave another CUDA stream current, replaces `torch.set_num_threads` by a function that does nothing
