@@ -261,14 +261,11 @@ class RolloutFacts(NamedTuple):
         sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *known])
         episodes = [one.episode for one in samples if one.episode is not None]
         calls = [(one.turns, len(one.calls), sum(call.failed for call in one.calls)) for one in episodes]
-        return cls(
-            replace(scored, samples=[], failure=None),
-            *table[:, :3].unbind(1),
-            table[:, 3:],
-            *torch.tensor(flags, dtype=torch.bool).view(-1, 3).unbind(1),
-            supports=torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float(),
-            episodes=torch.tensor(calls).view(-1, 3),
-        )
+        rewards, baselines, lengths = table[:, :3].unbind(1)
+        ended, failed, dropped = torch.tensor(flags, dtype=torch.bool).view(-1, 3).unbind(1)
+        supports = torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float()
+        alone, by_call = replace(scored, samples=[], failure=None), torch.tensor(calls).view(-1, 3)
+        return cls(alone, rewards, baselines, lengths, table[:, 3:], ended, failed, dropped, supports, by_call)
 
 
 def rollout_metrics(
