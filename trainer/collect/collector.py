@@ -92,17 +92,8 @@ class BatchQueue(deque[Prefetched]):
         """Whether a batch is not sampled yet."""
         return not all(batch.samples.done() for batch in self)
 
-    def request(
-        self,
-        rows: list[Row],
-        sample: Complete,
-        *,
-        before: dict[str, Any],
-        weight_version: int,
-        sync_metrics: Mapping[str, float],
-        load: Load = None,
-    ) -> None:
-        """Have `sample` called in a thread, behind all that was requested before; and `load` first, if it is given."""
+    def in_turn(self, sample: Complete, load: Load) -> Future[list[Sample]]:
+        """What `sample` returns in a thread, behind all that was requested before; `load`, if given, comes first."""
         earlier = self[-1].samples if self else None
 
         def work() -> list[Sample]:
@@ -115,13 +106,7 @@ class BatchQueue(deque[Prefetched]):
                 raise failure
             return sample()
 
-        self.append(Prefetched(rows, in_thread(work, name="prefetch"), before, weight_version, sync_metrics))
-
-    def restore(self, rows: list[Row], samples: list[Sample], *, before: dict[str, Any], weight_version: int) -> None:
-        """Add a batch of a checkpoint."""
-        sampled = Future[list[Sample]]()
-        sampled.set_result(samples)
-        self.append(Prefetched(rows, sampled, before, weight_version))
+        return in_thread(work, name="prefetch")
 
     def take(self) -> Drawn:
         """The oldest batch, which is waited for and leaves the queue; or its error, with which it stays there."""
@@ -262,7 +247,7 @@ class Collector:
             synced.update(getattr(engine, "sync_metrics", {}))
             return complete()
 
-        self.queue.request(rows, sample, before=before, weight_version=step, sync_metrics=synced, load=load)
+        self.queue.append(Prefetched(rows, self.queue.in_turn(sample, load), before, step, synced))
 
     def state(self, *, wait: bool = True) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
         """The position in the data and the prefetched samples: JSON, the same on every rank, and a table of each batch.
@@ -301,8 +286,9 @@ class Collector:
             samples = from_tensors(own)
             before, rows = self._position(), self.sampler.next_batch()
             self.generate_calls += 1
-            samples = self._with_greedy(samples, from_tensors(greedy)) if self.has_greedy else samples
-            self.queue.restore(rows, samples, before=before, weight_version=version)
+            sampled = Future[list[Sample]]()
+            sampled.set_result(self._with_greedy(samples, from_tensors(greedy)) if self.has_greedy else samples)
+            self.queue.append(Prefetched(rows, sampled, before, version))
 
     def next_pass(self, passes: int) -> None:
         """Leave out the rest of a pass over the data, so that so many are over, and what is in flight of it."""
