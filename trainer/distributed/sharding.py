@@ -1,8 +1,7 @@
-"""DDP and FSDP2: how ranks are connected, and a policy is sharded across them.
+"""DDP and FSDP2: how ranks are connected, and a policy is sharded across them (docs/scaling-out.md).
 
-Embedding, last norm and head stay with the root, tied or not: the loss reads the head's weight inside the root's
-forward, where it is a plain tensor and its gradient is reduced with the rest. A reference is sharded as the policy is,
-and gets copies of the policy's shards: no rank has all of it. The rest is in docs/scaling-out.md.
+Embedding, last norm and head stay with the root: the loss reads the head's weight inside the root's forward, where it
+is a plain tensor and its gradient is reduced with the rest.
 """
 
 from __future__ import annotations
