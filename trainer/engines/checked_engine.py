@@ -37,7 +37,7 @@ from fused_grpo.trainer.engines.sampling import (
     wrong_listed,
 )
 from fused_grpo.trainer.models.loading import wants_bf16
-from fused_grpo.trainer.models.quantized import compute_dtypes
+from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
 
@@ -140,7 +140,9 @@ class WeightCheck:
     """
 
     def __init__(self, args: GRPOConfig, model: nn.Module, device: torch.device, *, own_weights: bool = True) -> None:
-        dtypes = [torch.bfloat16] if wants_bf16(args) else [next(model.parameters()).dtype, *compute_dtypes(model)]
+        # Layers in 4 bits cast what they multiply to a dtype of their own, where they say one.
+        own = [layer.compute_dtype for layer in layers_in_4bit(model).values() if layer.compute_dtype is not None]
+        dtypes = [torch.bfloat16] if wants_bf16(args) else [next(model.parameters()).dtype, *own]
         self._dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         self._device, self._bound = device.type, args.max_logprob_difference
         self._reaction, self._own_weights, self._has_warned = args.logprob_mismatch, own_weights, False
