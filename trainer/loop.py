@@ -41,7 +41,7 @@ from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.collector import Collector, Drawn
 from fused_grpo.trainer.collect.plan import Plan
 from fused_grpo.trainer.collect.scoring import LOSS_METRICS, check_best_metric
-from fused_grpo.trainer.collect.start_checks import Start, check_given, check_start, load_model
+from fused_grpo.trainer.collect.start_checks import Start, check_given, check_start, make_learner
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import chosen_eval_sets
 from fused_grpo.trainer.distributed.failures import (
@@ -150,7 +150,7 @@ class GRPOTrainer(TransformersFace):
             self.facts = Plan(start).print()
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or start.engine_name != "transformers"
-            policy, learner = load_model(start, optimizers, corrected=own_weights)
+            policy, learner = make_learner(start, optimizers, corrected=own_weights)
             super().__init__(start, policy, learner, self._training_state)
             self.max_steps, self.epochs = start.max_steps, start.epochs
             self.collector = Collector(start, self.sampler, learner, self.events)

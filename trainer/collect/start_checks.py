@@ -60,9 +60,10 @@ from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted
 from fused_grpo.trainer.models.loading import (
     SELF,
     check_source,
+    load_model,
     load_teacher,
     loading,
-    model_for,
+    loading_options,
     positions,
     tokenizer_for,
 )
@@ -447,14 +448,16 @@ def make_rewards(start: Start, more: Sequence[Callable[..., Any]]) -> Rewards:
     )
 
 
-def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tuple[Any, Learner]:
+def make_learner(start: Start, optimizers: Optimizers, *, corrected: bool) -> tuple[Any, Learner]:
     """(the model that is trained, its learner); `corrected` as of `Learner`."""
     args, accelerator = start.args, start.accelerator
     assert accelerator is not None
     teacher = load_teacher(start.teacher_model, args, accelerator, start.tokenizer)
     set_seed(args.seed, device_specific=True)  # for dropout and new adapters
     given = {} if start.quantization_config is None else {QUANTIZATION: start.quantization_config}
-    loaded = model_for(start.model, args, accelerator, pad_token_id=start.tokenizer.pad_token_id, **given)
+    loaded = load_model(start.model, accelerator, **loading_options(args), **given)
+    for config in filter(None, (loaded.config.get_text_config(), loaded.generation_config)):
+        config.pad_token_id = start.tokenizer.pad_token_id
     policy = adapt(loaded, start.peft_config, args, accelerator, keep_reference=teacher == SELF)
     steps = start.max_steps
     return policy, Learner(

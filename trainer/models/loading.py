@@ -104,7 +104,7 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
         source = getattr(model.config, "_name_or_path", "") if isinstance(model, nn.Module) else str(model)
         if not source:
             raise InputError("got a model without a path and no tokenizer; fix: pass processing_class=<tokenizer>")
-        processing_class = AutoTokenizer.from_pretrained(source, **_of_tokenizer(_loading_options(args)))
+        processing_class = AutoTokenizer.from_pretrained(source, **_of_tokenizer(loading_options(args)))
     if not hasattr(processing_class, "eos_token_id"):
         raise WrongTypeError(
             f"got a {type(processing_class).__name__} as processing_class, want a tokenizer of transformers; fix: "
@@ -115,22 +115,6 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
     if processing_class.pad_token_id is None:
         processing_class.pad_token = processing_class.eos_token
     return processing_class
-
-
-def model_for(
-    model: str | Path | PreTrainedModel,
-    args: GRPOConfig,
-    accelerator: Accelerator,
-    *,
-    pad_token_id: int,
-    **quantization: Any,
-) -> Any:
-    """`load_model`, with a `quantization_config`. The model's configurations get the tokenizer's padding token."""
-    loaded = load_model(model, accelerator, **_loading_options(args), **quantization)
-    for config in (loaded.config.get_text_config(), loaded.generation_config):
-        if config is not None:
-            config.pad_token_id = pad_token_id
-    return loaded
 
 
 def load_model(
@@ -171,7 +155,8 @@ def load_model(
         return AutoModelForCausalLM.from_pretrained(str(model), **arguments | options)
 
 
-def _loading_options(args: GRPOConfig) -> dict[str, Any]:
+def loading_options(args: GRPOConfig) -> dict[str, Any]:
+    """Those of the policy."""
     return {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
 
 
@@ -191,7 +176,7 @@ def _is_cached(model: str) -> bool:
 def load_teacher(
     teacher: str | Path | PreTrainedModel | None, args: GRPOConfig, accelerator: Accelerator, tokenizer: Any
 ) -> Any:
-    """The teacher, not trained, as `model_for` loads the policy; "self" and None as they are.
+    """The teacher, not trained, as `load_model` loads the policy; "self" and None as they are.
 
     InputError where an id is another token for the tokenizer that lies beside the teacher than for the policy's;
     UnsupportedError for one in 8 bits, or in 4 under FSDP.

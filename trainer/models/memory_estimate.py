@@ -202,7 +202,9 @@ def memory_terms(
         why = "beta > 0" if args.beta > 0 else "the teacher"
         terms.append(Term("reference model, fp32", f"4 P ({why})", 4 * shape.parameters))
     if isinstance(teacher, ModelShape):
-        dtype = _teacher_dtype(args)
+        given = str((args.teacher_model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
+        named = getattr(torch, given, None)
+        dtype = named if isinstance(named, torch.dtype) else torch.float32
         size = dtype.itemsize * teacher.parameters
         terms.append(Term(f"teacher, {str(dtype)[6:]}", f"{dtype.itemsize} P of the teacher", size))
     if bf16:
@@ -254,13 +256,6 @@ def _activations(shape: ModelShape, tokens: int, *, bf16: bool, checkpointing: b
 def _chunk(shape: ModelShape, tokens: int, chunk_bytes: int | None) -> int:
     budget = chunk_budget(chunk_bytes, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return min(budget, 4 * tokens * shape.vocabulary)
-
-
-def _teacher_dtype(args: GRPOConfig) -> torch.dtype:
-    """Of a teacher that is loaded: what its options say, or fp32."""
-    given = str((args.teacher_model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
-    dtype = getattr(torch, given, torch.float32)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def _loss(shape: ModelShape, teacher: ModelShape | None, tokens: int, chunk_bytes: int | None) -> list[Term]:
