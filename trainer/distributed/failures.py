@@ -219,10 +219,6 @@ class NonFiniteSteps:
         _log.warning("%s: skipped (%d in a row of at most %d), its batch is %s", what, self.in_a_row, self.limit, kept)
         return False
 
-    def metrics(self) -> dict[str, float]:
-        """The number of skipped steps, to log; nothing where no step may be skipped."""
-        return {"skipped_steps": float(self.total)} if self.limit else {}
-
     def state(self) -> dict[str, int]:
         """The counters, as JSON."""
         return {"in_a_row": self.in_a_row, "total": self.total}
