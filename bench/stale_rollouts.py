@@ -30,7 +30,7 @@ from fused_grpo.bench.generate_ahead import Beside
 from fused_grpo.env import environment
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.cli.options import RECIPES, parse_train_options
-from fused_grpo.trainer.cli.train import load_inputs
+from fused_grpo.trainer.cli.train import load_start
 from fused_grpo.trainer.recipes import arithmetic
 
 STEPS = 24
@@ -75,10 +75,10 @@ def real(options: dict[str, Any]) -> tuple[Any, ...]:
     """The same of the recipe smollm2."""
     changes = [f"--{name.replace('_', '-')}={value}" for name, value in (SMOLLM2 | options).items()]
     recipe = parse_train_options(["--config=smollm2", "--eval-limit=100", *changes])
-    inputs = load_inputs(recipe)
-    model = AutoModelForCausalLM.from_pretrained(inputs.model)
-    tokenizer, rewards = inputs.processing_class, inputs.reward_funcs
-    return model, tokenizer, rewards, inputs.train, inputs.heldout, recipe.trainer_args()
+    start, _ = load_start(recipe)
+    model = AutoModelForCausalLM.from_pretrained(start.model)
+    tokenizer, rewards = start.processing_class, start.reward_funcs
+    return model, tokenizer, rewards, start.train_dataset, start.eval_dataset, start.args
 
 
 def run(case: tuple[str, str, bool, bool, int]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The bugs of `planted_bugs.py` in adapters, on servers and on bases in 4 bits: (file, old, new, caught by)."""
 
-ENGINE = "trainer/engines/server/adapter_engine.py"
+ENGINE = "trainer/engines/server/server_engine.py"
 SERVER = "trainer/engines/server/server_engine.py"
 TESTS = "tests/trainer/engines/test_adapter_server.py"
 SYNC = [TESTS, "-k", "nothing_else"]
@@ -94,7 +94,7 @@ BUGS = {
         ],
     ),
     "the rank of a pattern does not count": (
-        "trainer/engines/served_adapter.py",
+        "trainer/engines/weight_files.py",
         "*config.rank_pattern.values()",
         "",
         [TESTS, "-k", "largest_rank"],

@@ -91,8 +91,8 @@ BUGS = {
     ),
     "a product without a gradient stays in torch": (
         START,
-        "torch.set_num_threads, torch.bmm = set_num_threads, bmm",
-        "torch.set_num_threads = set_num_threads",
+        "torch.set_num_threads, torch.bmm, sys.excepthook = set_num_threads, bmm, excepthook",
+        "torch.set_num_threads, sys.excepthook = set_num_threads, excepthook",
         [VLLM, "-k", "does_not_stay"],
     ),
     "vLLM has read its environment before": (

@@ -7,25 +7,25 @@ RATES = ["tests/trainer/collect/test_pass_rates.py"]
 
 BUGS = {
     "a resumed curriculum has forgotten what it saw": (
-        "trainer/data/curriculum.py",
+        "trainer/data/prompt_sampler.py",
         "self._window.extend(zip(rows, unequal, strict=True))",
         "",
         RESUMED,
     ),
     "a curriculum draws the same in every batch": (
-        "trainer/data/curriculum.py",
+        "trainer/data/prompt_sampler.py",
         '/curriculum/{self.used}"',
         '/curriculum"',
         CURRICULUM,
     ),
     "a curriculum draws what teaches nothing": (
-        "trainer/data/curriculum.py",
+        "trainer/data/prompt_sampler.py",
         "unequal[self.levels[row]] += differs",
         "unequal[self.levels[row]] += 1 - differs",
         CURRICULUM,
     ),
     "a dropped group counts in a curriculum": (
-        "trainer/data/curriculum.py",
+        "trainer/data/prompt_sampler.py",
         "if len(known) > 1:",
         "if True:",
         CURRICULUM,

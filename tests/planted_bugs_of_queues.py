@@ -26,7 +26,7 @@ BUGS = {
         ],
     ),
     "the newest batch is learned from first": (
-        "trainer/collect/batch_queue.py",
+        "trainer/collect/collector.py",
         "self.popleft()",
         "self.pop()",
         [
@@ -34,7 +34,7 @@ BUGS = {
         ],
     ),
     "batches are sampled side by side": (
-        "trainer/collect/batch_queue.py",
+        "trainer/collect/collector.py",
         "failure = None if earlier is None else earlier.exception()",
         "failure = None",
         [
@@ -62,7 +62,7 @@ BUGS = {
         ROUNDS,
     ),
     "a run that has ended goes on sampling": (
-        "trainer/collect/batch_queue.py",
+        "trainer/collect/collector.py",
         "            if self.is_closed:\n                raise CancelledError\n",
         "",
         [TESTS, "-k", "has_ended"],
@@ -177,7 +177,7 @@ BUGS = {
         [TESTS, "-k", "own_sync"],
     ),
     "sampling goes on behind a failure": (
-        "trainer/collect/batch_queue.py",
+        "trainer/collect/collector.py",
         "            if failure is not None:\n                raise failure\n",
         "",
         FAILURE,

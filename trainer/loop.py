@@ -12,11 +12,7 @@
     clip, check against the engine's log-probs, optimizer.step()
     log, evaluate, save                                  # when callbacks say so: transformers' own, and yours
 
-One call of the engine samples all that an optimizer step (times `num_iterations`) learns from, at its best batch size.
-The rollouts come from the weights being trained, so the old log-probs of the first iteration are the current ones; the
-loss returns them. A step whose log-probs differ from the engine's beyond rounding ends the run before the optimizer
-moves. And it can be killed: a checkpoint holds everything that the next step depends on, unfinished rollouts included,
-so a resumed run makes the same steps, bit for bit. docs/trainer.md goes through a step.
+docs/trainer.md goes through a step. A checkpoint holds all that the next one depends on, unfinished rollouts included.
 
 It is not a subclass of transformers.Trainer: the loop is short, and what else a script expects of a Trainer is in
 `transformers_face.py`. Devices, DDP, FSDP2, mixed precision, schedulers, trackers, callbacks and files of weights are
@@ -27,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,20 +38,25 @@ from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore, training_state
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
-from fused_grpo.trainer.collect.batch_queue import Drawn
-from fused_grpo.trainer.collect.collector import Collector
+from fused_grpo.trainer.collect.collector import Collector, Drawn
 from fused_grpo.trainer.collect.plan import Plan
-from fused_grpo.trainer.collect.scoring import check_best_metric, rename_loss_metrics
-from fused_grpo.trainer.collect.start_checks import Start, check_start, load_model, make_engine
-from fused_grpo.trainer.config.checks import check_arguments
-from fused_grpo.trainer.config.derived_options import fill_loader_options
+from fused_grpo.trainer.collect.scoring import LOSS_METRICS, check_best_metric
+from fused_grpo.trainer.collect.start_checks import Start, check_given, check_start, make_learner
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import check_dataset, chosen_eval_sets, eval_sets, is_stream
-from fused_grpo.trainer.distributed.failures import StopOnSignal, all_ranks_succeed, any_rank, barrier, report_failure
+from fused_grpo.trainer.data.datasets import chosen_eval_sets
+from fused_grpo.trainer.distributed.failures import (
+    StopOnSignal,
+    agree,
+    all_ranks_succeed,
+    any_rank,
+    barrier,
+    report_failure,
+)
 from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
-from fused_grpo.trainer.episodes.environments import rows_of_environments, with_prompts
+from fused_grpo.trainer.engines.engine_choice import choose_engine
+from fused_grpo.trainer.episodes.environments import with_prompts
 from fused_grpo.trainer.learner import Optimizers, Rounding
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
@@ -120,47 +122,39 @@ class GRPOTrainer(TransformersFace):
         rollout_engine: RolloutEngine | None = None,
         teacher_model: str | Path | PreTrainedModel | None = None,
     ) -> None:
+        start = Start(
+            args=GRPOConfig() if args is None else args,
+            model=uncompiled(model),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_processing_classes,
+            processing_class=processing_class,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            callbacks=callbacks or (),
+            rollout_engine=rollout_engine,
+            rollout_func=rollout_func,
+            teacher_model=teacher_model,
+            tools=tools,
+            environment_factory=environment_factory,
+        )
         # Everything is checked before anything is loaded, started or written.
-        args = GRPOConfig() if args is None else args
-        episodes = {"tools": tools, "environment_factory": environment_factory}
-        given = {"eval_dataset": eval_dataset, "teacher_model": teacher_model, "rollout_func": rollout_func}
-        given |= {"rollout_engine": rollout_engine, "quantization_config": quantization_config}
-        check_arguments(args, **given, **episodes)
-        train_dataset = rows_of_environments(train_dataset, environment_factory, args)
-        eval_dataset = with_prompts(eval_dataset, environment_factory)
-        dataset = check_dataset(train_dataset, name="train_dataset")
-        fill_loader_options(args, stream=is_stream(dataset))
-        evals = eval_sets(eval_dataset, check=True)
-        accelerator = make_accelerator(args)
+        check_given(start)
+        self.train_dataset, self.eval_dataset = start.train_dataset, start.eval_dataset
+        start.accelerator = accelerator = make_accelerator(start.args)
         # Models and engines are made from here on, which may fail on one rank alone.
         with report_failure(accelerator):
-            start = Start(
-                args=args,
-                model=uncompiled(model),
-                train=dataset,
-                evals=evals,
-                reward_funcs=reward_funcs,
-                reward_processing_classes=reward_processing_classes,
-                processing_class=processing_class,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                callbacks=callbacks or (),
-                engine=rollout_engine or rollout_func,
-                teacher=teacher_model,
-                accelerator=accelerator,
-                **episodes,
-            )
             with all_ranks_succeed(accelerator, "checking what the run needs"):
                 check_start(start)
             self.facts = Plan(start).print()
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or start.engine_name != "transformers"
-            policy, learner = load_model(start, optimizers, corrected=own_weights)
+            policy, learner = make_learner(start, optimizers, corrected=own_weights)
             super().__init__(start, policy, learner, self._training_state)
-            self.train_dataset, self.eval_dataset = dataset, eval_dataset
             self.max_steps, self.epochs = start.max_steps, start.epochs
             self.collector = Collector(start, self.sampler, learner, self.events)
-            self.weight_check = WeightCheck(args, policy, accelerator.device, own_weights=own_weights)
+            self.weight_check = WeightCheck(self.args, policy, accelerator.device, own_weights=own_weights)
             self.buffer: RolloutBuffer | None = None
             self.stop, self.lock = StopOnSignal(), RunLock()
             self._undo = ExitStack()  # of what a run that fails at its start has done
@@ -168,7 +162,6 @@ class GRPOTrainer(TransformersFace):
             self._beginning: dict[str, Any] | None = None  # where the first `train` began in the data
             # Last: no rank is in `train` before all have an engine.
             with all_ranks_succeed(accelerator, "starting the engine"):
-                self._make_engine = partial(make_engine, start, policy, self, rollout_engine)
                 self.engine, self.engine_is_open = self._make_engine(), True
         self.events("on_init_end")
 
@@ -239,6 +232,7 @@ class GRPOTrainer(TransformersFace):
         prompted = with_prompts(eval_dataset, self.environment_factories)
         for name, dataset in chosen_eval_sets(prompted, self.eval_dataset).items():
             self._open_engine()
+            self.collector.queue.wait()
             self._sync_engine()
             result = self.collector.evaluate(self.engine, dataset)
             with all_ranks_succeed(self.accelerator, "logging the evaluation"):
@@ -334,7 +328,7 @@ class GRPOTrainer(TransformersFace):
 
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run."""
-        self._agree()
+        agree(self.accelerator, self.control)
         # All epochs may end before `max_steps`, where a callback has left out the rest of one.
         is_last = self.step >= self.max_steps or self.epochs.at(self.step) >= self.epochs.total
         return is_last or self.control.should_training_stop
@@ -376,7 +370,8 @@ class GRPOTrainer(TransformersFace):
         batch, metrics = self.learner.learn(buffer.current, check=check, event=self.events)
         reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}
         buffer.advance(batch)
-        return {"step": self.step, **rename_loss_metrics(metrics), **buffer.metrics, **reports}
+        named = {LOSS_METRICS.get(name, name): value for name, value in metrics.items()}
+        return {"step": self.step, **{name: named[name] for name in named if name}, **buffer.metrics, **reports}
 
     def _check_agreement(self, metrics: dict[str, float], rounding: Rounding) -> None:
         """Raise where the engine cannot have sampled from the trainer's weights, or what is trained on."""
@@ -403,14 +398,14 @@ class GRPOTrainer(TransformersFace):
 
     def _log_evaluate_save(self) -> None:
         """What callbacks have decided after a step or an epoch; transformers' `DefaultFlowCallback` follows `args`."""
-        self._agree()
+        agree(self.accelerator, self.control)
         if self.control.should_log:
             self.events.log_steps()
         if self.control.should_evaluate and self._evaluate():
             is_best = self.events.is_best()
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
-        self._agree()
+        agree(self.accelerator, self.control)
         if self.control.should_save:
             self._leave_epoch()
             self.save_checkpoint()
@@ -426,7 +421,7 @@ class GRPOTrainer(TransformersFace):
 
     def _end_epoch(self) -> None:
         """After the last step of an epoch or of the run, or where a callback leaves the rest of the epoch out."""
-        self._agree()
+        agree(self.accelerator, self.control)
         if self.epochs.ends_with(self.step) or self.control.should_epoch_stop or self.control.should_training_stop:
             self._leave_epoch()
             self._in_epoch = False
@@ -437,7 +432,7 @@ class GRPOTrainer(TransformersFace):
         """Save a resumable checkpoint, even with `save_only_model`, and exit: some rank has received a signal."""
         if self.control.should_log:
             self.events.log_steps()
-        self._agree()
+        agree(self.accelerator, self.control)
         self._leave_epoch()
         where = self._save_checkpoint(resumable=True)
         self.events("on_save")
@@ -473,6 +468,15 @@ class GRPOTrainer(TransformersFace):
             report=report,
         )
 
+    def _make_engine(self) -> RolloutEngine:
+        """The user's own; or the one that the options ask for, where there is a `rollout_func` around it."""
+        start, args = self.start, copy(self.args)
+        if start.rollout_engine is not None:
+            return start.rollout_engine
+        args.vllm_max_model_length = start.longest_sequence
+        options: Any = {"rollout_func": start.rollout_func, "trainer": self}
+        return choose_engine(start.engine_name, args, self.model, start.tokenizer, **options)
+
     def _open_engine(self) -> None:
         """Wake the engine; a new one where the last `train` has closed it, which a user's own engine never is."""
         with all_ranks_succeed(self.accelerator, "waking the engine"):
@@ -484,7 +488,6 @@ class GRPOTrainer(TransformersFace):
     def _sync_engine(self, phases: Phases | None = None) -> None:
         """Send the current weights to the engines, if any of them serves older ones."""
         with nullcontext() if phases is None else phases("sync"):
-            self.collector.queue.wait()
             if any_rank(self.accelerator, self._is_stale or self.engine.weight_version != self.step):
                 self.accelerator.wait_for_everyone()  # ranks may share a server: none of them samples from it now
                 is_sent = getattr(self.engine, "has_own_weights", True)

@@ -5,10 +5,8 @@ calls the fused loss with the head's weight. So DDP sees every gradient and FSDP
 on the unwrapped model would never be reduced over the ranks. Log-probs and entropies without gradients go the same way,
 because that is where FSDP gathers the weights for them.
 
-A teacher, from which the policy is distilled, sees micro-batches of the policy's own completions. Its hidden states
-[N, D of the teacher], made without gradients or logits, go into the pass of the loss (docs/divergence.md). It is a
-model of its own, or "self": the reference model. It gets the policy's rows, so both have to keep the sequences of a row
-apart, and it shares the policy's temperature. Like the reference, it has routers of its own (models/router_replay.py).
+A teacher (docs/divergence.md) gets the policy's rows, so both have to keep the sequences of a row apart. Like the
+reference, it has routers of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ from fused_grpo.integrations.model_head import head_of, to_head, weight_of
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.distributed.sharding import reshard
 from fused_grpo.trainer.models.adapters import base_model, model_inputs
 from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.types import MicroBatch
@@ -204,14 +201,15 @@ class PolicyLoss(nn.Module):
 
 @contextmanager
 def evaluating(policy: PolicyLoss) -> Iterator[None]:
-    """Without dropout; what a forward pass without a backward leaves gathered is freed at the end."""
+    """Without dropout. At the end FSDP2 frees what a forward pass without a backward leaves gathered: the root."""
     was_training = policy.training
     policy.eval()
     try:
         yield
     finally:
         policy.train(was_training)
-        reshard(policy)
+        if isinstance(policy, FSDPModule):
+            policy.reshard()
 
 
 def tree_mask(seen_until: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,10 +3,8 @@
     own     = log_softmax(model(ids).logits)               of two short sequences: joined to one, and the second alone
     policy  = what the loss is computed from               of the first alone, and of both in one row
 
-If the second sequence has other log-probs behind the first one, sequences get a row each: position ids may not reach
-the mask, and a recurrent layer has no mask. If two completions behind one prompt have others than each behind its own,
-or layers see a window only, completions do not share a prompt: the model makes something else of a mask. What is not
-the model's own, not causal or not to be replayed is refused. Generators, gradients and modes are left as they are.
+A second sequence may differ because position ids do not reach the mask, or a recurrent layer has none. What is not the
+model's own, not causal or not to be replayed is refused. Generators, gradients and modes are left as they are.
 """
 
 from __future__ import annotations

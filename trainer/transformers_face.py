@@ -22,11 +22,11 @@ from fused_grpo.trainer.batching.micro_batch_metrics import quantile
 from fused_grpo.trainer.checkpoint.checkpoint import remove_old_checkpoints, save_checkpoint, weights_stay
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.scoring import Scored
-from fused_grpo.trainer.collect.start_checks import Start, make_sampler
+from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
-from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.data.prompt_sampler import PromptSampler, prompt_sampler
 from fused_grpo.trainer.data.prompts import as_completion
-from fused_grpo.trainer.distributed.failures import agree, all_ranks_succeed
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import without_bars
@@ -49,7 +49,7 @@ class TransformersFace:
 
     def __init__(self, start: Start, model: Any, learner: Learner, training_state: Callable[[], TrainingFiles]) -> None:
         self.start, self.args, self.learner, self.accelerator = start, start.args, learner, learner.accelerator
-        self.model, self.model_path, self.dataset = model, start.model_path, start.train
+        self.model, self.model_path, self.dataset = model, start.model_path, start.train_dataset
         self.rewards, self.sampler, self._state_to_save = start.rewards, make_sampler(start), training_state
         self.processing_class = start.tokenizer  # is saved beside the model
         self.events = Events(
@@ -152,9 +152,6 @@ class TransformersFace:
         if self.is_world_process_zero():
             self.output_dir.mkdir(parents=True, exist_ok=True)
             write_model_card(self.output_dir, self._card(model_name, dataset_name, tags), self.args)
-
-    def _agree(self) -> None:
-        agree(self.accelerator, self.control)
 
     def _save(self, directory: Path, write_more: Callable[[Path], object] | None = None) -> Path:
         """A directory of the run: with a manifest, and replaced as a whole. `write_more` adds to its files."""
@@ -345,6 +342,22 @@ class TransformersFace:
     beta, loss_type, scale_rewards = _part("args.beta"), _part("args.loss_type"), _part("args.scale_rewards")
     temperature, repetition_penalty = _part("args.temperature"), _part("args.repetition_penalty")
     top_p, top_k, min_p = _part("args.top_p"), _part("args.top_k"), _part("args.min_p")
+
+
+def make_sampler(start: Start) -> PromptSampler:
+    """The sampler of the prompts; of a stream, without those that are too long."""
+    args, processes = start.args, start.processes
+    return prompt_sampler(
+        start.train_dataset,
+        curriculum=args.curriculum,
+        prompts_per_batch=args.prompts_per_process(processes),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        shuffle=args.shuffle_dataset,
+        rank=0 if start.accelerator is None else start.accelerator.process_index,
+        world_size=processes,
+        repeats=args.num_generations // args.group_part(processes),
+        keep=None if start.limit.tokens is None else start.limit.fits,
+    )
 
 
 def repeated_rows(sampler: PromptSampler, each: int, times: int) -> list[list[int]]:

@@ -85,7 +85,7 @@ def test_files(hostile, chat_tokenizer, tmp_path, monkeypatch):
         sound = "".join(json.dumps({"prompt": str(n), "answer": n}) + "\n" for n in range(5)).encode()
         if rng.random() < 0.9:
             file.write_bytes(rng.choice([sound, damaged(rng, sound), rng.choice(CONTENTS)]))
-        use(load_rows(str(file), streaming=rng.random() < 0.9), chat_tokenizer)
+        use(load_rows(str(file)), chat_tokenizer)
 
     assert min(hostile(load, 200)) > 0.02
     gc.collect()  # those files, while the warnings of it are still ignored
@@ -114,22 +114,20 @@ def test_a_row_of_null_does_not_take_the_process_down(tmp_path: Path, content, r
             load_rows(str(source))
 
 
-@pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("deep", ["[" * 20_000 + "]" * 20_000, '{"a":' * 20_000 + "1" + "}" * 20_000, "[\n" * 20_000])
-def test_deep_nesting_does_not_take_the_process_down(tmp_path: Path, deep, streaming):
+def test_deep_nesting_does_not_take_the_process_down(tmp_path: Path, deep):
     for content in (f'{ROW}\n{{"prompt": "1", "x": {deep}}}\n', f"[{ROW}, {deep}]", deep):
         (tmp_path / "rows.json").write_text(content)
         with pytest.raises(DataError, match=r"row \d of rows\.json is nested deeper than"):
-            load_rows(str(tmp_path / "rows.json"), streaming=streaming)
+            load_rows(str(tmp_path / "rows.json"))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".json.bz2", ".ndjson.xz", ".jsonl.zst", ".json.lz4", ".zip"])
-@pytest.mark.parametrize("streaming", [True, False])
-def test_compressed_json_in_a_folder_does_not_take_the_process_down(tmp_path: Path, suffix, streaming):
+def test_compressed_json_in_a_folder_does_not_take_the_process_down(tmp_path: Path, suffix):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / f"train{suffix}").write_bytes(gzip.compress(b"[" * 20_000))
     with pytest.raises(DataError, match=f"train{suffix} is compressed, so its JSON cannot .*; unpack it"):
-        load_rows(str(tmp_path), streaming=streaming)
+        load_rows(str(tmp_path))
 
 
 def test_compressed_tables_in_a_folder_are_read(tmp_path: Path):
@@ -168,7 +166,6 @@ def test_a_packed_file_is_not_unpacked_unseen(tmp_path: Path, pack):
         load_rows(str(tmp_path / "rows.jsonl"))
 
 
-@pytest.mark.parametrize("streaming", [True, False])
 def test_a_row_that_raises_when_it_is_read_is_named(streaming, chat_tokenizer):
     def shout(row: dict[str, Any]) -> dict[str, Any]:
         return {"prompt": row["prompt"] + "!" if row["prompt"] != "2" else 1 / 0}

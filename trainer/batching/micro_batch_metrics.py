@@ -13,8 +13,7 @@ measures of ratios that the loss op does not: by sequence, times the ratio, or o
 
 docs/trainer.md has those that TRL has not.
 
-The selection of Clip-Cov or KL-Cov depends on all tokens of the step, over all ranks, so it takes a forward pass of its
-own. It is the same for any cut into micro-batches and for any number of ranks.
+The selection of Clip-Cov or KL-Cov depends on all tokens of the step, so it takes a forward pass of its own.
 """
 
 from __future__ import annotations

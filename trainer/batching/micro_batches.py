@@ -1,14 +1,9 @@
 """From the samples of a step to packed micro-batches: what is left out, which rank learns from what, what fits in one.
 
-The loss is normalised by the counts of the whole step over all ranks, so loss and gradients are the same but for the
-order of sums. docs/packing.md has the rules, their reasons, and figures.
+docs/packing.md has the rules, their reasons, and figures. Ranks get equally many sequences, or equally many whole trees
+where the slowest rank has less to do then; a rank may have no sequence at all.
 
-Every rank waits for the slowest. Each gets as many sequences as it had (one more or less where they do not divide
-evenly) at nearly equal cost, the longest first; or equally many whole trees, where the slowest rank has less to do
-then, and a rank may have no sequence at all.
-
-A tree is a prompt with completions of it behind, so that the prompt is computed once: positions of each go on from the
-prompt's end, and a completion sees the prompt and itself. A sequence alone is a tree, too.
+A tree is a prompt with completions of it behind, so that the prompt is computed once; a sequence alone is one, too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """A generated batch on its way through the optimizer: which part is next, and what a checkpoint keeps of it.
 
-One generation serves `steps` optimizer steps, each with its share of whole groups (of parts of groups, where a step has
-fewer sequences), and goes through all of them `iterations` times. Old log-probs are those of the weights at the start
-of the first iteration, so its first step needs none. The steps after it get theirs before the first update, and later
-iterations reuse what the loss returned: a forward pass is spent on them only where the policy will have moved.
+One generation serves `steps` optimizer steps, and goes through all of them `iterations` times.
 
 Samples have one serialised form, in checkpoints, between ranks and beside a step that was not finite: a table of
 tensors, without the columns of the dataset and of the user's functions. A field with one value for each sample is one

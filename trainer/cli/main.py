@@ -71,13 +71,23 @@ def run(arguments: Sequence[str]) -> None:
         case ["report", *_]:
             raise InputError("got no directory of a run, want one; fix: fused-grpo report runs/demo")
         case ["recipes"]:
-            print_recipes()
+            from fused_grpo.trainer.cli.options import RECIPES
+
+            for path in sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem):
+                what = path.read_text().partition("\n")[0].removeprefix("# ")
+                print(textwrap.fill(f"{path.stem:16} {what}", 80, subsequent_indent=17 * " "))
+            print(*sorted((RECIPES / "accelerate").glob("*.yaml")), sep="\n")
         case ["tasks", *names] if len(names) <= 1:
             from fused_grpo.trainer.tasks.named import task_lines
 
             print("\n".join(task_lines(*names)))
         case ["rewards"]:
-            print_rewards()
+            from fused_grpo.trainer.rewards.builtin_rewards import NAMED, usage_of
+
+            for name, reward in NAMED.items():
+                print(f"{usage_of(name):25} {reward.scores}")
+                if reward.column:
+                    print(f"{'':25} reads the column {reward.column!r} (--answer-column)")
         case ["plan", *options]:
             from fused_grpo.trainer.cli.plan import plan
 
@@ -95,24 +105,3 @@ def run(arguments: Sequence[str]) -> None:
         case [unknown, *_]:
             commands = "train, recipes, tasks, rewards, report, plan, bench or env"
             raise InputError(f"got the command {unknown!r}, want {commands}")
-
-
-def print_recipes() -> None:
-    """Each recipe with what its first line says about it, and the paths of Accelerate's configurations."""
-    from fused_grpo.trainer.cli.options import RECIPES
-
-    for path in sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem):
-        what = path.read_text().partition("\n")[0].removeprefix("# ")
-        print(textwrap.fill(f"{path.stem:16} {what}", 80, subsequent_indent=17 * " "))
-    for path in sorted((RECIPES / "accelerate").glob("*.yaml")):
-        print(path)
-
-
-def print_rewards() -> None:
-    """Each short name of a reward with what it scores and the column that it reads."""
-    from fused_grpo.trainer.rewards.builtin_rewards import NAMED, usage_of
-
-    for name, reward in NAMED.items():
-        print(f"{usage_of(name):25} {reward.scores}")
-        if reward.column:
-            print(f"{'':25} reads the column {reward.column!r} (--answer-column)")

@@ -222,7 +222,15 @@ def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
 def check_combination(options: TrainOptions) -> None:
     """Raise InputError where some of model, data and rewards are missing that no teacher or environment replaces."""
     if options.task is not None:
-        return _check_task(options, options.task)
+        for option, value in changed_options(options, TrainOptions, but=()).items():
+            if option in _OF_DATA:
+                raise InputError(
+                    f"got --task {options.task} and --{option.replace('_', '-')} {value}, want one of them: a task has "
+                    "rows of its own; fix: leave one out"
+                )
+        if options.model is None and options.task not in BUILT_IN:
+            raise InputError(f"got --task {options.task} without --model, want one to train; fix: add --model")
+        return
     if options.task_options:
         raise InputError(
             f"got --task-options {' '.join(options.task_options)} without --task, want the task that takes them; "
@@ -248,17 +256,6 @@ def check_combination(options: TrainOptions) -> None:
             f"got {has} without {lacks}, want all three, or --model and --task, or none for the built-in task; fix: "
             f"add {lacks}"
         )
-
-
-def _check_task(options: TrainOptions, name: str) -> None:
-    for option, value in changed_options(options, TrainOptions, but=()).items():
-        if option in _OF_DATA:
-            raise InputError(
-                f"got --task {name} and --{option.replace('_', '-')} {value}, want one of them: a task has rows of its "
-                "own; fix: leave one out"
-            )
-    if options.model is None and name not in BUILT_IN:
-        raise InputError(f"got --task {name} without --model, want one to train; fix: add --model")
 
 
 def as_arguments(values: dict[str, Any]) -> list[str]:

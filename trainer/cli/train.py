@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,42 +23,19 @@ from fused_grpo.errors import DataError
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, former_run
 from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions, check_combination
 from fused_grpo.trainer.collect.plan import Plan, batch_table
-from fused_grpo.trainer.collect.start_checks import Start, check_source, check_start
-from fused_grpo.trainer.config.checks import check_arguments
+from fused_grpo.trainer.collect.start_checks import Start, check_given, check_start
 from fused_grpo.trainer.config.grpo_config import changed_options
-from fused_grpo.trainer.data.datasets import (
-    as_conversations,
-    check_dataset,
-    column_names,
-    eval_sets,
-    first_rows,
-    load_rows,
-    renamed,
-)
+from fused_grpo.trainer.data.datasets import as_conversations, column_names, first_rows, load_rows, renamed
 from fused_grpo.trainer.data.prompts import has_chat_template
-from fused_grpo.trainer.episodes.environments import rows_of_environments, with_prompts
+from fused_grpo.trainer.episodes.environments import rows_of_environments
 from fused_grpo.trainer.logging.console import is_first_process, progress
 from fused_grpo.trainer.loop import GRPOTrainer
 from fused_grpo.trainer.models import smollm2
-from fused_grpo.trainer.models.loading import loading, tokenizer_for
+from fused_grpo.trainer.models.loading import check_source, loading, tokenizer_for
 from fused_grpo.trainer.rewards.builtin_rewards import NAMED
 from fused_grpo.trainer.rewards.reward_call import load_reward
 from fused_grpo.trainer.tasks.named import ARITHMETIC, named_task
 from fused_grpo.trainer.tasks.task import Task, interval
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Arguments of `GRPOTrainer`."""
-
-    model: Any
-    reward_funcs: Any
-    train: Any  # None: environments write them
-    heldout: Any  # None: there are none
-    tools: Sequence[Any] = ()
-    environment_factory: Any = None
-    processing_class: Any = None  # None: the tokenizer beside the model
-    task: Task | None = None  # where these come from
 
 
 def train(options: TrainOptions) -> None:
@@ -71,7 +47,7 @@ def train(options: TrainOptions) -> None:
     options.prompts_per_process(num_processes=options.world_size)
     check_combination(options)
     if options.dry_run:
-        for part in dry_run(options, lambda: load_inputs(options)) if is_first_process() else ():
+        for part in dry_run(options, lambda: load_start(options)[0]) if is_first_process() else ():
             print(part, flush=True)
         return
     path, resume = Path(options.output_dir), bool(options.resume_from_checkpoint)
@@ -81,55 +57,31 @@ def train(options: TrainOptions) -> None:
             # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
             torch.set_num_threads(1)
         say(f"no --model given: training the small one of the built-in {options.task or ARITHMETIC} task")
-    inputs = load_inputs(options)
-    trainer = GRPOTrainer(
-        inputs.model,
-        inputs.reward_funcs,
-        options.trainer_args(),
-        inputs.train,
-        inputs.heldout,
-        inputs.processing_class,
-        peft_config=options.peft_config(),
-        tools=inputs.tools,
-        environment_factory=inputs.environment_factory,
-        teacher_model=options.teacher_model,
-    )
+    start, task = load_start(options)
+    trainer = GRPOTrainer(**start.arguments())
     trainer.facts["command"] = options.command()  # run.json and the report say what data and prompts a run had
     result = trainer.train()
     trainer.accelerator.state.destroy_process_group()  # `end_training` would end the trackers a second time
-    if inputs.task is not None and result.eval_before is not None and result.eval_after is not None:
+    if task is not None and result.eval_before is not None and result.eval_after is not None:
         means = [of["reward"] for of in (result.eval_before, result.eval_after)]
-        count = len(inputs.task.heldout)
+        count = len(task.heldout)
         if all(0 <= mean <= 1 for mean in means):
             say(f"95 % intervals: {' -> '.join('{:.3f} to {:.3f}'.format(*interval(mean, count)) for mean in means)}")
-        say(f"held-out {inputs.task.measures}: {means[0]:.3f} -> {means[1]:.3f}")
+        say(f"held-out {task.measures}: {means[0]:.3f} -> {means[1]:.3f}")
 
 
-def dry_run(options: TrainOptions, load_inputs: Callable[[], Inputs]) -> Iterator[str]:
+def dry_run(options: TrainOptions, load: Callable[[], Start]) -> Iterator[str]:
     """The parts of the output of `--dry-run`, one after the other, up to the first error that the run would raise."""
     processes = options.world_size
     yield resolved(options)
     try:
-        inputs = load_inputs()
+        start = load()
     except DataError:
         yield batch_table(options, processes=processes, prompts=None)
         raise
-    episodes: dict[str, Any] = {"tools": inputs.tools, "environment_factory": inputs.environment_factory}
-    rows = rows_of_environments(inputs.train, inputs.environment_factory, options)
-    heldout = with_prompts(inputs.heldout, inputs.environment_factory)
+    rows = start.train_dataset = rows_of_environments(start.train_dataset, start.environment_factory, options)
     yield batch_table(options, processes=processes, prompts=len(rows) if hasattr(rows, "__len__") else None)
-    check_arguments(options, rollout_func=None, eval_dataset=heldout, teacher_model=options.teacher_model, **episodes)
-    start = Start(
-        args=options,
-        model=inputs.model,
-        train=check_dataset(rows, name="train_dataset"),
-        evals=eval_sets(heldout, check=True),
-        reward_funcs=inputs.reward_funcs,
-        processing_class=inputs.processing_class,
-        peft_config=options.peft_config(),
-        teacher=options.teacher_model,
-        **episodes,
-    )
+    check_given(start)
     check_start(start)
     plan = Plan(start)
     if prompts := plan.prompt_table():
@@ -151,8 +103,8 @@ def resolved(options: TrainOptions) -> str:
     return f"# options that are not at their defaults; what --config takes\n{text}"
 
 
-def load_inputs(options: TrainOptions) -> Inputs:
-    """The model, the rewards, and the rows to train on and held-out ones, or None where no option names any."""
+def load_start(options: TrainOptions) -> tuple[Start, Task | None]:
+    """What the options name: model, rewards, rows to train on and held-out ones, and the task that these come from."""
     task, name = None, options.task or (ARITHMETIC if options.model is None else None)
     if name is None:
         train = None if options.dataset is None else load_prompts(options, held_out=False)
@@ -172,16 +124,19 @@ def load_inputs(options: TrainOptions) -> Inputs:
         with loading(f"model {model!r}, whose tokenizer"):
             tokenizer = tokenizer_for(model, None, options)
     environments = options.environment_factory
-    return Inputs(
+    start = Start(
+        args=options.trainer_args(),
         model=model,
         processing_class=tokenizer,
         reward_funcs=options.reward_funcs if task is None else [task.reward, *options.reward_funcs],
-        train=in_format(train, options, tokenizer),
-        heldout=in_format(heldout, options, tokenizer),
+        train_dataset=in_format(train, options, tokenizer),
+        eval_dataset=in_format(heldout, options, tokenizer),
+        peft_config=options.peft_config(),
+        teacher_model=options.teacher_model,
         tools=[*(() if task is None else task.tools), *(load_reward(name, what="tool") for name in options.tools)],
         environment_factory=environments and load_reward(environments, what="environment_factory"),
-        task=task,
     )
+    return start, task
 
 
 def in_format(rows: Any, options: TrainOptions, tokenizer: Any) -> Any:

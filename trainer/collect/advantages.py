@@ -7,15 +7,9 @@ that no function scored gets advantage 0 and takes no part in its group's statis
 docs/rewards.md has the two orders in which several functions are combined, and docs/loss.md the other baselines and
 scales of `advantage_estimator`, with their formulas and papers.
 
-**The optimal token baseline** (arXiv:2602.07078) is another one for each place in the completions of a group.
-With r_i the reward of completion i, s_j the squared norm of the gradient of its token j's log-prob in the logits
-(`_maths/moments.py`), and rho_j the weight of that token's sampling correction, completion i has at place t
-
-    W_it = sum over j <= t of rho_j^2 s_j        A_it = r_i - b_t        b_t = sum_i W_it r_i / sum_i W_it
-
-where b_t is a mean over the completions that reach t. Of all baselines of that kind it leaves the gradient least
-variance, with the norm of the gradient in the weights taken for that in the logits. Where a completion is longer than
-all others it is alone, and its advantages are 0. A group with equal rewards has none, in the variant below either.
+**The optimal token baseline** (arXiv:2602.07078) is another one for each place in the completions of a group, by
+squared norms s_j of the gradients of log-probs in the logits (`_maths/moments.py`) and weights rho_j of the sampling
+correction: W_it is the sum of rho_j^2 s_j over the tokens of completion i up to place t.
 
 `tir_optimal_token_baseline` is verl's variant for tool-integrated reasoning: places count the model's own tokens alone,
 so that turns of different tools' outputs are compared, and where a completion is alone its baseline is 0.

@@ -9,14 +9,13 @@
 g is G, or the part of a group that fits into a rank's share of the batch: then consecutive ranks have the same prompt,
 and each samples its part. Rewards are gathered, so advantages are always those of whole groups.
 
-Groups for which the engine or a reward function failed are not in the batch, nor, with `dynamic_sampling`, groups whose
-rewards are all equal. With `mask_truncated_completions`, truncated completions are counted, but not in the loss.
-
-With `generate_ahead=k`, each collection takes the oldest batch of a queue (batch_queue.py), further rounds of
-`dynamic_sampling` too, and requests another one from the current weights.
-
 For ReMax, a second `generate` call gives a greedy completion of each prompt, to the rank with the first part of its
-group. It is the `greedy` of the samples there, and is scored after them.
+group: the `greedy` of the samples.
+
+With `generate_ahead` each round takes the oldest batch of a `BatchQueue`: those that an engine samples while the
+optimizer learns, each from the weights of its request (docs/trainer.md, "Sampling while learning"). Ranks may share a
+server, and their threads meet in `load_weights`, in the same order; so a rank whose batch failed loads weights for the
+others, and nothing more is sampled on it.
 """
 
 from __future__ import annotations
@@ -25,12 +24,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, islice, pairwise
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -40,7 +42,6 @@ from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import GREEDY, RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.collect.advantages import Scores, multi_objective_advantages, spread, token_advantages
-from fused_grpo.trainer.collect.batch_queue import BatchQueue, Complete, Draw, Drawn
 from fused_grpo.trainer.collect.scoring import (
     Evaluation,
     RolloutFacts,
@@ -52,9 +53,9 @@ from fused_grpo.trainer.collect.scoring import (
     without_rewards,
 )
 from fused_grpo.trainer.collect.start_checks import Start
-from fused_grpo.trainer.data.curriculum import CurriculumSampler
+from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.data.datasets import Row, all_rows
-from fused_grpo.trainer.data.prompt_sampler import PromptSampler
+from fused_grpo.trainer.data.prompt_sampler import CurriculumSampler, PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
 from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
@@ -64,6 +65,58 @@ from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import Phases
 from fused_grpo.trainer.models.weight_stream import copied
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
+
+Drawn = tuple[list[Row], list[Sample]]  # rows of the dataset, and the completions of their prompts, group by group
+Draw = Callable[[], Drawn | None]  # None: there is no queue
+Complete = Callable[[], list[Sample]]
+Load = Callable[[], None] | None
+
+
+class Prefetched(NamedTuple):
+    """A batch that the engine samples, or has sampled."""
+
+    rows: list[Row]
+    samples: Future[list[Sample]]
+    before: dict[str, Any]  # the position of the collector before the rows were drawn
+    weight_version: int  # the optimizer step whose weights sample it
+    sync_metrics: Mapping[str, float] = MappingProxyType({})  # of the sync that the engine got them by, once sampled
+
+
+class BatchQueue(deque[Prefetched]):
+    """Batches in flight, the oldest first."""
+
+    is_closed = False  # True: what has not begun is not sampled any more
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether a batch is not sampled yet."""
+        return not all(batch.samples.done() for batch in self)
+
+    def in_turn(self, sample: Complete, load: Load) -> Future[list[Sample]]:
+        """What `sample` returns in a thread, behind all that was requested before; `load`, if given, comes first."""
+        earlier = self[-1].samples if self else None
+
+        def work() -> list[Sample]:
+            failure = None if earlier is None else earlier.exception()  # which waits
+            if self.is_closed:
+                raise CancelledError
+            if load is not None:
+                load()
+            if failure is not None:
+                raise failure
+            return sample()
+
+        return in_thread(work, name="prefetch")
+
+    def take(self) -> Drawn:
+        """The oldest batch, which is waited for and leaves the queue; or its error, with which it stays there."""
+        drawn = self[0].rows, self[0].samples.result()
+        self.popleft()
+        return drawn
+
+    def wait(self) -> None:
+        """Wait until the engine has nothing to do. `take` raises its errors, if there are some."""
+        wait([batch.samples for batch in self])
 
 
 class Collector:
@@ -117,11 +170,11 @@ class Collector:
             raise kind(f"every group of the batch was dropped; the first failure: {of_engine or scored.failure}")
         with phases("reward"):
             facts = gather_object([RolloutFacts.of(scored)])
-            advantages = self._advantages(facts, self.args.num_generations)
+            samples = self._with_advantages(scored, facts, self.args.num_generations)
         self.num_tokens += sum(one.scored.num_tokens for one in facts)
         metrics = rollout_metrics(facts, self.rewards.names, self.args) | of_rounds
         metrics |= {"num_tokens": float(self.num_tokens), **self.sync_metrics, **self.sampler.metrics()}
-        return replace(scored.with_advantages(advantages), metrics=metrics)
+        return replace(scored, samples=samples, metrics=metrics)
 
     def buffer(self, scored: Scored, phases: Phases) -> RolloutBuffer:
         """The batches of all optimizer steps, balanced across ranks and with the old log-probs that they need."""
@@ -168,7 +221,8 @@ class Collector:
         everywhere = gather_object([RolloutFacts.of(scored)])
         metrics = rollout_metrics(everywhere, self.rewards.names, self.args, evaluated=True)
         metrics["num_tokens"] = float(self.num_tokens)
-        batch = self._learned_from(scored.with_advantages(self._advantages(everywhere, sampling.n)))
+        scored = replace(scored, samples=self._with_advantages(scored, everywhere, sampling.n))
+        batch = self._learned_from(scored)
         skipped = [self.learner.can_skip and sample.in_loss and not sample.has_advantage for sample in batch]
         # The sampler's log-probs may be of another temperature.
         batch = with_fields(batch, {"skipped": skipped, "sampling_logprobs": [None] * len(batch)})
@@ -193,7 +247,7 @@ class Collector:
             synced.update(getattr(engine, "sync_metrics", {}))
             return complete()
 
-        self.queue.request(rows, sample, before=before, weight_version=step, sync_metrics=synced, load=load)
+        self.queue.append(Prefetched(rows, self.queue.in_turn(sample, load), before, step, synced))
 
     def state(self, *, wait: bool = True) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
         """The position in the data and the prefetched samples: JSON, the same on every rank, and a table of each batch.
@@ -232,8 +286,9 @@ class Collector:
             samples = from_tensors(own)
             before, rows = self._position(), self.sampler.next_batch()
             self.generate_calls += 1
-            samples = self._with_greedy(samples, from_tensors(greedy)) if self.has_greedy else samples
-            self.queue.restore(rows, samples, before=before, weight_version=version)
+            sampled = Future[list[Sample]]()
+            sampled.set_result(self._with_greedy(samples, from_tensors(greedy)) if self.has_greedy else samples)
+            self.queue.append(Prefetched(rows, sampled, before, version))
 
     def next_pass(self, passes: int) -> None:
         """Leave out the rest of a pass over the data, so that so many are over, and what is in flight of it."""
@@ -257,9 +312,16 @@ class Collector:
                 scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=self.events.state)
                 if self.has_greedy:
                     scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=self.events.state)
-        scored = self._dropped_everywhere(scored)
+        size = self.args.num_generations
+        if "drop" in (self.args.reward_failure, self.args.rollout_failure) and self.group_part != size:
+            # A group that any rank drops its part of is dropped by all ranks that have a part of it.
+            parts = gather_object([[sample.dropped for sample in scored.samples]])
+            every = torch.tensor(list(chain.from_iterable(parts))).view(-1, size).any(1).repeat_interleave(size)
+            dropped = every.split(list(map(len, parts)))[self.accelerator.process_index].tolist()
+            pairs = zip(scored.samples, dropped, strict=True)
+            scored = replace(scored, samples=[without_rewards(one) if drop else one for one, drop in pairs])
         if isinstance(self.sampler, CurriculumSampler):
-            rewards, size = gather_object([sample.reward for sample in scored.samples]), self.args.num_generations
+            rewards = gather_object([sample.reward for sample in scored.samples])
             groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]  # as in the batch
             self.sampler.update(self.sampler.batch, groups)
         return scored
@@ -285,17 +347,6 @@ class Collector:
                     if is_ours:
                         os.fchdir(here)
                 os.close(here)
-
-    def _dropped_everywhere(self, scored: Scored) -> Scored:
-        """With a group that any rank drops its part of dropped by all ranks that have a part of it."""
-        size = self.args.num_generations
-        if "drop" not in (self.args.reward_failure, self.args.rollout_failure) or self.group_part == size:
-            return scored
-        parts = gather_object([[sample.dropped for sample in scored.samples]])
-        every = torch.tensor(list(chain.from_iterable(parts))).view(-1, size).any(1).repeat_interleave(size)
-        dropped = every.split(list(map(len, parts)))[self.accelerator.process_index].tolist()
-        pairs = zip(scored.samples, dropped, strict=True)
-        return replace(scored, samples=[without_rewards(one) if drop else one for one, drop in pairs])
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
         """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""
@@ -355,15 +406,15 @@ class Collector:
             routers=self.learner.routers,
         )
 
-    def _advantages(self, facts: Sequence[RolloutFacts], size: int) -> Tensor:
-        """Advantages [B] of this rank, by the rewards [B, F] of all: one after the other, they are whole groups."""
+    def _with_advantages(self, scored: Scored, facts: Sequence[RolloutFacts], size: int) -> list[Sample]:
+        """Those of this rank, with advantages by the rewards of all: one after the other, they are whole groups."""
         parts = [one.per_function for one in facts]
-        lengths, baselines = (torch.cat([getattr(one, name) for one in facts]) for name in ("num_own", "baselines"))
+        lengths, baselines = (torch.cat([getattr(one, name) for one in facts]) for name in ("lengths", "baselines"))
         advantages = multi_objective_advantages(
             torch.cat(parts), self.rewards.weights, self.args, size=size, lengths=lengths, baselines=baselines
         )
-        own: Tensor = advantages.split(list(map(len, parts)))[self.accelerator.process_index]
-        return own
+        own = advantages.split(list(map(len, parts)))[self.accelerator.process_index]
+        return with_fields(scored.samples, {"advantage": own.tolist()})
 
     def _with_token_advantages(self, samples: list[Sample]) -> list[Sample]:
         """The samples, groups one after the other, with advantages for each token, where the estimator has such."""

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from torch import nn
 
 from fused_grpo.errors import elide_middle, visible
-from fused_grpo.trainer.collect.start_checks import Start, load_config, planned_shape
+from fused_grpo.trainer.collect.start_checks import Start, load_config
 from fused_grpo.trainer.common.formatting import bytes_text, short_number
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import as_row, is_conversational, is_stream, read_rows
@@ -23,7 +23,14 @@ from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.run_output import at_start
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.loading import SELF, wants_bf16
-from fused_grpo.trainer.models.memory_estimate import LEFT_OUT, ModelShape, device_memory, memory_terms, process_memory
+from fused_grpo.trainer.models.memory_estimate import (
+    LEFT_OUT,
+    ModelShape,
+    device_memory,
+    memory_terms,
+    planned_shape,
+    process_memory,
+)
 
 PROMPT_CHARACTERS = 400  # of the prompt that is shown
 
@@ -73,12 +80,12 @@ class Plan:
         self._engine: str = start.engine_name if own is None else getattr(own, "name", FunctionEngine.name)
         self._prompt = _first_prompt(start)
         # Of the teacher: "self" for the reference, None without one or of one that cannot be built.
-        self._teacher: ModelShape | str | None = SELF if start.teacher == SELF else None
-        if start.teacher is not None and start.teacher != SELF:
-            config = load_config("teacher_model", start.teacher, start.args, start.args.teacher_model_init_kwargs)
-            self._teacher = planned_shape(config, start.teacher, None)
+        self._teacher: ModelShape | str | None = SELF if start.teacher_model == SELF else None
+        if start.teacher_model is not None and start.teacher_model != SELF:
+            config = load_config("teacher_model", start.teacher_model, start.args, start.args.teacher_model_init_kwargs)
+            self._teacher = planned_shape(config, start.teacher_model, None)
         self._terms = None  # of the memory of one device
-        if start.shape is not None and not is_stream(start.train):
+        if start.shape is not None and not is_stream(start.train_dataset):
             # Of this process, without the model that it may have loaded already; on a GPU that is not known.
             held = process_memory() if device_memory(start.args) is None else None
             weights = sum(p.nbytes for p in start.model.parameters()) if isinstance(start.model, nn.Module) else 0
@@ -104,7 +111,7 @@ class Plan:
     def banner(self) -> dict[str, str]:
         """What the run will do, in a line each. In what a server samples is not known yet."""
         start, args = self._start, self._args
-        count = "a stream of prompts" if is_stream(start.train) else f"{len(start.train):,} prompts"
+        count = "a stream of prompts" if is_stream(start.train_dataset) else f"{len(start.train_dataset):,} prompts"
         trains = "bfloat16, with weights in float32" if wants_bf16(args) else "float32"
         trains += ", on a base in 4 bits" * bool(start.shape is not None and start.shape.quantized)
         samples = str(sampling_dtype(args)).removeprefix("torch.")
@@ -118,9 +125,10 @@ class Plan:
             "run": f"{start.max_steps:,} optimizer steps",
             "loss": f"{args.loss_type}, beta {args.beta}, learning rate {args.learning_rate}",
         }
-        if start.teacher is not None:
+        if start.teacher_model is not None:
             shape = self._teacher if isinstance(self._teacher, ModelShape) else None
-            name = "the reference model" if start.teacher == SELF else _described(start.teacher, shape, is_teacher=True)
+            name = _described(start.teacher_model, shape, is_teacher=True)
+            name = "the reference model" if start.teacher_model == SELF else name
             facts["teacher"] = f"{name}, {args.distillation_kind} x {args.distillation_coef}"
         if self._terms is not None:
             size, device = self._total(), device_memory(args)
@@ -168,7 +176,7 @@ def _first_prompt(start: Start) -> tuple[str, str] | None:
     """
     if not _template(start.tokenizer):
         return None
-    row = as_row(next(iter(read_rows(start.train, name="train_dataset"))))
+    row = as_row(next(iter(read_rows(start.train_dataset, name="train_dataset"))))
     form = "conversations in the model's chat template"
     if not is_conversational(row):
         form = "plain text: the model's chat template is not used"

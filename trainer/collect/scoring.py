@@ -27,7 +27,7 @@ from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row
-from fused_grpo.trainer.data.prompts import as_completion
+from fused_grpo.trainer.data.prompts import as_completion, has_own_parser, parsed_reply
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, with_fields
 
@@ -74,16 +74,6 @@ class Scored:
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in rounds[0].seconds},
             logged={name: fmean(part.logged[name] for part in rounds if name in part.logged) for name in names},
         )
-
-    @property
-    def per_function(self) -> Tensor:
-        """Rewards [B, F] fp32; NaN: not scored by that function."""
-        rewards = [sample.rewards for sample in self.samples]
-        return torch.tensor(rewards, dtype=torch.float32).view(len(rewards), len(self.reward_names))
-
-    def with_advantages(self, advantages: Tensor) -> Scored:
-        """With the advantages [B]."""
-        return replace(self, samples=with_fields(self.samples, {"advantage": advantages.tolist()}))
 
     def kept(self) -> list[Sample]:
         """The samples of all groups but the dropped ones."""
@@ -141,7 +131,7 @@ def score_rollouts(
     if episodes:
         given = [episode.messages for episode in episodes]
         columns = [row | {"prompt": episode.prompt} for row, episode in zip(columns, episodes, strict=True)]
-    elif getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
+    elif has_own_parser(tokenizer):
         _parse(given, samples, tokenizer)
     # The functions do not see groups for which the engine failed.
     sound, said = [place for place, sample in enumerate(samples) if sample.failure is None], dict[str, Any]()
@@ -231,18 +221,13 @@ def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
     failed, places = 0, [index for index, one in enumerate(given) if not isinstance(one, str)]
     for index in places:
         try:
-            # Before transformers 5.13 there was a schema, which took no prompt.
-            options: dict[str, Any] = {}
-            if getattr(tokenizer, "response_template", None):
-                options["prefix"] = samples[index].prompt_ids
-            message = tokenizer.parse_response(samples[index].completion_ids, **options)
-            content = str(message.get("content") or "").removesuffix(tokenizer.eos_token or "")
+            message = parsed_reply(tokenizer, samples[index].completion_ids, samples[index].prompt_ids)
             for call in message.get("tool_calls") or ():
                 function = call.get("function", call)
                 if not isinstance(function["name"], str):
                     raise TypeError("a tool call without a name")
                 function["arguments"] = {} if function.get("arguments") is None else function["arguments"]
-            given[index] = [{"role": "assistant", **message, "content": content}]
+            given[index] = [message]
         except Exception:  # of the template, which is a program, or of what the model wrote
             failed += 1
     if failed and failed == len(places):
@@ -256,36 +241,31 @@ class RolloutFacts(NamedTuple):
     """What one process knows of its B completions, small enough to send to the others."""
 
     scored: Scored  # without its samples
-    rewards: Tensor  # [B]
+    rewards: Tensor  # [B] fp32
     baselines: Tensor  # [B] of ReMax, NaN: not scored, not of this rank, or none
-    per_function: Tensor  # [B, F]
-    num_own: Tensor  # [B] of the model's own tokens
-    lengths: Tensor  # [b] of the same, without the groups for which the engine failed
-    ended: Tensor  # [b] bool
-    dropped: Tensor  # [B] bool, of the groups for which the engine or a reward function failed
+    lengths: Tensor  # [B] of the model's own tokens
+    per_function: Tensor  # [B, F]; NaN: not scored by that function
+    ended: Tensor  # [B] bool
+    failed: Tensor  # [B] bool, of the groups for which the engine failed
+    dropped: Tensor  # [B] bool, of these and of those for which a reward function failed
     supports: Tensor  # [3], of truncated sampling: tokens, and the sum and the largest of the sizes of their supports
     episodes: Tensor  # [e, 3], of those of several turns: turns, calls of tools, and calls that failed
 
     @classmethod
     def of(cls, scored: Scored) -> RolloutFacts:
-        sound = [sample for sample in scored.samples if sample.failure is None]
-        episodes = [sample.episode for sample in scored.samples if sample.episode is not None]
-        known = [sample.kept_sizes for sample in scored.samples if sample.kept_sizes is not None]
+        samples = scored.samples
+        numbers = [(one.reward, one.baseline, float(one.num_own), *one.rewards) for one in samples]
+        table = torch.tensor(numbers, dtype=torch.float32).view(len(samples), 3 + len(scored.reward_names))
+        flags = [(one.finish_reason == "stop", one.failure is not None, one.dropped) for one in samples]
+        known = [one.kept_sizes for one in samples if one.kept_sizes is not None]
         sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *known])
-        return cls(
-            scored=replace(scored, samples=[], failure=None),
-            rewards=torch.tensor([sample.reward for sample in scored.samples], dtype=torch.float32),
-            baselines=torch.tensor([sample.baseline for sample in scored.samples], dtype=torch.float32),
-            per_function=scored.per_function,
-            num_own=torch.tensor([sample.num_own for sample in scored.samples], dtype=torch.float32),
-            lengths=torch.tensor([sample.num_own for sample in sound], dtype=torch.float32),
-            ended=torch.tensor([sample.finish_reason == "stop" for sample in sound], dtype=torch.bool),
-            dropped=torch.tensor([sample.dropped for sample in scored.samples], dtype=torch.bool),
-            supports=torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float(),
-            episodes=torch.tensor(
-                [(one.turns, len(one.calls), sum(call.failed for call in one.calls)) for one in episodes]
-            ).view(-1, 3),
-        )
+        episodes = [one.episode for one in samples if one.episode is not None]
+        calls = [(one.turns, len(one.calls), sum(call.failed for call in one.calls)) for one in episodes]
+        rewards, baselines, lengths = table[:, :3].unbind(1)
+        ended, failed, dropped = torch.tensor(flags, dtype=torch.bool).view(-1, 3).unbind(1)
+        supports = torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float()
+        alone, by_call = replace(scored, samples=[], failure=None), torch.tensor(calls).view(-1, 3)
+        return cls(alone, rewards, baselines, lengths, table[:, 3:], ended, failed, dropped, supports, by_call)
 
 
 def rollout_metrics(
@@ -296,10 +276,10 @@ def rollout_metrics(
     They are in the order of their ranks, since a group may be on several; `names` are those of the reward functions.
     """
     size = (args.num_generations_eval or 1) if evaluated else args.num_generations
-    rewards, baselines, per_function, lengths, ended, dropped = (
-        torch.cat([getattr(facts, name) for facts in processes])
-        for name in ("rewards", "baselines", "per_function", "lengths", "ended", "dropped")
+    rewards, baselines, lengths, per_function, ended, failed, dropped = (
+        torch.cat(parts) for parts in list(zip(*processes, strict=True))[1:8]
     )
+    lengths, ended = lengths[~failed], ended[~failed]
     groups, baselines = (values.view(-1, size) for values in (rewards, baselines))
     apart = spread(groups, None if baselines.isnan().all() else baselines[:, :1])
     within, overall = nanstd(groups)[:, 0], _std(rewards[~rewards.isnan()])
@@ -330,7 +310,7 @@ def rollout_metrics(
     for facts in processes:
         for name, value in facts.scored.logged.items():
             logged.setdefault(name, []).append((value, len(facts.rewards) / len(rewards)))
-    failed = sum(facts.scored.num_failed for facts in processes)
+    num_failed = sum(facts.scored.num_failed for facts in processes)
     supports = torch.stack([facts.supports for facts in processes])
     if tokens := supports[:, 0].sum():
         metrics["sampling/kept_tokens/mean"] = supports[:, 1].sum() / tokens
@@ -346,7 +326,7 @@ def rollout_metrics(
     return {
         **{name: value.item() for name, value in metrics.items()},
         **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
-        **({"rollouts/dropped": float(failed)} if failed else {}),
+        **({"rollouts/dropped": float(num_failed)} if num_failed else {}),
         **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
         **(pass_rates(per_function, size) if evaluated and args.num_generations_eval is not None else {}),
     }
@@ -381,12 +361,6 @@ def pass_rates(per_function: Tensor, n: int) -> dict[str, float]:
 def _std(values: Tensor) -> Tensor:
     """With Bessel's correction; NaN for fewer than two values."""
     return values.std() if len(values) > 1 else torch.tensor(torch.nan)
-
-
-def rename_loss_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics of an optimizer step under TRL's names."""
-    named = ((LOSS_METRICS.get(name, name), value) for name, value in metrics.items())
-    return {name: value for name, value in named if name is not None}
 
 
 class Evaluation(NamedTuple):

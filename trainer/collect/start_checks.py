@@ -6,13 +6,10 @@ models. What they find (tokenizer, configuration, longest prompt) the run uses.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -20,7 +17,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
@@ -29,17 +25,23 @@ from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, n
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
 from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.config.derived_options import whole_steps
+from fused_grpo.trainer.config.checks import check_arguments
+from fused_grpo.trainer.config.derived_options import fill_loader_options, whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.curriculum import CurriculumSampler, levels_of
-from fused_grpo.trainer.data.datasets import is_conversational, is_stream, read_rows, set_name
-from fused_grpo.trainer.data.prompt_sampler import Epochs, PromptSampler, planned_steps, prompt_sampler
+from fused_grpo.trainer.data.datasets import (
+    check_dataset,
+    eval_sets,
+    is_conversational,
+    is_stream,
+    read_rows,
+    set_name,
+)
+from fused_grpo.trainer.data.prompt_sampler import Epochs, levels_of, planned_steps
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.engine_choice import (
     EngineName,
     check_routing,
-    choose_engine,
     engine_name,
     sampling_dtype,
     server_urls,
@@ -48,14 +50,24 @@ from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.engines.server.replicas import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_installed, enable_batch_invariance
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
+from fused_grpo.trainer.episodes.environments import rows_of_environments, with_prompts
 from fused_grpo.trainer.episodes.play import Rules, rules_of
 from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.callbacks import EVENTS
-from fused_grpo.trainer.logging.model_card import check_hub, is_hub_id
+from fused_grpo.trainer.logging.model_card import check_hub
 from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted
-from fused_grpo.trainer.models.loading import SELF, load_teacher, loading, model_for, positions, tokenizer_for
-from fused_grpo.trainer.models.memory_estimate import ModelShape, shape_of
+from fused_grpo.trainer.models.loading import (
+    SELF,
+    check_source,
+    load_model,
+    load_teacher,
+    loading,
+    loading_options,
+    positions,
+    tokenizer_for,
+)
+from fused_grpo.trainer.models.memory_estimate import ModelShape, planned_shape
 from fused_grpo.trainer.models.quantized import QUANTIZATION, check_quantization, quantization_of
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
@@ -67,46 +79,63 @@ OF_RESET = 1024  # tokens that an environment may add to a prompt, where no opti
 
 @dataclass(kw_only=True)
 class Start:
-    """What a run begins with, and below what the checks find."""
+    """What a run begins with: arguments of the trainer, and below what the checks find."""
 
     args: GRPOConfig
     model: Any  # a path, a hub id, or a module
-    train: Any  # after the checks without the prompts that are too long
-    evals: Mapping[str, Any]  # eval sets by name
+    train_dataset: Any  # after the checks without the prompts that are too long
+    eval_dataset: Any = None  # one, or several by name
     reward_funcs: Any
     reward_processing_classes: Any = None
     processing_class: Any = None
     quantization_config: Any = None
     peft_config: Any = None
     callbacks: Sequence[Any] = ()
-    engine: Any = None  # the user's own, or their function; None: the one that `args` asks for
-    teacher: Any = None
-    accelerator: Accelerator | None = None  # None: of a dry run
+    rollout_engine: RolloutEngine | None = None
+    rollout_func: Any = None
+    teacher_model: Any = None
     tools: Any = None
     environment_factory: Any = None
+    accelerator: Accelerator | None = field(default=None, init=False)  # None: of a dry run
+    evals: Mapping[str, Any] = field(init=False)  # eval sets by name
     config: Any = field(init=False)  # of the model
     engine_name: EngineName = field(init=False)
     shape: ModelShape | None = field(init=False)  # None: of a model that cannot be built without weights
     tokenizer: Any = field(init=False)
-    rules: Rules | None = None  # of episodes
+    rules: Rules | None = field(default=None, init=False)  # of episodes
     limit: PromptLimit = field(init=False)
     max_steps: int = field(init=False)
     epochs: Epochs = field(init=False)
-    replaced: list[Path] = field(default_factory=list)  # of another run in the output directory
+    replaced: list[Path] = field(default_factory=list, init=False)  # of another run in the output directory
     rewards: Rewards = field(init=False)
 
     def __post_init__(self) -> None:
-        one = self.accelerator
-        self.processes = self.args.world_size if one is None else one.num_processes
-        self.is_main = one is None or bool(one.is_main_process)  # the process that writes
+        self.engine = self.rollout_engine or self.rollout_func  # None: the one that `args` asks for
         # Of a model that is yet to be loaded.
         self.model_path = str(self.model) if isinstance(self.model, str | Path) else None
-        self.has_streams = any(map(is_stream, self.sets.values()))  # which cannot be read before the run
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of `GRPOTrainer` that it was made from."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+
+    @property
+    def processes(self) -> int:
+        return self.args.world_size if self.accelerator is None else self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes."""
+        return self.accelerator is None or bool(self.accelerator.is_main_process)
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether a set cannot be read before the run."""
+        return any(map(is_stream, self.sets.values()))
 
     @property
     def sets(self) -> dict[str, Any]:
         """All datasets, under the names that errors have."""
-        return {"train_dataset": self.train} | {set_name(name): rows for name, rows in self.evals.items()}
+        return {"train_dataset": self.train_dataset} | {set_name(name): rows for name, rows in self.evals.items()}
 
     @property
     def longest_sequence(self) -> int | None:
@@ -138,8 +167,28 @@ class Start:
         return step <= last and args.save_strategy != "no" and not by_steps
 
 
+def check_given(start: Start) -> None:
+    """The arguments go together, and the datasets can be used; environments write prompts where there are none."""
+    args, factory = start.args, start.environment_factory
+    check_arguments(
+        args,
+        rollout_func=start.rollout_func,
+        rollout_engine=start.rollout_engine,
+        eval_dataset=start.eval_dataset,
+        teacher_model=start.teacher_model,
+        tools=start.tools,
+        environment_factory=factory,
+        quantization_config=start.quantization_config,
+    )
+    train = rows_of_environments(start.train_dataset, factory, args)
+    start.eval_dataset = with_prompts(start.eval_dataset, factory)
+    start.train_dataset = check_dataset(train, name="train_dataset")
+    fill_loader_options(args, stream=is_stream(start.train_dataset))
+    start.evals = eval_sets(start.eval_dataset, check=True)
+
+
 def check_start(start: Start) -> None:
-    """Go through all checks; the first one that fails raises a FusedGRPOError."""
+    """Go through all other checks; the first one that fails raises a FusedGRPOError."""
     first = (check_processes, check_names, check_services, check_model, check_episodes, check_prompts)
     for check in (*first, check_places, check_saving, check_disk, check_rewards):
         check(start)
@@ -159,9 +208,9 @@ def check_processes(start: Start) -> None:
 
 def check_names(start: Start) -> None:
     """Paths and hub ids of models, and names of rewards."""
-    args, given = start.args, start.reward_funcs
+    args, given, teacher = start.args, start.reward_funcs, start.teacher_model
     check_source("model", start.model, args.model_init_kwargs)
-    check_source("teacher_model", None if start.teacher == SELF else start.teacher, args.teacher_model_init_kwargs)
+    check_source("teacher_model", None if teacher == SELF else teacher, args.teacher_model_init_kwargs)
     for name in given if isinstance(given, list | tuple) else [given]:
         if isinstance(name, str) and is_reward_model(name):
             check_source("reward_funcs", name, args.model_init_kwargs)
@@ -172,47 +221,6 @@ def is_reward_model(name: str) -> bool:
     if name.endswith(".py"):
         raise InputError(f"got reward function {name!r}, a file, want a function in it; fix: {name}:<its name>")
     return builtin_reward(name) is None and not names_a_function(name)
-
-
-def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> None:
-    """DataError for a folder or hub id where no model can be, WrongTypeError for what is none and no module."""
-    if name is None or isinstance(name, nn.Module):
-        return
-    if not isinstance(name, str | Path):
-        raise WrongTypeError(f"got a {type(name).__name__} as {what}, want a path, a hub id or a model")
-    folder = Path(name, (options or {}).get("subfolder") or "")
-    problem = "which is a file" if folder.is_file() else None
-    if folder.is_dir():
-        with loading(f"{what} {str(name)!r}, whose index"):
-            problem = _problem_of_folder(folder, {"gguf_file", "variant", "config"}.isdisjoint(options or {}))
-    elif not folder.exists() and not is_hub_id(str(name)):
-        problem = "a path that does not exist"
-    if problem:
-        raise DataError(
-            f"got {what} {str(name)!r}, {problem}; want a folder with a model in it, or the name of one on the hub; "
-            "fix: the path, or save or download the model again"
-        )
-
-
-def _problem_of_folder(folder: Path, plain: bool) -> str | None:
-    """Why a folder cannot be loaded; `plain`: config and weights have their usual names."""
-    if plain and not (folder / "config.json").is_file():
-        adapter = (folder / "adapter_config.json").is_file()
-        return "an adapter (pass a PeftModel with is_trainable=True)" if adapter else "a folder without config.json"
-    if odd := [path.name for path in folder.iterdir() if not (path.is_file() or path.is_dir())]:
-        return f"with {odd[0]}, which is no regular file"  # it might hang or fill the memory
-    weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]
-    for index in folder.glob("*.index.json") if plain else ():
-        named = set(json.loads(index.read_bytes())["weight_map"].values())
-        if missing := sorted(named - {path.name for path in weights}):
-            return f"without {missing[0]}, which {index.name} names"
-    for path in folder.glob("*.safetensors"):
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except Exception as error:  # cut short, or a pointer of git-lfs
-            return f"whose {path.name} cannot be read ({error})"
-    return None if weights or not plain else "a folder without weights"
 
 
 def check_services(start: Start) -> None:
@@ -278,21 +286,6 @@ def check_model(start: Start) -> None:
         )
 
 
-def planned_shape(
-    config: Any, model: Any, peft_config: Any, quantization: Mapping[str, Any] | None = None
-) -> ModelShape | None:
-    """The shape of a model that is loaded or not, with the adapter that it is going to get."""
-    targets = getattr(peft_config, "target_modules", None)
-    with suppress(Exception):  # of a config's own code: loading the model raises it again
-        return shape_of(
-            model if isinstance(model, nn.Module) else config,
-            lora_r=None if peft_config is None else getattr(peft_config, "r", 0),
-            lora_targets=None if isinstance(targets, str) else targets,
-            in_4bit=bool((quantization or {}).get("load_in_4bit")),
-        )
-    return None
-
-
 def check_episodes(start: Start) -> None:
     """Tools have schemas, environments can be made and reset, and the chat template shows their calls and answers."""
     if not start.tools and start.environment_factory is None:
@@ -329,13 +322,13 @@ def check_prompts(start: Start) -> None:
         vocabulary=text.vocab_size if own is None or hasattr(own, "generate") else None,
         tools=() if start.rules is None else start.rules.shown_tools,
     )
-    start.train = start.limit.applied(start.train, name="train_dataset")
+    start.train_dataset = start.limit.applied(start.train_dataset, name="train_dataset")
     for name, rows in start.evals.items():
         start.limit.applied(rows, name=set_name(name))
-    length = len(start.train) if hasattr(start.train, "__len__") else None
+    length = len(start.train_dataset) if hasattr(start.train_dataset, "__len__") else None
     start.max_steps, start.epochs = planned_steps(start.args, length, start.processes)
     if start.args.curriculum != "off":
-        levels_of(start.train, start.args.curriculum)
+        levels_of(start.train_dataset, start.args.curriculum)
 
 
 def check_saving(start: Start) -> None:
@@ -455,43 +448,18 @@ def make_rewards(start: Start, more: Sequence[Callable[..., Any]]) -> Rewards:
     )
 
 
-def load_model(start: Start, optimizers: Optimizers, *, corrected: bool) -> tuple[Any, Learner]:
+def make_learner(start: Start, optimizers: Optimizers, *, corrected: bool) -> tuple[Any, Learner]:
     """(the model that is trained, its learner); `corrected` as of `Learner`."""
     args, accelerator = start.args, start.accelerator
     assert accelerator is not None
-    teacher = load_teacher(start.teacher, args, accelerator, start.tokenizer)
+    teacher = load_teacher(start.teacher_model, args, accelerator, start.tokenizer)
     set_seed(args.seed, device_specific=True)  # for dropout and new adapters
     given = {} if start.quantization_config is None else {QUANTIZATION: start.quantization_config}
-    loaded = model_for(start.model, args, accelerator, pad_token_id=start.tokenizer.pad_token_id, **given)
+    loaded = load_model(start.model, accelerator, **loading_options(args), **given)
+    for config in filter(None, (loaded.config.get_text_config(), loaded.generation_config)):
+        config.pad_token_id = start.tokenizer.pad_token_id
     policy = adapt(loaded, start.peft_config, args, accelerator, keep_reference=teacher == SELF)
     steps = start.max_steps
     return policy, Learner(
         policy, args, accelerator, max_steps=steps, optimizers=optimizers, corrected=corrected, teacher=teacher
     )
-
-
-def make_sampler(start: Start) -> PromptSampler:
-    """The sampler of the prompts; of a stream, without those that are too long."""
-    args, processes = start.args, start.processes
-    by_rewards = partial(CurriculumSampler, curriculum=args.curriculum)
-    make: Callable[..., PromptSampler] = prompt_sampler if args.curriculum == "off" else by_rewards
-    return make(
-        start.train,
-        prompts_per_batch=args.prompts_per_process(processes),
-        seed=args.seed if args.data_seed is None else args.data_seed,
-        shuffle=args.shuffle_dataset,
-        rank=0 if start.accelerator is None else start.accelerator.process_index,
-        world_size=processes,
-        repeats=args.num_generations // args.group_part(processes),
-        keep=None if start.limit.tokens is None else start.limit.fits,
-    )
-
-
-def make_engine(start: Start, model: Any, trainer: Any, own: RolloutEngine | None) -> RolloutEngine:
-    """The user's `own`; or the one that the options ask for, where there is a `rollout_func` around it."""
-    if own is not None:
-        return own
-    args = copy(start.args)
-    args.vllm_max_model_length = start.longest_sequence
-    function = start.engine
-    return choose_engine(start.engine_name, args, model, start.tokenizer, rollout_func=function, trainer=trainer)

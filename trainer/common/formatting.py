@@ -70,8 +70,8 @@ def duration(seconds: float | None) -> str:
         return MISSING
     if seconds < 59.95:
         return f"{seconds:.1f}s"
-    for large, small, unit, letters in ((3600, 60, 1, "ms"), (86400, 3600, 60, "hm"), (math.inf, 86400, 3600, "dh")):
-        whole = round(seconds / unit)
-        if whole * unit < large:
-            return f"{whole * unit // small}{letters[0]}{whole * unit % small // unit:02d}{letters[1]}"
-    raise AssertionError("the last unit has no upper limit")
+    small, unit, letters = (86400, 3600, "dh") if round(seconds / 60) >= 24 * 60 else (3600, 60, "hm")
+    if round(seconds) < 3600:
+        small, unit, letters = 60, 1, "ms"
+    whole = round(seconds / unit) * unit
+    return f"{whole // small}{letters[0]}{whole % small // unit:02d}{letters[1]}"

@@ -66,8 +66,13 @@ def redacted(value: object, key: str = "") -> object:
         return {public_text(str(name)): redacted(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [redacted(item) for item in value]
-    plain = to_json(value)
-    return _without_home(public_text(plain)) if isinstance(plain, str) else plain
+    plain, home = to_json(value), os.path.expanduser("~")
+    if not isinstance(plain, str):
+        return plain
+    text = public_text(plain)
+    if len(home) > 1:
+        text = re.sub(rf"(?<![\w.~/-]){re.escape(home)}(?=/|$)", "~", text)
+    return _HOME.sub("~", text)
 
 
 def public_text(text: str) -> str:
@@ -106,10 +111,3 @@ def _is_secret(name: str, value: object) -> bool:
 
 def _snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|\W", "_", name).lower()
-
-
-def _without_home(text: str) -> str:
-    home = os.path.expanduser("~")
-    if len(home) > 1:
-        text = re.sub(rf"(?<![\w.~/-]){re.escape(home)}(?=/|$)", "~", text)
-    return _HOME.sub("~", text)

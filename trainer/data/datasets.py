@@ -201,14 +201,13 @@ def unreadable(number: int, name: str, error: Exception) -> DataError:
     )
 
 
-def load_rows(source: str, *, split: str = "train", config: str | None = None, streaming: bool = False) -> Any:
-    """The `datasets.Dataset` (streaming: `datasets.IterableDataset`) that a string names, or a DataError.
+def load_rows(source: str, *, split: str = "train", config: str | None = None) -> Any:
+    """The `datasets.Dataset` that a string names, or a DataError.
 
     Args:
         source: a file or a glob pattern of files (.jsonl, .json, .csv, .parquet), which together are one dataset; a
             directory of `save_to_disk`; a directory of such files; or a dataset's hub id.
         split, config: of a directory or a hub dataset; the configuration where it has several ("main").
-        streaming: read and download rows as they are needed.
     """
     from datasets import load_dataset, load_from_disk
 
@@ -220,20 +219,18 @@ def load_rows(source: str, *, split: str = "train", config: str | None = None, s
                 raise FileNotFoundError("no such file")
             for file in files:
                 _check_file(file)
-            return load_dataset(file_format, data_files=source, split="train", streaming=streaming)
+            return load_dataset(file_format, data_files=source, split="train")
         if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
             saved = load_from_disk(source)
-            if isinstance(saved, dict):
-                if split not in saved:
-                    raise ValueError(f"it has the splits {sorted(saved)}")
-                saved = saved[split]
-            return saved.to_iterable_dataset() if streaming else saved
+            if isinstance(saved, dict) and split not in saved:
+                raise ValueError(f"it has the splits {sorted(saved)}")
+            return saved[split] if isinstance(saved, dict) else saved
         for file in path.rglob("*"):
             if file.suffix in _PACKED and FILE_FORMATS.get(file.with_suffix("").suffix, "json") == "json":
                 raise ValueError(f"{file.name} is compressed, so its JSON cannot be looked at first; unpack it")
             if file.suffix in FILE_FORMATS and not file.is_dir():
                 _check_file(file)
-        return load_dataset(source, config, split=split, streaming=streaming)
+        return load_dataset(source, config, split=split)
     except Exception as error:  # of the hub, the network, the file system or the file format
         got = f"got dataset {source!r} (split {split!r})"
         raise DataError(f"{got}, which cannot be loaded: {error.__cause__ or error}") from error

@@ -58,6 +58,20 @@ def has_own_parser(tokenizer: Any) -> bool:
     return True
 
 
+def parsed_reply(tokenizer: Any, ids: Sequence[int], prefix: Sequence[int], tools: Any = ()) -> dict[str, Any]:
+    """A reply as the tokenizer's own parser takes it apart, which is a program and may raise anything."""
+    options: dict[str, Any] = {}
+    if getattr(tokenizer, "response_template", None):  # before transformers 5.13 there was a schema, without a prompt
+        options = {"prefix": list(prefix), **({"tools": list(tools)} if tools else {})}
+    try:
+        message = tokenizer.parse_response(list(ids), **options)
+    except TypeError:  # transformers before 5.15 types no arguments by the tools' schemas
+        options.pop("tools", None)
+        message = tokenizer.parse_response(list(ids), **options)
+    content = str(message.get("content") or "").removesuffix(tokenizer.eos_token or "")
+    return {"role": "assistant", **message, "content": content}
+
+
 def tool_options(tools: Sequence[Callable[..., Any]]) -> dict[str, Any]:
     """The variables of a chat template that have the tools' schemas; none without tools."""
     schemas = [get_json_schema(tool) for tool in tools]

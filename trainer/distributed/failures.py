@@ -1,19 +1,11 @@
 """What ends a run: a failure of one rank, steps that are not finite, signals. All ranks go on, or all end alike.
 
-**One rank.** All ranks of a run succeed or all of them raise, and every error names the first failure. Work that a rank
-does alone (starting an engine, sampling, rewards, writing files) runs inside `all_ranks_succeed`: at its end the ranks
-compare results, so no rank enters a collective that another one never reaches. Any other error (of a model, a forward
-or a backward pass) breaks the collective that the other ranks are in. `report_failure` puts the reason into the process
-group's store before its rank ends, and the other ranks read it there; of a rank that was killed there is none. It also
-writes the error file of torch.distributed.elastic, from which torchrun and `accelerate launch` print the first failing
-rank: with NCCL, whose collectives do not raise when a rank has ended, that is the only report.
-
-**Steps whose loss or gradient is NaN or infinite.** All ranks compare the same two numbers, so they decide alike.
-
-**Signals.** The handler only sets a flag, which the loop reads after each step, so that all ranks stop after the same
-one. Launchers forward what the scheduler has sent to every process: within two seconds it is the same request.
-
-docs/trainer.md says of both what a user sees.
+docs/trainer.md says what a user sees. Work that a rank does alone (starting an engine, sampling, rewards, writing
+files) runs inside `all_ranks_succeed`: at its end the ranks compare results, so none enters a collective that another
+one never reaches. Any other error breaks the collective that the other ranks are in. `report_failure` puts the reason
+into the process group's store before its rank ends, and the other ranks read it there; of a rank that was killed there
+is none. It also writes the error file of torch.distributed.elastic: with NCCL, whose collectives do not raise when a
+rank has ended, that is the only report.
 """
 
 from __future__ import annotations
@@ -226,10 +218,6 @@ class NonFiniteSteps:
         self.in_a_row, self.total = self.in_a_row + 1, self.total + 1
         _log.warning("%s: skipped (%d in a row of at most %d), its batch is %s", what, self.in_a_row, self.limit, kept)
         return False
-
-    def metrics(self) -> dict[str, float]:
-        """The number of skipped steps, to log; nothing where no step may be skipped."""
-        return {"skipped_steps": float(self.total)} if self.limit else {}
 
     def state(self) -> dict[str, int]:
         """The counters, as JSON."""

@@ -1,8 +1,7 @@
-"""DDP and FSDP2: how ranks are connected, and a policy is sharded across them.
+"""DDP and FSDP2: how ranks are connected, and a policy is sharded across them (docs/scaling-out.md).
 
-Embedding, last norm and head stay with the root, tied or not: the loss reads the head's weight inside the root's
-forward, where it is a plain tensor and its gradient is reduced with the rest. A reference is sharded as the policy is,
-and gets copies of the policy's shards: no rank has all of it. The rest is in docs/scaling-out.md.
+Embedding, last norm and head stay with the root: the loss reads the head's weight inside the root's forward, where it
+is a plain tensor and its gradient is reduced with the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, fsdp2_prepare_model
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers.trainer_utils import enable_full_determinism
 from transformers.utils.import_utils import enable_tf32
 from transformers.utils.logging import log_levels, set_verbosity
@@ -117,9 +115,3 @@ def shard_frozen(accelerator: Accelerator, frozen: M, policy: nn.Module | None =
             shard = trained.detach().to(parameter.dtype, copy=True)
             torch.utils.swap_tensors(parameter, nn.Parameter(shard, requires_grad=False))
     return sharded
-
-
-def reshard(module: nn.Module) -> None:
-    """Free what a forward pass without a backward has left gathered: the root of a module under FSDP2."""
-    if isinstance(module, FSDPModule):
-        module.reshard()

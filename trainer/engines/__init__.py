@@ -8,7 +8,7 @@ rollout_func.py           a `rollout_func` of the user
 checked_engine.py         the trainer calls engines through this module, which checks what they return
 turns.py                  turns of episodes, sampled as they come; an engine with a `turn_session` has its own way
 sampling.py               prompts, stop tokens, seeds, sampling options and listed tokens, the same for all engines
-weight_files.py           files of weights for other processes, and tied heads
+weight_files.py           files of weights for other processes, tied heads, adapters that vLLM serves
 changed_weights.py        what changed since the last sync, and the worker extension of vLLM that makes weights of it
 """
 

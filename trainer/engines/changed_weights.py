@@ -6,9 +6,7 @@ Of each weight the elements whose bits changed are sent, with their places, or a
     values   [changed]          in the weight's dtype
     places   [changed]  uint8   within the block, ascending
 
-A worker keeps a copy of all weights and the digest of that copy; docs/scaling-out.md has what is checked. A bit that is
-wrong afterwards, in a value, a place, a name or the copy itself, gives another digest. Then the copy is dropped, and
-vLLM keeps the weights that it has.
+A worker keeps a copy of all weights and the digest of that copy; docs/scaling-out.md has what is checked.
 """
 
 from __future__ import annotations

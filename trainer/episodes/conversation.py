@@ -1,12 +1,9 @@
-"""A conversation as token ids that only grow: what was sampled is what is trained on, and nothing is tokenised anew.
+"""A conversation as token ids that only grow: what was sampled is what is trained on (docs/agents.md).
 
-    prompt ids    the template's rendering of the prompt, with the tools' schemas
-    + sampled     the ids of the model's turn, as the engine returned them
-    + added       what the template writes behind that turn for the tools' answers, up to the next turn's first token
-    + sampled ...
+    prompt ids, + the sampled ids of a turn, + added: what the template writes behind it for the tools' answers, ...
 
 `added` is read off a rendering of a dummy conversation with these answers: everything behind the token that ends the
-dummy's call. How a template writes earlier turns does not matter: docs/agents.md.
+dummy's call, up to the next turn's first token.
 """
 
 from __future__ import annotations
@@ -20,7 +17,13 @@ from typing import Any
 
 from fused_grpo.errors import DataError, UnsupportedError, shown
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.data.prompts import encode_prompts, has_chat_template, has_own_parser, tool_options
+from fused_grpo.trainer.data.prompts import (
+    encode_prompts,
+    has_chat_template,
+    has_own_parser,
+    parsed_reply,
+    tool_options,
+)
 from fused_grpo.trainer.episodes.calls import checked_call, family_of
 
 Message = dict[str, Any]
@@ -107,17 +110,9 @@ class Template:
             return {"role": "assistant", "content": text}
 
     def _parsed(self, ids: list[int], prefix: Sequence[int], tools: Sequence[Any]) -> Message:
-        options: dict[str, Any] = {}
-        if getattr(self._tokenizer, "response_template", None):
-            options = {"prefix": list(prefix), "tools": list(tools)}
-        try:
-            message = self._tokenizer.parse_response(ids, **options)
-        except TypeError:  # transformers before 5.15 types no arguments by the tools' schemas
-            options.pop("tools", None)
-            message = self._tokenizer.parse_response(ids, **options)
-        content = str(message.get("content") or "").removesuffix(self._tokenizer.eos_token or "")
+        message = parsed_reply(self._tokenizer, ids, prefix, tools)
         calls = [checked_call(call.get("function", call)) for call in message.get("tool_calls") or ()]
-        return {"role": "assistant", **message, "content": content, **({"tool_calls": calls} if calls else {})}
+        return message | ({"tool_calls": calls} if calls else {})
 
     def _by_family(self, ids: list[int], prefix: Sequence[int], tools: Sequence[Any]) -> Message:
         assert self._family is not None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -238,11 +238,4 @@ class _Played:
         return Completion(self.ids, self.logprobs, "length" if self.ended == "length" else "stop", listed, self.experts)
 
     def episode(self) -> Episode:
-        return Episode(
-            prompt=self.prompt,
-            messages=self.messages,
-            turns=self.turns,
-            calls=self.calls,
-            ended=self.ended,
-            environment=self.environment,
-        )
+        return Episode(**{entry.name: getattr(self, entry.name) for entry in fields(Episode)})

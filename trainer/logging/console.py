@@ -8,9 +8,7 @@ step: what the run does not measure has none, and where the width is too small s
     with phases("generate"):                       # one of these, and adds to the seconds of that phase of a step
 
 On a terminal and in a notebook, the phase and its seconds so far are a line that is rewritten until the phase is over.
-It leaves the cursor at its start, so that what others print meanwhile overwrites it. Elsewhere `progress` prints a
-plain line when the phase has lasted for a second, and another at its end. Shorter phases leave no line. Only the first
-process writes.
+It leaves the cursor at its start, so that what others print meanwhile overwrites it. Only the first process writes.
 """
 
 from __future__ import annotations
@@ -153,11 +151,13 @@ class Console:
             self._rich.print(table)
 
     def _cells(self, step: int, metrics: Mapping[str, object], phases: Mapping[str, float]) -> dict[str, str]:
-        seconds = metric(metrics, "step_time") or sum(phases.values())
+        total = sum(phases.values())
+        seconds = metric(metrics, "step_time") or total
         self._seconds.append(seconds)
         self._rewards.append(metric(metrics, "reward"))
         # Compilation and cold caches make the first step slow: a mean with it would be too high.
         warm = self._seconds[1:]
+        shares = (f"{100 * phases.get(name, 0.0) / total:3.0f}" for name in PHASES)
         tokens, spread = metric(metrics, "completion_tokens"), metric(metrics, "reward_std")
         clipped = "cispo_clip_ratio" if "cispo_clip_ratio" in metrics else "clip_ratio/region_mean"
         cells = {column.title: short_number(metric(metrics, column.metric)) for column in COLUMNS} | {
@@ -166,7 +166,7 @@ class Console:
             "trend": sparkline(self._rewards, TREND),
             "clip": percent(metric(metrics, clipped)),
             "time": duration(seconds),
-            PHASE_TITLE: _shares(phases),
+            PHASE_TITLE: " ".join(shares) if total > 0 else MISSING,
             "tok/s": short_number(tokens / seconds if tokens is not None and seconds > 0 else None),
             "ETA": duration(sum(warm) / len(warm) * (self.total_steps - step) if warm else None),
         }
@@ -250,11 +250,6 @@ def sparkline(values: Sequence[float | None], count: int) -> str:
     low, high = min(numbers), max(numbers)
     share = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(" " if value is None else BARS[round((value - low) * share)] for value in values[-count:])
-
-
-def _shares(phases: Mapping[str, float]) -> str:
-    total = sum(phases.values())
-    return " ".join(f"{100 * phases.get(name, 0.0) / total:3.0f}" for name in PHASES) if total > 0 else MISSING
 
 
 @contextmanager

@@ -78,19 +78,10 @@ def is_hub_id(name: str | None) -> bool:
 def push_to_hub(
     directory: Path, repo_id: str | None = None, *, private: bool | None = None, token: str | None = None, **upload: Any
 ) -> tuple[str, Any]:
-    """Upload a final model with everything beside it, in one commit.
+    """Upload a final model and what is beside it; returns where it is on the hub, and what `upload_folder` returned.
 
-    Args:
-        repo_id: "name" in your own account, or "owner/name". None: the name of the directory above.
-        private: only when the repository is made.
-        token: of the account. None: the one that is logged in.
-        upload: further arguments of `upload_folder`.
-
-    Returns:
-        Where the model is on the hub, and what `upload_folder` returned.
-
-    Raises:
-        UnavailableError: no network, no login, or no right to write there. The model on the disk is untouched.
+    `repo_id` is "name" in the own account or "owner/name", or None for the name of the directory above. `upload` are
+    arguments of `upload_folder`. UnavailableError: no network, no login, or no right to write there.
     """
     from huggingface_hub import HfApi
 

@@ -1,11 +1,8 @@
 """The report of a run: one HTML file that can be shared, and the reward curve as a picture of its own.
 
-It is made from the files of the run alone, so the report of a killed run, or of one from another machine, can be made
-too. The page needs no other file: no script, font or request, and its content security policy forbids them. Charts are
-SVG inside the page, whose points say their value under a pointer.
-
-`render` fills the Jinja templates of the report and of the model card. Every value in HTML and SVG is escaped, so a
-completion cannot add markup to a page; `visible` shows its control characters as escape sequences.
+It is made from the files of the run alone, also of a killed run, or of one from another machine. The page needs no
+other file, which its content security policy forbids. Charts are SVG, whose points say their value under a pointer.
+Every value in HTML and SVG is escaped, and `visible` shows its control characters as escape sequences.
 """
 
 from __future__ import annotations

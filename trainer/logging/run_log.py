@@ -1,12 +1,9 @@
 """The logs of a run: one JSON line per optimizer step and one per completion.
 
 They are plain text, append-only and opened anew for each write: a killed run loses at most the line it was writing, a
-shell can follow them, and there is nothing to close. Trackers show the same numbers; the report is made from these
-files.
-
-Blocks of `rollouts_kept_steps` steps bound the log of completions, the larger one. Where a block ends depends on the
-number of the step alone, so a resumed run has the blocks of a run that was never stopped. docs/trainer.md has the names
-of metrics; what a reward function logs never has one of these.
+shell can follow them, and there is nothing to close. Blocks of `rollouts_kept_steps` steps bound the log of
+completions; where one ends depends on the number of the step alone, so a resumed run has those of a run that was never
+stopped. What a reward function logs never has the name of a metric.
 """
 
 from __future__ import annotations

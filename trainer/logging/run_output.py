@@ -103,7 +103,12 @@ class RunOutput:
         self.trackers: list[Any] = []
         if is_main and args.report_to and accelerator is not None:
             accelerator.trackers.clear()  # those of a `train()` before, which have ended
-            start_trackers(accelerator, args, facts)
+            name, shown = args.run_name or Path(args.output_dir).name, {key: redacted(facts[key], key) for key in facts}
+            accelerator.init_trackers(
+                args.project,
+                config=args.to_sanitized_dict() | {key: str(fact) for key, fact in shown.items()},
+                init_kwargs={tracker: {argument: name} for tracker, argument in NAME_ARGUMENTS.items()},
+            )
             self.trackers = list(accelerator.trackers)
 
     def rollouts(self, step: int, make_records: Callable[[], list[dict[str, Any]]]) -> None:
@@ -240,16 +245,6 @@ def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:
         )
     logs = str(Path(args.output_dir) / TRACKERS_FOLDER)  # for those that write files: TensorBoard
     return {"log_with": args.report_to, "project_config": ProjectConfiguration(logging_dir=logs)}
-
-
-def start_trackers(accelerator: Accelerator, args: GRPOConfig, facts: Mapping[str, str]) -> None:
-    """Start the trackers of a run with its options and facts, without secrets and home directories."""
-    name = args.run_name or Path(args.output_dir).name
-    accelerator.init_trackers(
-        args.project,
-        config={**args.to_sanitized_dict(), **{key: str(redacted(fact, key)) for key, fact in facts.items()}},
-        init_kwargs={tracker: {argument: name} for tracker, argument in NAME_ARGUMENTS.items()},
-    )
 
 
 def at_start(args: GRPOConfig, *, processes: int, corrected: bool, thinks: bool = False) -> list[str]:

@@ -1,9 +1,5 @@
 """LoRA, prompt tuning and P-tuning by PEFT: a frozen base model and a trained adapter (docs/lora.md).
 
-PEFT puts LoRA into the layers of the base model, so backbone and loss run unchanged; of a head that has an adapter, or
-is a trained copy of itself, the loss takes the resulting weight. While an engine reads, a layer at a time is merged on
-a copy, so W never changes by rounding; of a layer in 4 bits, W is what it computes with (quantized.py).
-
 **Virtual tokens** (prompt tuning, P-tuning) are trained embeddings of n tokens before every sequence:
 
     inputs_embeds = cat(prompt [n, D], embed(tokens) [T, D])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
@@ -22,6 +24,7 @@ from fused_grpo.integrations.model_modes import uncompiled as uncompiled
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.console import progress, without_bars
+from fused_grpo.trainer.logging.model_card import is_hub_id
 from fused_grpo.trainer.models.adapters import base_model, is_adapted, is_prompt_tuned
 from fused_grpo.trainer.models.quantized import check_quantization, keep_exact, quantization_of
 
@@ -44,6 +47,47 @@ def loading(what: str) -> Iterator[None]:
         ) from error
 
 
+def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> None:
+    """DataError for a folder or hub id where no model can be, WrongTypeError for what is none and no module."""
+    if name is None or isinstance(name, nn.Module):
+        return
+    if not isinstance(name, str | Path):
+        raise WrongTypeError(f"got a {type(name).__name__} as {what}, want a path, a hub id or a model")
+    folder = Path(name, (options or {}).get("subfolder") or "")
+    problem = "which is a file" if folder.is_file() else None
+    if folder.is_dir():
+        with loading(f"{what} {str(name)!r}, whose index"):
+            problem = _problem_of_folder(folder, {"gguf_file", "variant", "config"}.isdisjoint(options or {}))
+    elif not folder.exists() and not is_hub_id(str(name)):
+        problem = "a path that does not exist"
+    if problem:
+        raise DataError(
+            f"got {what} {str(name)!r}, {problem}; want a folder with a model in it, or the name of one on the hub; "
+            "fix: the path, or save or download the model again"
+        )
+
+
+def _problem_of_folder(folder: Path, plain: bool) -> str | None:
+    """Why a folder cannot be loaded; `plain`: config and weights have their usual names."""
+    if plain and not (folder / "config.json").is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        return "an adapter (pass a PeftModel with is_trainable=True)" if adapter else "a folder without config.json"
+    if odd := [path.name for path in folder.iterdir() if not (path.is_file() or path.is_dir())]:
+        return f"with {odd[0]}, which is no regular file"  # it might hang or fill the memory
+    weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]
+    for index in folder.glob("*.index.json") if plain else ():
+        named = set(json.loads(index.read_bytes())["weight_map"].values())
+        if missing := sorted(named - {path.name for path in weights}):
+            return f"without {missing[0]}, which {index.name} names"
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except Exception as error:  # cut short, or a pointer of git-lfs
+            return f"whose {path.name} cannot be read ({error})"
+    return None if weights or not plain else "a folder without weights"
+
+
 def wants_bf16(args: GRPOConfig) -> bool:
     """The option `bf16`; by default, True where a GPU trains."""
     return torch.cuda.is_available() and not args.use_cpu if args.bf16 is None else args.bf16
@@ -60,7 +104,7 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
         source = getattr(model.config, "_name_or_path", "") if isinstance(model, nn.Module) else str(model)
         if not source:
             raise InputError("got a model without a path and no tokenizer; fix: pass processing_class=<tokenizer>")
-        processing_class = AutoTokenizer.from_pretrained(source, **_of_tokenizer(_loading_options(args)))
+        processing_class = AutoTokenizer.from_pretrained(source, **_of_tokenizer(loading_options(args)))
     if not hasattr(processing_class, "eos_token_id"):
         raise WrongTypeError(
             f"got a {type(processing_class).__name__} as processing_class, want a tokenizer of transformers; fix: "
@@ -71,22 +115,6 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
     if processing_class.pad_token_id is None:
         processing_class.pad_token = processing_class.eos_token
     return processing_class
-
-
-def model_for(
-    model: str | Path | PreTrainedModel,
-    args: GRPOConfig,
-    accelerator: Accelerator,
-    *,
-    pad_token_id: int,
-    **quantization: Any,
-) -> Any:
-    """`load_model`, with a `quantization_config`. The model's configurations get the tokenizer's padding token."""
-    loaded = load_model(model, accelerator, **_loading_options(args), **quantization)
-    for config in (loaded.config.get_text_config(), loaded.generation_config):
-        if config is not None:
-            config.pad_token_id = pad_token_id
-    return loaded
 
 
 def load_model(
@@ -127,7 +155,8 @@ def load_model(
         return AutoModelForCausalLM.from_pretrained(str(model), **arguments | options)
 
 
-def _loading_options(args: GRPOConfig) -> dict[str, Any]:
+def loading_options(args: GRPOConfig) -> dict[str, Any]:
+    """Those of the policy."""
     return {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
 
 
@@ -147,7 +176,7 @@ def _is_cached(model: str) -> bool:
 def load_teacher(
     teacher: str | Path | PreTrainedModel | None, args: GRPOConfig, accelerator: Accelerator, tokenizer: Any
 ) -> Any:
-    """The teacher, not trained, as `model_for` loads the policy; "self" and None as they are.
+    """The teacher, not trained, as `load_model` loads the policy; "self" and None as they are.
 
     InputError where an id is another token for the tokenizer that lies beside the teacher than for the policy's;
     UnsupportedError for one in 8 bits, or in 4 under FSDP.

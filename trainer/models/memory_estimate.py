@@ -1,14 +1,13 @@
 """An estimate of the memory of one device, from the shape of the model and the options.
 
-The model is built on the meta device, where tensors have shapes and no storage. Weights, gradients, optimizer state,
-the reference and a teacher are exact. Activations are rough: what the layers of a Llama-like model keep for the
-backward pass, as measured on Qwen2 (per token and layer 9.5 D + 4 I numbers in fp32; under autocast 34 D + 8 I bytes,
-because norms and the residual stream stay in fp32). `LEFT_OUT` says what is not in it.
+The model is built on the meta device. Weights, gradients, optimizer state, the reference and a teacher are exact.
+Activations are rough: what the layers of a Llama-like model keep for the backward pass, as measured on Qwen2 (per token
+and layer 9.5 D + 4 I numbers in fp32; under autocast 34 D + 8 I bytes, because norms and the residual stream stay in
+fp32). `LEFT_OUT` says what is not in it.
 
-**On a CPU** it is the memory of the whole process, what it holds when the run is planned and vLLM too. Terms are added
-although not all are full at the same time: gradients appear while activations are freed, but the C library rarely gives
-those back in between. What is measured and not derived has its raw figures in
-bench/results/cpu-2-cores/memory-2026-11-26.json.
+**On a CPU** it is that of the whole process. Terms are added although not all are full at the same time: gradients
+come while activations are freed, but the C library rarely gives those back in between. What is measured and not derived
+has its raw figures in bench/results/cpu-2-cores/memory-2026-11-26.json.
 
 Letters: P parameters, Q those in 4 bits, T those that are trained, L layers, D hidden size, I intermediate size, V
 vocabulary, N tokens of a micro-batch, C completion tokens of a micro-batch.
@@ -17,7 +16,8 @@ vocabulary, N tokens of a micro-batch, C completion tokens of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +148,21 @@ def shape_of(
     )
 
 
+def planned_shape(
+    config: Any, model: Any, peft_config: Any, quantization: Mapping[str, Any] | None = None
+) -> ModelShape | None:
+    """The shape of a model that is loaded or not, with the adapter that it is going to get."""
+    targets = getattr(peft_config, "target_modules", None)
+    with suppress(Exception):  # of a config's own code: loading the model raises it again
+        return shape_of(
+            model if isinstance(model, nn.Module) else config,
+            lora_r=None if peft_config is None else getattr(peft_config, "r", 0),
+            lora_targets=None if isinstance(targets, str) else targets,
+            in_4bit=bool((quantization or {}).get("load_in_4bit")),
+        )
+    return None
+
+
 def memory_terms(
     shape: ModelShape,
     args: GRPOConfig,
@@ -187,7 +202,9 @@ def memory_terms(
         why = "beta > 0" if args.beta > 0 else "the teacher"
         terms.append(Term("reference model, fp32", f"4 P ({why})", 4 * shape.parameters))
     if isinstance(teacher, ModelShape):
-        dtype = _teacher_dtype(args)
+        given = str((args.teacher_model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
+        named = getattr(torch, given, None)
+        dtype = named if isinstance(named, torch.dtype) else torch.float32
         size = dtype.itemsize * teacher.parameters
         terms.append(Term(f"teacher, {str(dtype)[6:]}", f"{dtype.itemsize} P of the teacher", size))
     if bf16:
@@ -239,13 +256,6 @@ def _activations(shape: ModelShape, tokens: int, *, bf16: bool, checkpointing: b
 def _chunk(shape: ModelShape, tokens: int, chunk_bytes: int | None) -> int:
     budget = chunk_budget(chunk_bytes, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return min(budget, 4 * tokens * shape.vocabulary)
-
-
-def _teacher_dtype(args: GRPOConfig) -> torch.dtype:
-    """Of a teacher that is loaded: what its options say, or fp32."""
-    given = str((args.teacher_model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
-    dtype = getattr(torch, given, torch.float32)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def _loss(shape: ModelShape, teacher: ModelShape | None, tokens: int, chunk_bytes: int | None) -> list[Term]:

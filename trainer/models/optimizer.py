@@ -75,7 +75,11 @@ def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Opti
         else:  # a factory, of an optimizer that is made of several
             optimizer = kind()(model, **options)
         if options.get("optim_bits") == 8 and "bitsandbytes" in str(kind):
-            _keep_embeddings_in_fp32(model)
+            # The states of embeddings stay in 32 bits, since 8 would make them unstable.
+            manager = import_module("bitsandbytes").optim.GlobalOptimManager.get_instance()
+            for module in model.modules():
+                if isinstance(module, torch.nn.Embedding):
+                    manager.register_module_override(module, "weight", {"optim_bits": 32})
     except (ImportError, ValueError, TypeError, RuntimeError) as error:
         raise UnavailableError(
             f"got optim={args.optim!r} with optim_args={args.optim_args!r}, which cannot be made: {error}; "
@@ -83,14 +87,6 @@ def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Opti
         ) from error
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
     return optimizer
-
-
-def _keep_embeddings_in_fp32(model: torch.nn.Module) -> None:
-    """Have bitsandbytes keep the states of embeddings in 32 bits, which 8 would make unstable."""
-    manager = import_module("bitsandbytes").optim.GlobalOptimManager.get_instance()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps: int) -> Any:

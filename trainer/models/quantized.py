@@ -93,11 +93,6 @@ def layers_in_4bit(model: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in layers if is_4bit(layer) and not hasattr(layer, "base_layer")}
 
 
-def compute_dtypes(model: nn.Module) -> list[torch.dtype]:
-    """Of its layers in 4 bits, where they say one: they cast what they multiply to it."""
-    return [layer.compute_dtype for layer in layers_in_4bit(model).values() if layer.compute_dtype is not None]
-
-
 def keep_exact(model: nn.Module) -> None:
     """Keep bitsandbytes from computing with other weights outside of training than inside, in place.
 

@@ -1,10 +1,4 @@
-"""Router replay: a mixture of experts computes its tokens with the experts that the sampler chose (arXiv:2510.11370).
-
-Why, and which models can, is in docs/models.md. The choice is the sampler's, and all else the trainer's own:
-
-    scores  = router(hidden)                                  # [T, E], softmax or sigmoid, as the model has it
-    experts = scores.topk(k).indices                          # what is replaced by the sampler's
-    weights = scores.gather(1, experts), normalised ...       # differentiable, as the model does it
+"""Router replay: a mixture of experts computes its tokens with the experts that the sampler chose (docs/models.md).
 
 **The seam.** All routers of transformers choose by one `topk` of scores [T, E], inside of the module that holds the
 `experts`. There its result is replaced: indices by the sampler's, values by the scores at them. What a model does

@@ -5,8 +5,7 @@
     <|tool|>406473<|end|>
     <|assistant|>406473<|end|>
 
-docs/agents.md has the task. The base model, as large as the demo's, can write a call and repeat an answer. In six of
-seven samples it guesses a number instead, always if it decodes greedily. Neither stage sees a held-out product.
+docs/agents.md has the task. Neither the base model nor its training here sees a held-out product.
 
 calculator_model.safetensors: scripts/make_base_model.py calculator wrote it with seed 1, in fp16; sha256 of the file
 25edb044b1a10c9d5d9175ec718c100d4eecb6fd87788f7e2011c6fec19f19cd

@@ -10,8 +10,9 @@ from tiny_models import tiny_config
 from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.cli.options import TrainOptions, parse_train_options
-from fused_grpo.trainer.cli.train import Inputs, dry_run, resolved
+from fused_grpo.trainer.cli.train import dry_run, resolved
 from fused_grpo.trainer.collect.plan import batch_table
+from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.models.memory_estimate import memory_terms, micro_batch_tokens, shape_of
 
 
@@ -178,9 +179,10 @@ def test_what_cannot_be_had_ends_the_dry_run_after_what_can():
         shown.extend(dry_run(TrainOptions(), missing))
     assert len(shown) == 2
     shown.clear()
-    given = Inputs(model="/no/such/model", reward_funcs=[], train=[{"prompt": "1"}], heldout=None)
+    options = TrainOptions(model="/no/such/model")
+    given = Start(args=options, model=options.model, reward_funcs=[], train_dataset=[{"prompt": "1"}])
     with pytest.raises(DataError, match="got model '/no/such/model', a path that does not exist; want"):
-        shown.extend(dry_run(TrainOptions(model="/no/such/model"), lambda: given))
+        shown.extend(dry_run(options, lambda: given))
     assert "one epoch" in shown[1]
 
 

@@ -1,6 +1,7 @@
 """From rollouts to what the loss sees: columns, conversations, and whole groups or none."""
 
 import json
+from dataclasses import replace
 
 import torch
 from batches import column
@@ -11,7 +12,7 @@ from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages
 from fused_grpo.trainer.collect.scoring import Scored, score_rollouts
 from fused_grpo.trainer.rewards import Rewards
-from fused_grpo.trainer.types import Rollouts
+from fused_grpo.trainer.types import Rollouts, with_fields
 
 
 class Digits:
@@ -62,15 +63,18 @@ def test_completions_that_no_function_scores_are_named_once(caplog):
     assert not [record for record in caplog.records[1:] if "returned None" in record.getMessage()]
 
 
+def with_advantages(result, advantages):
+    return replace(result, samples=with_fields(result.samples, {"advantage": advantages}))
+
+
 @given(digits=lists(sampled_from([1, 2, 3, 3, 4, 5, 6, 7, 8, 9]), min_size=12, max_size=12))
 def test_a_partial_group_never_reaches_the_loss(digits):
     failing = {place // 3 for place, digit in enumerate(digits) if digit in (7, 9)}
     functions = [last_digit, no_nine, no_eight]
     result = scored(functions, [[digit] for digit in digits], failure="drop")
-    advantages = multi_objective_advantages(
-        result.per_function, torch.ones(3), GRPOConfig(scale_rewards="batch"), size=3
-    )
-    batch = result.with_advantages(advantages).kept()
+    rewards = torch.tensor(column(result.samples, "rewards"))
+    advantages = multi_objective_advantages(rewards, torch.ones(3), GRPOConfig(scale_rewards="batch"), size=3)
+    batch = with_advantages(result, advantages.tolist()).kept()
     kept = [place for place in range(12) if place // 3 not in failing]
     assert column(batch, "prompt_ids") == [[place // 3] for place in kept]
     assert column(batch, "completion_ids") == [[digits[place]] for place in kept]
@@ -99,7 +103,7 @@ def test_a_record_has_what_was_logged_and_is_json():
         return [1.0, 2.0, None]
 
     result = scored([logs, last_digit], [[1], [2], [3]], weights=[1.0, 10.0])
-    records = json.loads(json.dumps(result.with_advantages(torch.tensor([0.5, 0.0, -0.5])).records()))
+    records = json.loads(json.dumps(with_advantages(result, [0.5, 0.0, -0.5]).records()))
     assert [record["parsed"] for record in records[1:]] == [2.5, None]
     assert records[0]["parsed"].startswith("<object object")
     assert [record["reward"] for record in records] == [11.0, 22.0, 30.0]

@@ -12,9 +12,8 @@ from datasets import Dataset, IterableDataset
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.data import curriculum
-from fused_grpo.trainer.data.curriculum import GROUPS, LEAST, CurriculumSampler, levels_of
-from fused_grpo.trainer.data.prompt_sampler import prompt_sampler
+from fused_grpo.trainer.data import prompt_sampler as curriculum
+from fused_grpo.trainer.data.prompt_sampler import GROUPS, LEAST, CurriculumSampler, levels_of, prompt_sampler
 
 RUN = Path(__file__).parents[1] / "curriculum_run.py"
 EQUAL, UNEQUAL = [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]

@@ -362,7 +362,6 @@ def prompt_files(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("source", "split", "numbers"),
     [
@@ -375,9 +374,9 @@ def prompt_files(tmp_path, monkeypatch):
         ("splits", "test", "23"),
     ],
 )
-def test_rows_are_loaded_from(prompt_files, source, split, numbers, streaming):
-    rows = load_rows(str(prompt_files / source), split=split, streaming=streaming)
-    assert isinstance(rows, IterableDataset if streaming else Dataset)
+def test_rows_are_loaded_from(prompt_files, source, split, numbers):
+    rows = load_rows(str(prompt_files / source), split=split)
+    assert isinstance(rows, Dataset)
     assert sorted(row["prompt"] for row in rows) == [f"{number}=" for number in numbers]
 
 

@@ -17,8 +17,7 @@ from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, We
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines import rollout_func
 from fused_grpo.trainer.engines.engine_choice import choose_engine
-from fused_grpo.trainer.engines.server.adapter_engine import VLLMServerAdapterEngine
-from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
+from fused_grpo.trainer.engines.server.server_engine import VLLMServerAdapterEngine, VLLMServerEngine
 from fused_grpo.trainer.models.adapters import adapter_stream, adapter_weights, checkpoint_weights, load_adapter
 from fused_grpo.trainer.types import SamplingParams
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -51,6 +52,7 @@ def process_state() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "set_num_threads": torch.set_num_threads,
         "cpus": os.sched_getaffinity(0),
+        "excepthook": sys.excepthook,
         "environment": {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
         "tf32": torch.backends.cuda.matmul.fp32_precision,
         "frozen objects": gc.get_freeze_count(),

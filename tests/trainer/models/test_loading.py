@@ -32,7 +32,7 @@ def test_a_model_is_loaded_straight_to_its_device(monkeypatch, device, kind, giv
     )
     accelerator = SimpleNamespace(device=torch.device(device), distributed_type=DistributedType[kind])
     args = GRPOConfig(model_init_kwargs={"dtype": torch.bfloat16, **given})
-    loading.model_for("somewhere", args, accelerator, pad_token_id=0)
+    loading.load_model("somewhere", accelerator, **loading.loading_options(args))
     assert asked.get("device_map") == expected
     assert asked["dtype"] == torch.bfloat16
 
@@ -41,7 +41,7 @@ def test_a_device_without_fp64_is_refused(make_model):
     accelerator = SimpleNamespace(device=torch.device("mps"), distributed_type=DistributedType.NO)
     for model in (make_model(), "somewhere"):
         with pytest.raises(UnsupportedError, match=r"got Apple's MPS .*fix: use_cpu=True"):
-            loading.model_for(model, GRPOConfig(), accelerator, pad_token_id=0)
+            loading.load_model(model, accelerator, **loading.loading_options(GRPOConfig()))
 
 
 def test_what_is_no_tokenizer_is_refused(make_model):

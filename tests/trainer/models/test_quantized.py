@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, G
 
 from fused_grpo.errors import CheckpointError, InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.engines import served_adapter
+from fused_grpo.trainer.engines import weight_files
 from fused_grpo.trainer.engines.checked_engine import WeightCheck
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.vllm import inprocess
@@ -264,10 +264,10 @@ def test_vllm_reads_the_codes_of_the_trainer(make_model, in_4bit, tokenizer, mon
     model = get_peft_model(in_4bit(make_model(hidden_size=64), bnb_4bit_use_double_quant=True), LoraConfig(**ATTENTION))
     keep_exact(model)
     args = GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=True, vllm_dtype="bfloat16")
-    monkeypatch.setattr(served_adapter, "_PLUGIN", "no_such_plugin")
+    monkeypatch.setattr(weight_files, "_PLUGIN", "no_such_plugin")
     with pytest.raises(UnavailableError, match="pip install vllm-bnb-plugin"):
         choose_engine("vllm", args, model, tokenizer)
-    monkeypatch.setattr(served_adapter, "_PLUGIN", "json")
+    monkeypatch.setattr(weight_files, "_PLUGIN", "json")
     with pytest.raises(UnsupportedError, match="want 16 bits"):
         choose_engine("vllm", GRPOConfig(vllm_max_model_length=32, vllm_adapter_sync=True), model, tokenizer)
 

@@ -1,10 +1,7 @@
 """A vLLM server of the trainer's own, beside each rank; docs/engines.md says why ("Starting a server").
 
-**It ends with the trainer**, by whatever signal that ends: serve_beside.py notices it, and then ends its process group,
-to which vLLM's own processes belong.
-
-**It listens at a socket** in a folder that this user alone can enter, and at no port: development mode, which the sync
-of weights needs, lets any client control the server.
+It ends with the trainer, by whatever signal that ends: serve_beside.py notices it, and then ends its process group, to
+which vLLM's own processes belong. It listens at a socket in a folder that this user alone can enter, and at no port.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Requests to one or several vLLM servers over HTTP, and what becomes of those of a server that fails.
+"""Requests to one or several vLLM servers over HTTP; docs/engines.md ("When something fails") has what a failure does.
 
 All requests are coroutines under one deadline (`Replicas.run`), so no request needs a timeout of its own. At the
 deadline all requests in flight are cancelled, and vLLM drops requests whose client disconnects.
 
 Responses are not trusted: they may come from another program, another version or a broken server. All pass through
 `Replica.request`, and `parsed` compares all of them with types, so that the code behind it needs no guards.
-
-A server that fails, or has another weight version than that of the last sync, is out for the rest of the generation:
-docs/engines.md ("When something fails").
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a vLLM server reports of itself, and whether a trainer can use it.
+"""What a vLLM server reports of itself, and whether a trainer can use it; docs/engines.md has what is compared.
 
-The model is compared before weights are sent, as docs/engines.md says ("A server with another model"): sizes with those
-that vLLM's layers print; names of norms and the use of biases only where the class has another name, because vLLM
-serves some architectures with the class of another one.
+Names of norms and the use of biases are compared only where the class has another name, because vLLM serves some
+architectures with the class of another one.
 """
 
 from __future__ import annotations

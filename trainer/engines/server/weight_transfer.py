@@ -2,15 +2,13 @@
 
     files     safetensors in shared memory, which every server reads: one machine, or a folder that both can read
     changes   files of what changed since the last sync, to servers with our worker extension (changed_weights.py)
-    nccl      experimental: a broadcast from GPU to GPU through vLLM's own weight transfer
+    nccl      experimental: a broadcast from GPU to GPU through vLLM's own weight transfer (docs/engines.md)
 
 server_engine.py does the rest of a sync, the same for all: it resets prefix caches and sets the weight version.
 
-**NCCL.** Of vLLM (0.28 or newer, on both ends) there are its communicator, a group of this process and every worker of
-every server, and its servers' routes. Its trainer side (`TrainerWeightTransferEngine`) is not used: it supports one
-server and no API key, it would use the proxies of the environment, its interface changes from release to release, and
-it keeps two buckets of 1 GiB in flight. A broadcast cannot be interrupted when the other side is gone, so each runs in
-a thread, which is abandoned after the timeout.
+**NCCL.** vLLM's trainer side (`TrainerWeightTransferEngine`) is not used: it supports one server and no API key, it
+would use the proxies of the environment, its interface changes from release to release, and it keeps two buckets of
+1 GiB in flight.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ from fused_grpo.trainer.engines.sampling import (
     turn_sampling,
     vllm_requests,
 )
-from fused_grpo.trainer.engines.served_adapter import OPTIONS_IN_4BIT, ServedAdapter, check_4bit, check_precision
 from fused_grpo.trainer.engines.turns import VLLMTurns, sampling_errors
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_installed,
@@ -46,7 +45,14 @@ from fused_grpo.trainer.engines.vllm.start_vllm import (
     start_vllm,
     write_checkpoint,
 )
-from fused_grpo.trainer.engines.weight_files import Tie, temporary_folder
+from fused_grpo.trainer.engines.weight_files import (
+    OPTIONS_IN_4BIT,
+    ServedAdapter,
+    Tie,
+    check_4bit,
+    check_precision,
+    temporary_folder,
+)
 from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_model, base_weights, checkpoint_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
 from fused_grpo.trainer.models.quantized import layers_in_4bit

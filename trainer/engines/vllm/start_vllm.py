@@ -1,15 +1,14 @@
 """Starts vLLM in this process, in little time, without output, and so that closing it restores the process.
 
-A start on a CPU is mostly imports: the KV cache, which is zeroed, has the size of one full batch, and `gc.freeze()`
-keeps vLLM's garbage collections from the trainer's objects. On a GPU vLLM compiles the model first; see
-`config_folder`. No checkpoint is written: vLLM starts from the config with dummy weights (`load_format="dummy"`), and
-loads the first real ones in the same way as all later ones.
+No checkpoint is written: vLLM starts from the config with dummy weights (`load_format="dummy"`), and loads the first
+real ones in the same way as all later ones. `gc.freeze()` keeps its garbage collections from the trainer's objects.
 
 **The state of the process.** vLLM is written for a process of its own. It reseeds the global random number generators,
 turns off TF32, may leave another CUDA stream current, replaces `torch.set_num_threads` by a function that does nothing
 and (some versions, batch invariant) `torch.bmm` by one without a gradient, binds the memory of the whole process to one
-NUMA node (CPU build), sets LD_PRELOAD and LOCAL_WORLD_SIZE for child processes, destroys the default process group, and
-changes classes of transformers. All of this is restored here; what else batch invariance changes stays.
+NUMA node (CPU build), sets LD_PRELOAD and LOCAL_WORLD_SIZE for child processes, destroys the default process group,
+changes classes of transformers, and with each process group that it makes has a further "[rank0]:" put before
+tracebacks. All of this is restored here; what else batch invariance changes stays.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import importlib.util
 import logging
 import os
 import random
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -325,7 +325,7 @@ def preserved_state(*, generators: bool = True) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     set_num_threads, threads, cpus = torch.set_num_threads, torch.get_num_threads(), os.sched_getaffinity(0)
-    bmm = torch.bmm
+    bmm, excepthook = torch.bmm, sys.excepthook
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     has_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     stream = torch.cuda.stream(torch.cuda.current_stream()) if devices else nullcontext()
@@ -338,7 +338,7 @@ def preserved_state(*, generators: bool = True) -> Iterator[None]:
             np.random.set_state(numpy_state)
         if has_tf32:
             torch.set_float32_matmul_precision("high")
-        torch.set_num_threads, torch.bmm = set_num_threads, bmm
+        torch.set_num_threads, torch.bmm, sys.excepthook = set_num_threads, bmm, excepthook
         if torch.get_num_threads() != threads:
             set_num_threads(threads)
         if os.sched_getaffinity(0) != cpus:
