@@ -90,7 +90,7 @@ def check_head(
             + ("; fix: pass weight.t()" if hidden.ndim and hidden.shape[-1] == weight.shape[0] else "")
         )
     if not weight.shape[1] or not (weight.shape[0] or sharded):
-        raise InputError(f"got weight {tuple(weight.shape)}, want a vocabulary and hidden states of at least one number")
+        raise InputError(f"got weight {tuple(weight.shape)}, want at least one token and one hidden feature")
     if targets.dtype != torch.int64:
         raise InputError(f"got targets of dtype {targets.dtype}, want torch.int64; fix: targets.long()")
     rows = hidden.shape[:-1]
