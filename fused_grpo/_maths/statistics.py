@@ -218,7 +218,10 @@ class _ExactMatmul:
                 exact: Any = "ieee" if name == "fp32_precision" else False
                 if before in (exact, "none"):  # nothing is allowed
                     continue
-                if name.endswith("_reduction"):
+                if exact == "ieee":  # what it inherits from a more general setting, it shall inherit again
+                    self._settings.fp32_precision = "none"
+                    before = "none" if self._settings.fp32_precision == before else before
+                elif name.endswith("_reduction"):
                     # The second of the pair allows split-K; setting a bool would set it to True.
                     before = before, getattr(self._settings, f"{name}_split_k")
                     exact = False, before[1]

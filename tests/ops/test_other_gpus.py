@@ -94,6 +94,24 @@ def test_while_an_op_runs_no_gemm_adds_up_in_fp16(allowed: bool) -> None:
         settings.allow_fp16_accumulation = before
 
 
+@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize("own", ["none", "tf32"])
+def test_a_setting_for_all_still_counts_after_an_op(is_gpu: bool, own: str) -> None:
+    """Unless the device's GEMMs have one of their own."""
+    matmul: Any = torch.backends.cuda.matmul if is_gpu else torch.backends.mkldnn.matmul
+    hidden = on_gpu(torch.float32) if is_gpu else torch.empty(0)
+    before, every = matmul.fp32_precision, torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision, matmul.fp32_precision = "ieee" if own == "tf32" else "tf32", own
+        with full_precision(hidden):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+        torch.backends.fp32_precision = "none"
+        assert matmul.fp32_precision == own
+    finally:
+        torch.backends.fp32_precision, matmul.fp32_precision = every, before
+
+
 ROWS, TOKENS, ONE = torch.tensor([0, 12]), torch.arange(12), torch.ones(1)
 # From hidden states and weight, and the same of a teacher.
 OPS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
