@@ -18,7 +18,7 @@ from fused_grpo._maths.moments import score_norms
 from fused_grpo._maths.statistics import full_precision
 from fused_grpo.config import DEFAULT_LOSS, GRPOLossConfig, checked_config
 from fused_grpo.divergence import Distillation, check_together, reference_divergence, teacher_of
-from fused_grpo.head.centering import Centering, SamplerHead
+from fused_grpo.head.centering import METRICS, Centering, SamplerHead
 from fused_grpo.head.checks import HeadOptions, check_main_grad, check_plan, check_squared_gradients, outside_graphs
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
 from fused_grpo.head.chunked_loss import (
@@ -184,6 +184,8 @@ def fused_linear_grpo_loss(
         own = upstream.square() * score_norms(logprobs.detach(), squares)
         squared_gradients.copy_(torch.where(inputs.tokens.mask, own, 0.0).view(targets.shape))
     metrics = formulas.finish_metrics(statistics, inputs, has_entropy=entropy)
+    for name in METRICS if sampler.logprobs is not None else ():
+        metrics.setdefault(name, torch.zeros_like(loss.detach()))  # of a support that restricts no row
     return GRPOLossOutput(loss, metrics, torch.where(inputs.tokens.mask, logprobs, 0.0).view(targets.shape))
 
 

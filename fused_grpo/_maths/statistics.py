@@ -15,7 +15,7 @@ largest logit beforehand: its shift is the largest of the first columns, and is 
 `HEADROOM` above it.
 
 Logits, statistics and accumulators are fp32 (fp64 for fp64 inputs), whatever a user allows elsewhere: `full_precision`
-turns off what would round them, which is autocast, TF32, and GEMMs that add up partial sums in 16 bits.
+turns off what would round them, which is autocast, TF32, fp32 operands in 16 bits, and partial sums in 16 bits.
 """
 
 from __future__ import annotations
@@ -182,23 +182,29 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 @contextlib.contextmanager
 def full_precision(tensor: Tensor) -> Iterator[None]:
-    """Inside, there is no autocast on the device of `tensor`, no TF32, and no partial sum in 16 bits."""
-    cast = torch.is_autocast_enabled(tensor.device.type)
-    with torch.autocast(tensor.device.type, enabled=False) if cast else contextlib.nullcontext():
-        if not tensor.is_cuda:
+    """Inside, there is no autocast on the device of `tensor`, and its GEMMs take fp32 as it is and add up nothing in 16
+    bits. A compiled "reference" keeps the settings of its user: a compiler cannot trace how they change."""
+    device = tensor.device.type
+    cast, exact = torch.is_autocast_enabled(device), _exact_matmul.get("cuda" if tensor.is_cuda else device)
+    with torch.autocast(device, enabled=False) if cast else contextlib.nullcontext():
+        if exact is None or torch.compiler.is_compiling():
             yield
             return
-        _exact_matmul.enter()
+        exact.enter()
         try:
             yield
         finally:
-            _exact_matmul.leave()
+            exact.leave()
 
 
 class _ExactMatmul:
-    """The settings of CUDA's GEMMs, which are global: the first thread in changes them, the last one restores them."""
+    """The settings of a device's GEMMs, which are global: the first thread in changes them, the last one restores them.
 
-    def __init__(self) -> None:
+    A CPU with bf16 units may take them for fp32, as `torch.set_float32_matmul_precision("medium")` allows.
+    """
+
+    def __init__(self, settings: Any, *names: str) -> None:
+        self._settings, self._names = settings, ("fp32_precision", *names)
         self._lock, self._inside, self._before = threading.Lock(), 0, dict[str, Any]()
 
     def enter(self) -> None:
@@ -206,20 +212,35 @@ class _ExactMatmul:
             self._inside += 1
             if self._inside > 1:
                 return
-            matmul = torch.backends.cuda.matmul
-            for name, exact in (("fp32_precision", "ieee"), ("allow_fp16_accumulation", False)):
-                self._before[name] = getattr(matmul, name)
-                setattr(matmul, name, exact)
-            for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
-                # The second of the pair allows split-K; setting a bool would set it to True.
-                self._before[name] = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
-                setattr(matmul, name, (False, self._before[name][1]))
+            self._before = {}
+            for name in self._names:
+                before: Any = getattr(self._settings, name)
+                exact: Any = "ieee" if name == "fp32_precision" else False
+                if before in (exact, "none"):  # nothing is allowed
+                    continue
+                if exact == "ieee":  # what it inherits from a more general setting, it shall inherit again
+                    self._settings.fp32_precision = "none"
+                    before = "none" if self._settings.fp32_precision == before else before
+                elif name.endswith("_reduction"):
+                    # The second of the pair allows split-K; setting a bool would set it to True.
+                    before = before, getattr(self._settings, f"{name}_split_k")
+                    exact = False, before[1]
+                self._before[name] = before
+                setattr(self._settings, name, exact)
 
     def leave(self) -> None:
         with self._lock:
             self._inside -= 1
             for name, value in () if self._inside else self._before.items():
-                setattr(torch.backends.cuda.matmul, name, value)
+                setattr(self._settings, name, value)
 
 
-_exact_matmul = _ExactMatmul()
+_exact_matmul = {
+    "cpu": _ExactMatmul(torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]
+    "cuda": _ExactMatmul(
+        torch.backends.cuda.matmul,
+        "allow_fp16_accumulation",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+    ),
+}

@@ -89,8 +89,8 @@ def check_head(
             f"got hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}, want [..., D] and [V, D] with one D"
             + ("; fix: pass weight.t()" if hidden.ndim and hidden.shape[-1] == weight.shape[0] else "")
         )
-    if weight.shape[0] == 0 and not sharded:
-        raise InputError("got weight of 0 rows, want a vocabulary of at least one token")
+    if not weight.shape[1] or not (weight.shape[0] or sharded):
+        raise InputError(f"got weight {tuple(weight.shape)}, want at least one token and one hidden feature")
     if targets.dtype != torch.int64:
         raise InputError(f"got targets of dtype {targets.dtype}, want torch.int64; fix: targets.long()")
     rows = hidden.shape[:-1]

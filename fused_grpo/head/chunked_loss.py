@@ -342,11 +342,20 @@ class AttachGradients(torch.autograd.Function):
             )
         gradients = ctx.gradients.copy()
         if ctx.weight_main_grad is not None and gradients[1] is not None:
-            ctx.weight_main_grad.addcmul_(gradients[1], upstream.to(gradients[1].dtype))
+            if _is_asked_for(ctx.next_functions[3][0]):  # after the loss, the main gradient and the hidden states
+                ctx.weight_main_grad.addcmul_(gradients[1], upstream.to(gradients[1].dtype))
             gradients[1] = None
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.gradients = ctx.gradients if kept else None
         return None, None, None, None, *scaled(gradients, upstream, ctx.passes, in_place=not kept)
+
+
+def _is_asked_for(node: Any) -> bool:
+    """Whether this backward pass reaches a node: `inputs=` and `torch.autograd.grad` leave others out."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # what `torch.autograd.grad` asks for, where it is a leaf
+        return True
 
 
 def scaled(

@@ -33,6 +33,8 @@ HEAD = [
     ({"hidden": torch.randn(6, 5)}, r"hidden \(6, 5\) and weight \(9, 4\)"),
     ({"weight": torch.randn(4, 9)}, r"fix: pass weight.t\(\)"),
     ({"weight": torch.randn(9)}, r"want \[V, D\]"),
+    ({"weight": torch.randn(0, 4)}, r"weight \(0, 4\), want at least one token and one"),
+    ({"hidden": torch.randn(6, 0), "weight": torch.randn(9, 0)}, r"weight \(9, 0\), want at least one token"),
     ({"hidden": torch.ones(6, 4).long()}, "hidden of dtype torch.int64"),
     ({"bias": torch.randn(8)}, r"bias \(8,\)"),
     ({"temperature": 0.0}, "temperature=0.0, want a finite number > 0"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs
+from fused_grpo import GRPOLossConfig, fused_linear_divergence, fused_linear_grpo_loss, grpo_loss, linear_logprobs
 from fused_grpo.head import chunked_loss, logprob_plans, registered_ops
 
 pytestmark = pytest.mark.grid
@@ -155,6 +155,29 @@ def test_dw_goes_to_a_main_gradient_unrounded_and_scaled(leaves, rest, impl, dty
     assert narrow[1].grad is None
     assert narrow[0].grad.abs().max() > 0
     torch.testing.assert_close(main - 1, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.cpu_only(reason="what is added to is a copy there; tests/gpu adds to a main gradient of a GPU")
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_a_main_gradient_gets_dw_where_a_backward_pass_asks_for_it_alone(leaves, rest, is_leaf):
+    """A caller may look at the gradient of the hidden states before, or compute both one after the other."""
+    teacher = [leaf.detach() / 2 for leaf in leaves]
+    for op in (
+        lambda heads, main: run(heads, rest, weight_main_grad=main),
+        lambda heads, main: fused_linear_divergence(*heads, *teacher, weight_main_grad=main),
+    ):
+        main, wanted = torch.zeros(V, D), torch.zeros(V, D)
+        op(leaves, wanted).loss.backward()
+        assert wanted.any()
+        heads = leaves if is_leaf else [leaf * 1 for leaf in leaves]
+        loss = op(heads, main).loss
+        torch.autograd.grad(loss, leaves[0], retain_graph=True)
+        loss.backward(inputs=[leaves[0]], retain_graph=True)
+        assert not main.any()
+        loss.backward(inputs=[leaves[1]], retain_graph=True)
+        assert torch.equal(main, wanted)
+        torch.autograd.grad(loss, heads[1], allow_unused=True)
+        assert torch.equal(main, wanted * 2)
 
 
 @pytest.mark.parametrize("impl", FAST)

@@ -1,11 +1,19 @@
-"""What some GPUs and some builds of torch lack or allow, on a CPU that pretends to be one of them."""
+"""What some GPUs, CPUs and builds of torch lack or allow, on a CPU that pretends to be one of them."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from fused_grpo import (
+    Distillation,
+    fused_linear_divergence,
+    fused_linear_grpo_loss,
+    linear_logprobs,
+    linear_logprobs_and_entropy,
+)
 from fused_grpo._maths.statistics import full_precision
 from fused_grpo.errors import UnavailableError
 from fused_grpo.head import head
@@ -84,3 +92,65 @@ def test_while_an_op_runs_no_gemm_adds_up_in_fp16(allowed: bool) -> None:
         assert settings.allow_fp16_accumulation == allowed
     finally:
         settings.allow_fp16_accumulation = before
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize("own", ["none", "tf32"])
+def test_a_setting_for_all_still_counts_after_an_op(is_gpu: bool, own: str) -> None:
+    """Unless the device's GEMMs have one of their own."""
+    matmul: Any = torch.backends.cuda.matmul if is_gpu else torch.backends.mkldnn.matmul
+    hidden = on_gpu(torch.float32) if is_gpu else torch.empty(0)
+    before, every = matmul.fp32_precision, torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision, matmul.fp32_precision = "ieee" if own == "tf32" else "tf32", own
+        with full_precision(hidden):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+        torch.backends.fp32_precision = "none"
+        assert matmul.fp32_precision == own
+    finally:
+        torch.backends.fp32_precision, matmul.fp32_precision = every, before
+
+
+ROWS, TOKENS, ONE = torch.tensor([0, 12]), torch.arange(12), torch.ones(1)
+# From hidden states and weight, and the same of a teacher.
+OPS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "log-probs": lambda h, w, *_: linear_logprobs(h, w, TOKENS),
+    "in tiles": lambda h, w, *_: linear_logprobs(h, w, TOKENS, chunk_bytes=600),
+    "entropies": lambda h, w, *_: linear_logprobs_and_entropy(h, w, TOKENS).entropy,
+    "three targets": lambda h, w, *_: linear_logprobs(h, w, TOKENS[:, None].repeat(1, 3)),
+    "loss": lambda h, w, *_: fused_linear_grpo_loss(h, w, TOKENS, advantages=ONE, cu_seqlens=ROWS).loss,
+    "distillation": lambda h, w, *teacher: (
+        fused_linear_grpo_loss(
+            h, w, TOKENS, advantages=ONE, cu_seqlens=ROWS, distillation=Distillation(*teacher, coef=1.0)
+        ).loss
+    ),
+    "divergence": lambda *heads: fused_linear_divergence(*heads).loss,
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_a_cpu_takes_fp32_for_fp32_whatever_is_allowed(monkeypatch: pytest.MonkeyPatch, op: str, frozen: bool) -> None:
+    """With bf16 units, products would have an error of 2^-9."""
+    heads = [torch.randn(rows, 8, requires_grad=rows == 12 or not frozen) for rows in (12, 31, 12, 31)]
+    seen = list[str]()
+
+    def recorded(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+            return multiply(*args, **kwargs)
+
+        return call
+
+    for owner, name in ((torch, "mm"), (torch.Tensor, "addmm_")):
+        monkeypatch.setattr(owner, name, recorded(getattr(owner, name)))
+    torch.set_float32_matmul_precision("medium")
+    try:
+        OPS[op](*heads).sum().backward()
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert len(seen) >= 2
+    assert set(seen) == {"ieee"}
