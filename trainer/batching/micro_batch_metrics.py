@@ -153,7 +153,7 @@ def correction_weights(old: Tensor, part: MicroBatch, config: GRPOLossConfig) ->
     """The weight of the sampling correction of each token [N] of a micro-batch, from the policy's log-probs; or 1."""
     if not len(part.advantages) or config.sampling_correction is None or part.sampling_logprobs is None:
         return torch.ones_like(old)
-    inputs = inputs_of(part, config)
+    inputs = inputs_of(part, dataclasses.replace(config, beta=0.0))  # before the reference is asked
     rho = _rho(old.float(), inputs, config)
     return inputs.sequences.spread(rho, len(old)) if config.corrects_sequences else rho
 
