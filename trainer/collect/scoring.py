@@ -416,6 +416,6 @@ def check_best_metric(name: str | None, metrics: Mapping[str, float]) -> None:
     if name is not None and not {name, f"eval_{name}"} & metrics.keys():
         choice = ", ".join(one for one in metrics if "reward" in one or "length" in one)
         raise InputError(
-            f"got metric_for_best_model={name!r}, want a metric of an evaluation: {choice}; "
-            "fix: metric_for_best_model='eval_reward', greater_is_better=True"
+            f"got metric_for_best_model={name!r}, want a metric of an evaluation: {choice}; fix: "
+            f"metric_for_best_model={choice.partition(',')[0]!r}, greater_is_better=True"
         )
