@@ -84,7 +84,7 @@ class Collector:
 
     def draw(self, engine: RolloutEngine, phases: Phases) -> Drawn:
         """Rows of the dataset and their completions: the oldest of the queue, or new ones."""
-        with phases("generate"):
+        with phases("generate"), self._in_place():
             if self.queue:
                 self.sync_metrics = self.queue[0].sync_metrics
                 return self.queue.take()
@@ -251,9 +251,9 @@ class Collector:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
 
     def _round(self, engine: RolloutEngine, phases: Phases, drawn: Drawn | None) -> Scored:
-        with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"), self._in_place():
+        with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"):
             rows, samples = drawn or self.draw(engine, phases)
-            with phases("reward"):
+            with phases("reward"), self._in_place():
                 scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=self.events.state)
                 if self.has_greedy:
                     scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=self.events.state)
@@ -268,10 +268,12 @@ class Collector:
     def _in_place(self) -> Iterator[None]:
         """What a tool or a reward changes of the process is as it was afterwards: the folder, and where is printed to.
 
-        Paths of the run may be relative. And threads that redirect output at the same time leave it redirected.
+        Paths of the run may be relative. And threads that redirect output at the same time leave it redirected, or
+        close it for all.
         """
         here: int | None = None
         streams = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (stream and _Lent(stream) for stream in streams)
         with suppress(OSError):  # a descriptor, because the folder may be renamed or removed meanwhile
             here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
         try:
@@ -391,3 +393,16 @@ class Collector:
         """Its samples without dropped groups; with `mask_truncated_completions` those that were cut are not in loss."""
         masks = self.args.mask_truncated_completions
         return [replace(one, in_loss=one.finish_reason == "stop" or not masks) for one in scored.kept()]
+
+
+class _Lent:
+    """A stream that its borrower cannot close."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def close(self) -> None:
+        """Leave it to its owner."""
