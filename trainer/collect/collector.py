@@ -223,6 +223,7 @@ class Collector:
         self.sampler.load_state_dict(position["sampler"])
         self.generate_calls = position["generate_calls"]
         self.num_tokens = position["num_tokens"]
+        self.queue.wait()  # a batch of a run that was interrupted is still sampled
         self.queue = BatchQueue()
         for number, table in enumerate(tables):
             (own, greedy), version = without_prefix(table), int(table["weight_version"].min())
@@ -237,7 +238,6 @@ class Collector:
 
     def next_pass(self, passes: int) -> None:
         """Leave out the rest of a pass over the data, so that so many are over, and what is in flight of it."""
-        self.queue.wait()
         if self.queue:
             self.load_state(self._place())
         self.sampler.next_pass(passes)
