@@ -54,6 +54,11 @@ def test_expert_biases_do_not_decay():
     assert not any("bias" in name for name in decaying)
 
 
+def test_a_model_without_trained_parameters_is_refused():
+    with pytest.raises(InputError, match="got a model without trained parameters, want some"):
+        make_optimizer(qwen().requires_grad_(False), GRPOConfig())
+
+
 def test_an_optimizer_whose_package_is_missing_is_refused():
     with pytest.raises(UnavailableError, match=r"got optim='apollo_adamw'.*apollo_torch"):
         make_optimizer(qwen(), GRPOConfig(optim="apollo_adamw", optim_target_modules="all-linear"))

@@ -20,6 +20,7 @@ own. It is the same for any cut into micro-batches and for any number of ranks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
@@ -170,7 +171,7 @@ def turn_sums(batch: Sequence[Sample], packed: Sequence[MicroBatch], logprobs: S
         begins = own & ~torch.cat([own.new_zeros(1), own[:-1]])
         turns.append(begins.cumsum(0)[own].clamp(max=MOST_TURNS))
         old = current if sample.old_logprobs is None else sample.old_logprobs
-        differences.append((old - torch.tensor(sample.sampling_logprobs)[own]).abs())
+        differences.append((old - torch.tensor(sample.sampling_logprobs, dtype=torch.float32)[own]).abs())
     if not turns:
         return {}
     sums, numbers, values = dict[str, float](), torch.cat(turns), torch.cat(differences)
@@ -197,7 +198,8 @@ def merge_metrics(given: Sequence[Mapping[str, Tensor | float]]) -> dict[str, fl
     micro-batch lacks is merged over the others. The order is that in which the names first appear. They are floats or
     0-d tensors of one device, with `loss_tokens` among them where there are means.
     """
-    parts = [{name: torch.as_tensor(value).detach().float() for name, value in part.items()} for part in given]
+    as_number = functools.partial(torch.as_tensor, dtype=torch.float32)
+    parts = [{name: as_number(value).detach() for name, value in part.items()} for part in given]
     names = list(dict.fromkeys(name for part in parts for name in part))
     if not names:
         return {}

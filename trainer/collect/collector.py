@@ -302,7 +302,7 @@ class Collector:
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
         """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""
         columns = [[getattr(sample, name) for sample in scored.samples] for name in ("reward", "baseline")]
-        rewards, baselines = torch.tensor(columns).view(2, -1, self.group_part)
+        rewards, baselines = torch.tensor(columns, dtype=torch.float32).view(2, -1, self.group_part)
         apart = spread(rewards, baselines[:, :1] if self.has_greedy else None)
         is_unequal = (apart >= EQUAL_REWARDS).repeat_interleave(self.group_part).tolist()
         return replace(scored, samples=list(compress(scored.samples, is_unequal)))

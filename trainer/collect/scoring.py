@@ -145,7 +145,7 @@ def score_rollouts(
         _parse(given, samples, tokenizer)
     # The functions do not see groups for which the engine failed.
     sound, said = [place for place, sample in enumerate(samples) if sample.failure is None], dict[str, Any]()
-    per_function = torch.full((len(samples), len(rewards.names)), torch.nan)
+    per_function = torch.full((len(samples), len(rewards.names)), torch.nan, dtype=torch.float32)
     dropped, logged = torch.ones(len(samples), dtype=torch.bool), [dict[str, Any]() for _ in samples]
     if sound:
         environments = [getattr(samples[place].episode, "environment", None) for place in sound]

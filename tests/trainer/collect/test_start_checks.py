@@ -183,6 +183,7 @@ def test_a_function_that_returns_a_generator_loses_no_row(folder, tmp_path):
         ({"model": "somebody/typo"}, r"got model 'somebody/typo', whose config cannot be loaded"),
         ({"model": __file__}, "which is a file"),
         ({"model": 5}, "got a int as model"),
+        ({"model": torch.nn.Linear(2, 2)}, "got a Linear as model"),
         ({"teacher_model": "./typo", "distillation_coef": 1.0}, "got teacher_model './typo', a path that does not ex"),
         ({"rewards": "rewards.py"}, r"got reward function 'rewards\.py', a file.*fix: rewards\.py:"),
         ({"rewards": [reward, "./typo"]}, r"got reward_funcs './typo', a path that does not exist"),
