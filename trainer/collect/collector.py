@@ -26,7 +26,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, islice, pairwise
@@ -272,19 +272,15 @@ class Collector:
         close it for all.
         """
         here: int | None = None
-        streams = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = (stream and _Lent(stream) for stream in streams)
         with suppress(OSError):  # a descriptor, because the folder may be renamed or removed meanwhile
             here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
         try:
-            yield
+            with redirect_stdout(sys.stdout and _Lent(sys.stdout)), redirect_stderr(sys.stderr and _Lent(sys.stderr)):
+                yield
         finally:
-            is_ours = not self.queue or self.rules is None  # else its tools may be elsewhere for a while
-            if is_ours:
-                sys.stdout, sys.stderr = streams
             if here is not None:
                 with suppress(OSError):
-                    if is_ours:
+                    if not self.queue or self.rules is None:  # else its tools may be elsewhere for a while
                         os.fchdir(here)
                 os.close(here)
 
@@ -399,10 +395,7 @@ class _Lent:
     """A stream that its borrower cannot close."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self._stream, self.close = stream, bool
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-    def close(self) -> None:
-        """Leave it to its owner."""
