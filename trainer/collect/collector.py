@@ -271,6 +271,9 @@ class Collector:
         Paths of the run may be relative. And threads that redirect output at the same time leave it redirected, or
         close it for all.
         """
+        if self.queue and self.rules is not None:  # its tools may be elsewhere for a while
+            yield
+            return
         here: int | None = None
         with suppress(OSError):  # a descriptor, because the folder may be renamed or removed meanwhile
             here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
@@ -280,8 +283,7 @@ class Collector:
         finally:
             if here is not None:
                 with suppress(OSError):
-                    if not self.queue or self.rules is None:  # else its tools may be elsewhere for a while
-                        os.fchdir(here)
+                    os.fchdir(here)
                 os.close(here)
 
     def _dropped_everywhere(self, scored: Scored) -> Scored:
