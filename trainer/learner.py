@@ -232,7 +232,7 @@ class Learner:
                 self.optimizer.step()
                 event("on_optimizer_step")
         finally:
-            self.optimizer.zero_grad()
+            self.policy.zero_grad()  # those that the optimizer leaves alone have gradients, too
         if may_update:
             self.scheduler.step()
         self.step += 1

@@ -327,11 +327,11 @@ class GRPOTrainer(TransformersFace):
         )
 
     def _is_over(self) -> bool:
-        """Whether all steps are made, or a callback has ended the run."""
+        """Whether all steps are made, or a callback has ended the run, which has a step at least."""
         agree(self.accelerator, self.control)
         # All epochs may end before `max_steps`, where a callback has left out the rest of one.
         is_last = self.step >= self.max_steps or self.epochs.at(self.step) >= self.epochs.total
-        return is_last or self.control.should_training_stop
+        return is_last or (self.step > 0 and self.control.should_training_stop)  # as in transformers
 
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, and more where `dynamic_sampling` replaces groups."""

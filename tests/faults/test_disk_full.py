@@ -3,12 +3,21 @@
 import json
 import re
 import runpy
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint.checkpoint import newest_checkpoint, save_checkpoint, verify_checkpoint
+from fused_grpo.trainer.checkpoint.checkpoint import (
+    checkpoints,
+    newest_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
+from fused_grpo.trainer.common.file_names import REPORT_FILE, REWARD_FILE, RUN_FILE
+from fused_grpo.trainer.logging.report import write_report
 from fused_grpo.trainer.logging.run_log import METRICS_FILE, RunLog, read_metrics, rewind_logs
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
@@ -67,6 +76,26 @@ def test_a_log_on_a_full_disk_is_an_error_that_names_it(tmp_path):
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match=r"got No space left on device while writing .*metrics\.jsonl"):
         log.log_metrics({"step": 1})
+
+
+@pytest.mark.parametrize("name", [RUN_FILE, REPORT_FILE, REWARD_FILE])
+def test_what_else_a_run_writes_on_a_full_disk_is_an_error_that_names_it(tmp_path, name):
+    log = RunLog(tmp_path)
+    log.log_metrics({"step": 1, "reward": 1.0})
+    (tmp_path / name).symlink_to("/dev/full" if name != RUN_FILE else "no/such/folder")
+    write = partial(log.log_config, {}) if name == RUN_FILE else partial(write_report, tmp_path)
+    with pytest.raises(CheckpointError, match=rf"got No s.* while writing .*{name}; want .*; fix: free some space"):
+        write()
+
+
+def test_a_folder_of_another_user_is_refused_in_one_line(tmp_path, monkeypatch):
+    def refuse(path, **unused):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert checkpoints(tmp_path / "theirs") == []
+    with pytest.raises(CheckpointError, match=r"theirs, which cannot be written \(Permission denied\); want"):
+        check_output_dir(tmp_path / "theirs")
 
 
 def test_a_record_that_was_cut_off_is_cut_away_when_the_run_goes_on(tmp_path):

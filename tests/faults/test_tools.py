@@ -363,6 +363,8 @@ EFFECTS: dict[str, Callable[[], Any]] = {
     "leaves threads behind": leave_threads,
     "goes elsewhere": lambda: os.chdir("/"),
     "redirects the output": lambda: setattr(sys, "stdout", io.StringIO()),
+    "has no output": lambda: setattr(sys, "stdout", None),
+    "closes the output": lambda: sys.stdout.close(),
     "forks": fork,
 }
 

@@ -164,6 +164,8 @@ def make_trainer(make_model, tokenizer, tmp_path: Path) -> Callable[..., GRPOTra
         }
         rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
         model = make_model(model_seed)
+        if "optimizers" in options:
+            arguments["optimizers"] = options.pop("optimizers")(model)
         return GRPOTrainer(
             model,
             reward,

@@ -236,3 +236,15 @@ def test_what_a_script_logs_is_in_the_history_and_in_the_metrics(make_trainer):
     lines = [json.loads(line) for line in (trainer.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line for line in lines if "added" in line] == [{"step": 1, "added": 1.0}] * 2
     assert all(entry["added"] == 1.0 for entry in trainer.state.log_history)
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_evaluate"])
+def test_a_run_that_is_stopped_before_its_first_step_makes_one(make_trainer, event):
+    """As transformers does, so that it has something to log and to report."""
+
+    def stop(self, args, state, control, **unused):
+        control.should_training_stop = True
+
+    stops = type("Stops", (TrainerCallback,), {event: stop})
+    result = make_trainer(callbacks=[stops], eval_dataset=[{"prompt": "1+1="}]).train()
+    assert (result.steps, result.report.is_file()) == (1, True)

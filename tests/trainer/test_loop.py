@@ -242,3 +242,31 @@ def test_a_step_of_nothing_but_truncated_completions_changes_nothing(make_traine
 def test_options_that_would_be_ignored_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         GRPOConfig(**options)
+
+
+@pytest.fixture
+def restored_dtype():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+RUNS = {
+    "several steps of a generation": {"steps_per_generation": 2, "num_iterations": 2, "beta": 0.1, "max_steps": 4},
+    "norms of tokens": {"advantage_estimator": "optimal_token_baseline", "dynamic_sampling": 1},
+    "greedy baselines": {"advantage_estimator": "remax", "top_entropy_quantile": 0.5, "dynamic_sampling": 1},
+}
+
+
+@pytest.mark.usefixtures("restored_dtype")
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_the_default_dtype_of_torch_changes_no_number(make_trainer, served_engine, tmp_path, options):
+    """A script may have set it, to load its models in."""
+    logs = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        torch.set_default_dtype(torch.float32)
+        trainer = make_trainer(engine=served_engine, eval_dataset=[{"prompt": "1+2="}], **options)
+        torch.set_default_dtype(dtype)
+        trainer.train()
+        records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        logs.append([{name: value for name, value in record.items() if "time" not in name} for record in records])
+    assert logs[0] == logs[1] == logs[2]

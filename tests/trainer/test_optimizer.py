@@ -54,6 +54,11 @@ def test_expert_biases_do_not_decay():
     assert not any("bias" in name for name in decaying)
 
 
+def test_a_model_without_trained_parameters_is_refused():
+    with pytest.raises(InputError, match="got a model without trained parameters, want some"):
+        make_optimizer(qwen().requires_grad_(False), GRPOConfig())
+
+
 def test_an_optimizer_whose_package_is_missing_is_refused():
     with pytest.raises(UnavailableError, match=r"got optim='apollo_adamw'.*apollo_torch"):
         make_optimizer(qwen(), GRPOConfig(optim="apollo_adamw", optim_target_modules="all-linear"))
@@ -75,3 +80,10 @@ def test_a_run_with_another_optimizer_learns(make_trainer):
     before = {name: tensor.clone() for name, tensor in trainer.learner.weights().items()}
     assert trainer.train().metrics["grad_norm"] > 0
     assert any(not torch.equal(before[name], tensor) for name, tensor in trainer.learner.weights().items())
+
+
+def test_parameters_that_an_optimizer_leaves_alone_keep_no_gradient(make_trainer):
+    """It would be in the norm by which those of all later steps are clipped."""
+    trainer = make_trainer(optimizers=lambda model: (torch.optim.SGD(model.model.layers.parameters(), lr=1e-3), None))
+    trainer.train()
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())

@@ -19,6 +19,7 @@ The selection of Clip-Cov or KL-Cov depends on all tokens of the step, so it tak
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
@@ -152,7 +153,7 @@ def correction_weights(old: Tensor, part: MicroBatch, config: GRPOLossConfig) ->
     """The weight of the sampling correction of each token [N] of a micro-batch, from the policy's log-probs; or 1."""
     if not len(part.advantages) or config.sampling_correction is None or part.sampling_logprobs is None:
         return torch.ones_like(old)
-    inputs = inputs_of(part, config)
+    inputs = inputs_of(part, dataclasses.replace(config, beta=0.0))  # before the reference is asked
     rho = _rho(old.float(), inputs, config)
     return inputs.sequences.spread(rho, len(old)) if config.corrects_sequences else rho
 
@@ -169,7 +170,7 @@ def turn_sums(batch: Sequence[Sample], packed: Sequence[MicroBatch], logprobs: S
         begins = own & ~torch.cat([own.new_zeros(1), own[:-1]])
         turns.append(begins.cumsum(0)[own].clamp(max=MOST_TURNS))
         old = current if sample.old_logprobs is None else sample.old_logprobs
-        differences.append((old - torch.tensor(sample.sampling_logprobs)[own]).abs())
+        differences.append((old - torch.tensor(sample.sampling_logprobs, dtype=torch.float32)[own]).abs())
     if not turns:
         return {}
     sums, numbers, values = dict[str, float](), torch.cat(turns), torch.cat(differences)
@@ -196,7 +197,8 @@ def merge_metrics(given: Sequence[Mapping[str, Tensor | float]]) -> dict[str, fl
     micro-batch lacks is merged over the others. The order is that in which the names first appear. They are floats or
     0-d tensors of one device, with `loss_tokens` among them where there are means.
     """
-    parts = [{name: torch.as_tensor(value).detach().float() for name, value in part.items()} for part in given]
+    as_number = functools.partial(torch.as_tensor, dtype=torch.float32)
+    parts = [{name: as_number(value).detach() for name, value in part.items()} for part in given]
     names = list(dict.fromkeys(name for part in parts for name in part))
     if not names:
         return {}

@@ -17,6 +17,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from glob import glob
 from io import BufferedReader
 from itertools import count
 from pathlib import Path
@@ -291,7 +292,8 @@ def refuse_unusable(directory: Path, name: str) -> Iterator[None]:
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The `checkpoint-<step>` directories of a run, oldest first, complete or not."""
-    numbered = (path for path in Path(output_dir).glob("checkpoint-*") if _NUMBERED.fullmatch(path.name))
+    names = glob("checkpoint-*", root_dir=output_dir)  # none where this user may not look, in any Python
+    numbered = (Path(output_dir, name) for name in names if _NUMBERED.fullmatch(name))
     return sorted(filter(Path.is_dir, numbered), key=step_of)
 
 

@@ -59,7 +59,10 @@ def check_output_dir(
 
     Without `is_saved`, the places where the run is going to save are not looked at. `is_locked`: by this run.
     """
-    there = existing(path)
+    try:
+        there = existing(path)
+    except OSError as error:  # in another user's folder
+        raise unwritable(path, error) from error
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "cannot be written" if there.is_dir() else "is a file"
         raise CheckpointError(f"got {path}, where {there} {what}; want a directory; fix: choose another --output-dir")

@@ -51,7 +51,7 @@ TRAINING_FILE = "training.json"
 
 _OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 Tensors = Mapping[str, Tensor]
-OF = " of "  # "exp_avg of model.lm_head.weight"
+OF, _INSIDE = " of ", "/"  # "exp_avg of model.lm_head.weight"
 _GROUP = re.compile(r"(random|prefetched(?:\.\d+)?|buffer\.\d+)\.(.*)", re.DOTALL)
 
 
@@ -204,10 +204,17 @@ def optimizer_state(
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {"param_groups": state.get("param_groups"), "state": {}}
     for parameter, values in state.get("state", {}).items():
-        for name, value in values.items():
+        for name, value in _flat(values):
             by_name = tensors if isinstance(value, Tensor) else numbers["state"]
             by_name[f"{name}{OF}{parameter}"] = value
     return tensors, numbers
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a parameter; those in mappings, as bitsandbytes has them, by their path."""
+    for name, value in values.items():
+        path = f"{before}{name}"
+        yield from _flat(value, path + _INSIDE) if isinstance(value, Mapping) else [(path, value)]
 
 
 def load_optimizer_state(
@@ -216,8 +223,9 @@ def load_optimizer_state(
     """The inverse of `optimizer_state`, of what `check_optimizer` accepts."""
     state: dict[str, Any] = {}
     for key, value in {**numbers["state"], **tensors}.items():
-        name, _, parameter = key.partition(OF)
-        state.setdefault(parameter, {})[name] = value
+        path, _, parameter = key.partition(OF)
+        *outer, name = path.split(_INSIDE)
+        reduce(lambda values, part: values.setdefault(part, {}), (parameter, *outer), state)[name] = value
     groups = [dict(group) for group in numbers["param_groups"]]
     for group in groups:
         if "betas" in group:
@@ -276,7 +284,7 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False) -> No
         return
     if isinstance(here, dict) and isinstance(saved, dict):
         for name, value in here.items():
-            check_alike(value, saved.get(name), f"{where}.{name}", exact=exact)
+            check_alike(value, saved.get(str(name)), f"{where}.{name}", exact=exact)
     elif isinstance(here, list | tuple) and isinstance(saved, list) and len(here) in (0, len(saved)):
         for index, value in enumerate(here):
             check_alike(value, saved[index], f"{where}[{index}]", exact=exact)
@@ -291,7 +299,9 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False) -> No
 def known_part(here: Any, saved: Any) -> Any:
     """Of saved JSON what this run would have saved in its place: no other name is loaded into its objects."""
     if isinstance(here, dict):
-        return {name: known_part(value, saved[name]) for name, value in here.items() if saved.get(name) is not None}
+        there = {name: saved.get(str(name)) for name in here}  # JSON has no numbers as names
+        there = {name: value for name, value in there.items() if here[name] is None or value is not None}
+        return {name: known_part(here[name], value) for name, value in there.items()}
     if isinstance(here, list | tuple) and here:
         return [known_part(*pair) for pair in zip(here, saved, strict=True)]
     return None if here is None and isinstance(saved, dict | list) else saved
@@ -371,7 +381,6 @@ def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
     calls, place = numbers["collector"]["generate_calls"], numbers["collector"]["sampler"]
     used, rows = place["prompts"], place["num_prompts"]
     schedule, beginning = numbers["scheduler"], learner.beginning[1]
-    counts = [name for name in ("last_epoch", "_step_count") if name in beginning and name in schedule]
     # Where a callback has left out the rest of an epoch, its prompts were too, and those of the next in its last batch.
     saved = numbers["buffers"]["0"]
     waiting = 0.0 if saved is None else prompts * (1 - saved["done"] / steps)
@@ -379,7 +388,8 @@ def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
     jumped = rows is not None and epoch > step * prompts / steps / rows + 1e-6
     consistent = {
         "skipped": skips["in_a_row"] <= skips["total"] <= step,
-        "scheduler": all(schedule[name] - beginning[name] == step - skips["total"] for name in counts),
+        "scheduler": "last_epoch" not in beginning
+        or schedule["last_epoch"] - beginning["last_epoch"] == step - skips["total"],
         "epoch": rows is None or epoch <= math.ceil(used / rows) + 1e-6,
         "generate_calls": calls * steps >= step,
         "prompts": used >= learned and (jumped or used in (learned, calls * prompts)),

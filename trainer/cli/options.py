@@ -30,7 +30,7 @@ from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.derived_options import mapping
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, changed_options, own_fields
 from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless
-from fused_grpo.trainer.tasks.named import BUILT_IN, CALCULATOR
+from fused_grpo.trainer.tasks.named import ARITHMETIC, BUILT_IN, CALCULATOR
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -222,14 +222,7 @@ def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
 def check_combination(options: TrainOptions) -> None:
     """Raise InputError where some of model, data and rewards are missing that no teacher or environment replaces."""
     if options.task is not None:
-        for option, value in changed_options(options, TrainOptions, but=()).items():
-            if option in _OF_DATA:
-                raise InputError(
-                    f"got --task {options.task} and --{option.replace('_', '-')} {value}, want one of them: a task has "
-                    "rows of its own; fix: leave one out"
-                )
-        if options.model is None and options.task not in BUILT_IN:
-            raise InputError(f"got --task {options.task} without --model, want one to train; fix: add --model")
+        _check_task(options, options.task)
         return
     if options.task_options:
         raise InputError(
@@ -256,6 +249,19 @@ def check_combination(options: TrainOptions) -> None:
             f"got {has} without {lacks}, want all three, or --model and --task, or none for the built-in task; fix: "
             f"add {lacks}"
         )
+    if options.model is None:
+        _check_task(options, ARITHMETIC)
+
+
+def _check_task(options: TrainOptions, name: str) -> None:
+    for option, value in changed_options(options, TrainOptions, but=()).items():
+        if option in _OF_DATA:
+            raise InputError(
+                f"got {'--task' if options.task else 'the built-in task'} {name} and --{option.replace('_', '-')} "
+                f"{value}, want one of them: a task has rows of its own; fix: leave one out, or add --model"
+            )
+    if options.model is None and name not in BUILT_IN:
+        raise InputError(f"got --task {name} without --model, want one to train; fix: add --model")
 
 
 def as_arguments(values: dict[str, Any]) -> list[str]:

@@ -68,6 +68,8 @@ def multi_objective_advantages(
     >>> multi_objective_advantages(rewards, weights, remax, size=2, baselines=greedy).tolist()
     [0.5, -0.5, 0.0, 0.0]
     """
+    if not len(per_function):  # dynamic sampling has kept no group
+        return torch.zeros(0)
     if args.multi_objective_aggregation == "normalize_then_sum":
         columns = per_function.T
         groups = columns.reshape(-1, size)

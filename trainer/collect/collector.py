@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, islice, pairwise
@@ -137,7 +137,7 @@ class Collector:
 
     def draw(self, engine: RolloutEngine, phases: Phases) -> Drawn:
         """Rows of the dataset and their completions: the oldest of the queue, or new ones."""
-        with phases("generate"):
+        with phases("generate"), self._in_place():
             if self.queue:
                 self.sync_metrics = self.queue[0].sync_metrics
                 return self.queue.take()
@@ -277,6 +277,7 @@ class Collector:
         self.sampler.load_state_dict(position["sampler"])
         self.generate_calls = position["generate_calls"]
         self.num_tokens = position["num_tokens"]
+        self.queue.wait()  # a batch of a run that was interrupted is still sampled
         self.queue = BatchQueue()
         for number, table in enumerate(tables):
             (own, greedy), version = without_prefix(table), int(table["weight_version"].min())
@@ -292,7 +293,6 @@ class Collector:
 
     def next_pass(self, passes: int) -> None:
         """Leave out the rest of a pass over the data, so that so many are over, and what is in flight of it."""
-        self.queue.wait()
         if self.queue:
             self.load_state(self._place())
         self.sampler.next_pass(passes)
@@ -306,9 +306,9 @@ class Collector:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
 
     def _round(self, engine: RolloutEngine, phases: Phases, drawn: Drawn | None) -> Scored:
-        with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"), self._in_place():
+        with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"):
             rows, samples = drawn or self.draw(engine, phases)
-            with phases("reward"):
+            with phases("reward"), self._in_place():
                 scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=self.events.state)
                 if self.has_greedy:
                     scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=self.events.state)
@@ -330,28 +330,28 @@ class Collector:
     def _in_place(self) -> Iterator[None]:
         """What a tool or a reward changes of the process is as it was afterwards: the folder, and where is printed to.
 
-        Paths of the run may be relative. And threads that redirect output at the same time leave it redirected.
+        Paths of the run may be relative. And threads that redirect output at the same time leave it redirected, or
+        close it for all.
         """
+        if self.queue and self.rules is not None:  # its tools may be elsewhere for a while
+            yield
+            return
         here: int | None = None
-        streams = sys.stdout, sys.stderr
         with suppress(OSError):  # a descriptor, because the folder may be renamed or removed meanwhile
             here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
         try:
-            yield
+            with redirect_stdout(sys.stdout and _Lent(sys.stdout)), redirect_stderr(sys.stderr and _Lent(sys.stderr)):
+                yield
         finally:
-            is_ours = not self.queue or self.rules is None  # else its tools may be elsewhere for a while
-            if is_ours:
-                sys.stdout, sys.stderr = streams
             if here is not None:
                 with suppress(OSError):
-                    if is_ours:
-                        os.fchdir(here)
+                    os.fchdir(here)
                 os.close(here)
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
         """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""
         columns = [[getattr(sample, name) for sample in scored.samples] for name in ("reward", "baseline")]
-        rewards, baselines = torch.tensor(columns).view(2, -1, self.group_part)
+        rewards, baselines = torch.tensor(columns, dtype=torch.float32).view(2, -1, self.group_part)
         apart = spread(rewards, baselines[:, :1] if self.has_greedy else None)
         is_unequal = (apart >= EQUAL_REWARDS).repeat_interleave(self.group_part).tolist()
         return replace(scored, samples=list(compress(scored.samples, is_unequal)))
@@ -442,3 +442,13 @@ class Collector:
         """Its samples without dropped groups; with `mask_truncated_completions` those that were cut are not in loss."""
         masks = self.args.mask_truncated_completions
         return [replace(one, in_loss=one.finish_reason == "stop" or not masks) for one in scored.kept()]
+
+
+class _Lent:
+    """A stream that its borrower cannot close."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.close = stream, bool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -135,7 +135,7 @@ def score_rollouts(
         _parse(given, samples, tokenizer)
     # The functions do not see groups for which the engine failed.
     sound, said = [place for place, sample in enumerate(samples) if sample.failure is None], dict[str, Any]()
-    per_function = torch.full((len(samples), len(rewards.names)), torch.nan)
+    per_function = torch.full((len(samples), len(rewards.names)), torch.nan, dtype=torch.float32)
     dropped, logged = torch.ones(len(samples), dtype=torch.bool), [dict[str, Any]() for _ in samples]
     if sound:
         environments = [getattr(samples[place].episode, "environment", None) for place in sound]
@@ -390,6 +390,6 @@ def check_best_metric(name: str | None, metrics: Mapping[str, float]) -> None:
     if name is not None and not {name, f"eval_{name}"} & metrics.keys():
         choice = ", ".join(one for one in metrics if "reward" in one or "length" in one)
         raise InputError(
-            f"got metric_for_best_model={name!r}, want a metric of an evaluation: {choice}; "
-            "fix: metric_for_best_model='eval_reward', greater_is_better=True"
+            f"got metric_for_best_model={name!r}, want a metric of an evaluation: {choice}; fix: "
+            f"metric_for_best_model={choice.partition(',')[0]!r}, greater_is_better=True"
         )

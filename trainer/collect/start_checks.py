@@ -7,6 +7,7 @@ models. What they find (tokenizer, configuration, longest prompt) the run uses.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -46,7 +47,7 @@ from fused_grpo.trainer.engines.engine_choice import (
     sampling_dtype,
     server_urls,
 )
-from fused_grpo.trainer.engines.sampling import stop_token_ids
+from fused_grpo.trainer.engines.sampling import prepared, stop_token_ids
 from fused_grpo.trainer.engines.server.replicas import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_installed, enable_batch_invariance
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
@@ -231,6 +232,8 @@ def check_services(start: Start) -> None:
         check_hub(args.hub_model_id or Path(args.output_dir).resolve().name)
     start.engine_name = engine_name(args, start.peft_config or getattr(start.model, "active_peft_config", None))
     inner = callable(start.engine) and (args.use_vllm or args.vllm_mode == "server")  # of a rollout_func
+    if start.engine is None or inner:
+        prepared([], args.sampling(seed=args.seed), random.Random(), engine=start.engine_name)
     if (start.engine is None or inner) and start.engine_name != "transformers":
         if args.vllm_max_model_length is None and start.has_streams:
             raise InputError("got a dataset without random access; fix: set vllm_max_model_length")

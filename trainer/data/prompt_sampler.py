@@ -308,7 +308,7 @@ class CurriculumSampler(PromptSampler):
     def _go_to(self, state: dict[str, Any]) -> None:
         super()._go_to(state)
         rows, unequal = state["groups"]["rows"], state["groups"]["unequal"]
-        most = min(self.used, self._window.maxlen or 0)
+        most = self._window.maxlen or 0
         for name, values, end in (("rows", rows, len(self.levels)), ("unequal", unequal, 2)):
             if len(values) > most or not all(type(value) is int and 0 <= value < end for value in values):
                 raise ValueError(f"groups.{name} of the curriculum are not at most {most} whole numbers below {end}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import index
 from typing import Any, NamedTuple, TypeVar
@@ -30,6 +30,9 @@ SEED_BITS = 62
 # Options that vLLM is passed. A list of what is allowed, because a server ignores a name that it does not know.
 VLLM_EXTRAS = {"allowed_token_ids", "bad_words", "frequency_penalty", "ignore_eos", "logit_bias", "min_tokens"}
 VLLM_EXTRAS |= {"presence_penalty", "stop", "stop_token_ids", "thinking_token_budget"}
+# Of GenerationConfig: processors that come before the sampling, the cache, and beams.
+_EXTRAS = {"bad_words_ids", "begin_suppress_tokens", "cache_implementation", "disable_compile", "length_penalty"}
+_EXTRAS |= {"min_new_tokens", "num_beams", "sequence_bias", "stop_token_ids", "suppress_tokens"}
 
 # Of a list of the most likely tokens: the largest top_k or vocabulary; the log-prob of a token that was left out (JSON
 # has no -inf, servers send -9999); and the probability of kept tokens that may be missing.
@@ -57,14 +60,20 @@ def prepared(
     seeds: random.Random,
     *,
     engine: str,
-    allowed: Collection[str],
     max_model_len: int | None = None,
 ) -> tuple[list[list[int]], int]:
     """A copy of the prompts, and the seed of a call, from `seeds` where `sampling` has none.
 
     InputError for what an engine would crash on, ignore, or silently cut a completion short for: an empty prompt, one
-    without room for `max_tokens` in `max_model_len`, a key of `sampling.extra` that is not in `allowed`.
+    without room for `max_tokens` in `max_model_len`, a key of `sampling.extra` that it does not take. UnsupportedError
+    for an expression without vLLM.
     """
+    allowed = _EXTRAS if engine == "transformers" else VLLM_EXTRAS
+    if sampling.structured_outputs_regex is not None and engine == "transformers":
+        raise UnsupportedError(
+            f"got structured_outputs_regex={sampling.structured_outputs_regex!r} for the transformers engine, want "
+            "None: only vLLM constrains tokens to an expression; fix: use_vllm=True"
+        )
     stops = sampling.extra.get("stop_token_ids", [])
     if not isinstance(stops, list | tuple) or any(type(token) is not int for token in stops):
         raise InputError(f"got stop_token_ids={stops!r}, want a list of token ids; fix: generation_kwargs")
@@ -79,7 +88,7 @@ def prepared(
                 f"got prompt {row} of {len(prompt)} tokens and max_tokens={sampling.max_tokens}, want at most "
                 f"max_model_len={max_model_len} together; fix: raise it (vllm_max_model_length), or shorten either"
             )
-    if unknown := sorted(sampling.extra.keys() - set(allowed)):
+    if unknown := sorted(sampling.extra.keys() - allowed):
         raise InputError(
             f"got generation_kwargs with {', '.join(unknown)}, want only what the {engine} engine leaves open: "
             f"{', '.join(sorted(allowed))}; fix: use the option of the trainer where there is one, or leave it out"
@@ -106,9 +115,7 @@ def vllm_requests(
     neighbouring prompts the same random numbers: two equal prompts would share all but one of their completions.
     A prompt's seed depends on its place among the prompts of all ranks, and not on how many of them this rank has.
     """
-    prompts, seed = prepared(
-        prompt_ids, sampling, seeds, engine=engine, allowed=VLLM_EXTRAS, max_model_len=max_model_len
-    )
+    prompts, seed = prepared(prompt_ids, sampling, seeds, engine=engine, max_model_len=max_model_len)
     listed = num_listed(sampling, vocab_size) if sampling.wants_ids else None
     # All of them: a server takes missing ones from the model's generation config.
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -35,9 +35,6 @@ from fused_grpo.trainer.models.adapters import base_model, model_inputs, with_vi
 from fused_grpo.trainer.models.weight_stream import is_sharded
 from fused_grpo.trainer.types import FinishReason, ListedTokens, Rollouts, SamplingParams
 
-# Fields of GenerationConfig that a user may set: processors that come before the sampling, the cache, and beams.
-_EXTRAS = {"bad_words_ids", "begin_suppress_tokens", "cache_implementation", "disable_compile", "length_penalty"}
-_EXTRAS |= {"min_new_tokens", "num_beams", "sequence_bias", "stop_token_ids", "suppress_tokens"}
 _BEAMS = (
     "got num_beams above 1 in generation_kwargs: the completions of a beam search are no samples of the policy, and a "
     "gradient that takes them for such is biased, as in TRL; fix: leave it out where you do not want that"
@@ -88,12 +85,7 @@ class TransformersEngine(RolloutEngine):
     @torch.no_grad()
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
         """Sample `sampling.n` completions for each prompt; see RolloutEngine. InputError: unusable options."""
-        if sampling.structured_outputs_regex is not None:
-            raise UnsupportedError(
-                f"got structured_outputs_regex={sampling.structured_outputs_regex!r} for the transformers engine, want "
-                "None: only vLLM constrains tokens to an expression; fix: use_vllm=True"
-            )
-        prompts, seed = prepared(prompt_ids, sampling, self._seeds, engine=self.name, allowed=_EXTRAS)
+        prompts, seed = prepared(prompt_ids, sampling, self._seeds, engine=self.name)
         rows = [prompt for prompt in prompts for _ in range(sampling.num_sampled)]
         # One generator for all rows of a call: on another rank the same numbers would go to other prompts.
         sampler = _Sampler(sampling, seed=seed + sampling.first_prompt, device=self._model.device)
@@ -103,7 +95,7 @@ class TransformersEngine(RolloutEngine):
         try:
             for start in range(0, len(rows), at_once):
                 completions += self._run(rows[start : start + at_once], sampler, sampling, stop_ids)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ImportError, AssertionError) as error:
             cache = self._cache_implementation
             given = sampling.extra | ({} if cache is None else {"cache_implementation": cache})
             if not given or isinstance(error, FusedGRPOError):

@@ -23,7 +23,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from fused_grpo.errors import CheckpointError, visible
 from fused_grpo.trainer.common import file_names as files
 from fused_grpo.trainer.common.formatting import MISSING, conversation, duration, percent, short_number
-from fused_grpo.trainer.logging.run_log import iterate_records, metric, read_metrics
+from fused_grpo.trainer.logging.run_log import iterate_records, metric, read_metrics, write
 
 Records = Sequence[Mapping[str, object]]
 Series = tuple[list[float], list[float]]  # steps, values; only where the value is finite
@@ -74,9 +74,8 @@ def write_report(output_dir: Path) -> Path:
         raise CheckpointError(f"got {described}, which is not JSON; want what the run wrote; fix: remove it") from error
     samples = first_and_last_rows(output_dir / files.OLD_ROLLOUTS_FILE, output_dir / files.ROLLOUTS_FILE)
     path = output_dir / files.REPORT_FILE
-    path.write_text(page(records, run if isinstance(run, dict) else {}, samples), encoding="utf-8")
-    chart = render("chart.svg", chart=reward_chart(records))
-    (output_dir / files.REWARD_FILE).write_text(chart, encoding="utf-8")
+    write(path, page(records, run if isinstance(run, dict) else {}, samples))
+    write(output_dir / files.REWARD_FILE, render("chart.svg", chart=reward_chart(records)))
     return path
 
 

@@ -52,7 +52,7 @@ class RunLog:
         self.output_dir, self.kept_steps = Path(output_dir), kept_steps
         self.output_dir.mkdir(parents=True, exist_ok=True)
         for path in (self.output_dir / METRICS_FILE, self.output_dir / ROLLOUTS_FILE):
-            path.touch()
+            write(path, "", mode="ab")
         # The step of the rollouts that were written last; None of a new run.
         self._last_step = _first_step(self.output_dir / ROLLOUTS_FILE)
 
@@ -80,7 +80,7 @@ class RunLog:
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         run = {"started": started, **facts, "config": config, "versions": versions(), "machine": machine()}
         text = json.dumps(redacted(run), indent=2, ensure_ascii=False, allow_nan=False)
-        path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        write(path, text + "\n")
 
 
 def free_name(given: object) -> str:
@@ -160,14 +160,19 @@ def metric(record: Mapping[str, object], name: str) -> float | None:
 
 def _append(path: Path, records: Iterable[Mapping[str, object]]) -> None:
     lines = [json.dumps(to_json(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records]
+    write(path, "".join(lines), mode="ab")
+
+
+def write(path: Path, text: str, *, mode: str = "wb") -> None:
+    """Write or append to a file of a run; CheckpointError where the disk is full, or it cannot be written."""
     # A lone surrogate cannot be UTF-8; its backslash form is how JSON spells it.
-    text = "".join(lines).encode("utf-8", errors="backslashreplace")
+    content = text.encode("utf-8", errors="backslashreplace")
     try:
-        with path.open("ab") as file:
-            file.write(text)
+        with path.open(mode) as file:
+            file.write(content)
     except OSError as error:
         # A half-written line is cut off when a run is resumed here.
         raise CheckpointError(
-            f"got {error.strerror} while writing {path}; want {len(text)} bytes for its next records; "
-            "fix: free some space and resume"
+            f"got {error.strerror} while writing {path}; want {len(content)} bytes for it; fix: free some space, and "
+            "resume"
         ) from error

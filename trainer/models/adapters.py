@@ -84,10 +84,11 @@ def adapt(
             "model that could be moved; fix: leave sync_ref_model out"
         )
     keep_exact(model)
+    keep_reference = keep_reference or args.beta > 0
     if is_adapted(model):
         _check_given(model, peft_config, peft)
         # As rank 0 finds: under FSDP2 it may be the only one that has read the weights.
-        if (args.beta > 0 or keep_reference) and not broadcast_object_list([_equals_base(model, peft)])[0]:
+        if keep_reference and not broadcast_object_list([_equals_base(model, peft)])[0]:
             _keep_reference(model)
     else:
         _check_config(peft_config, peft)
@@ -101,6 +102,11 @@ def adapt(
             model = peft.get_peft_model(model, peft_config)
     _check_tie(base_model(model))
     check_biases(model)
+    if keep_reference and (bias := getattr(model.peft_config[_trained(model)], "bias", "none")) != "none":
+        raise UnsupportedError(
+            f"got LoraConfig(bias={bias!r}), which trains biases of the base, and a reference, which is the base, want "
+            "it to stay; fix: bias='none', or neither beta nor teacher_model='self'"
+        )
     if is_prompt_tuned(model) and accelerator.distributed_type == DistributedType.FSDP:
         raise UnsupportedError(
             "got virtual tokens under FSDP, want them whole in every process; fix: launch with DDP, or LoRA"

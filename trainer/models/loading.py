@@ -49,7 +49,7 @@ def loading(what: str) -> Iterator[None]:
 
 def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> None:
     """DataError for a folder or hub id where no model can be, WrongTypeError for what is none and no module."""
-    if name is None or isinstance(name, nn.Module):
+    if name is None or (isinstance(name, nn.Module) and hasattr(base_model(name), "config")):
         return
     if not isinstance(name, str | Path):
         raise WrongTypeError(f"got a {type(name).__name__} as {what}, want a path, a hub id or a model")

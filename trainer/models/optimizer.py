@@ -59,11 +59,14 @@ def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Opti
     those.
 
     Raises:
+        InputError: a model without trained parameters.
         UnavailableError: the package of that optimizer is not installed, or `optim_args` are not its own.
     """
     # The rule is transformers', which reads nothing of a trainer for it.
     decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     trained = [(name in decaying, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise InputError("got a model without trained parameters, want some; fix: model.requires_grad_(True) of a part")
     groups = [
         {"params": [parameter for decays, parameter in trained if decays is wanted], "weight_decay": weight_decay}
         for wanted, weight_decay in ((True, args.weight_decay), (False, 0.0))

@@ -4,12 +4,15 @@ import copy
 import dataclasses
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.optim import SGD, lr_scheduler
+from transformers import TrainerCallback
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer import GRPOConfig
@@ -36,6 +39,7 @@ OPTIONS = {
     "kept tokens": {"engine": TransformersEngine, "top_p": 0.8, "steps_per_generation": 4, "num_iterations": 2},
     "centered on kept tokens": {"engine": TransformersEngine, "top_p": 0.8, "score_centering": "kept", **SEVERAL},
     "centered on likely tokens": {"engine": TransformersEngine, "score_centering": "topk", **SEVERAL},
+    "an optimizer whose tensors are in mappings": {"optim": "adamw_bnb_8bit"},
 }
 
 
@@ -55,7 +59,35 @@ FAILING = {"reward": failing_reward, "reward_failure": "drop", "shuffle_dataset"
 OPTIONS |= {"a step without samples": FAILING}
 SUMS = [{"prompt": f"{a}+{b}=", "difficulty": a} for a in range(4) for b in range(4)]
 DRAWS = {"reward": even_reward, "dataset": SUMS, "per_device_train_batch_size": 8, "steps_per_generation": 2}
+
+
+class LeavesEpochs(TrainerCallback):
+    """Within a generated batch, whose last prompt is of the next epoch."""
+
+    def on_step_end(self, args, state, control, **unused) -> None:
+        control.should_epoch_stop = state.global_step == 1
+
+
+LEAVES = {"dataset": SUMS[:3], "curriculum": "unequal_rewards", "callbacks": [LeavesEpochs], "steps_per_generation": 2}
+OPTIONS |= {"a curriculum that leaves the rest of an epoch": {**LEAVES, "per_device_train_batch_size": 8}}
 OPTIONS |= {f"curriculum by {kind}": {**DRAWS, "curriculum": kind} for kind in ("difficulty", "unequal_rewards")}
+
+SCHEDULES = {
+    "steps by number": partial(lr_scheduler.MultiStepLR, milestones=[2, 4]),
+    "cycles": partial(lr_scheduler.CyclicLR, base_lr=1e-4, max_lr=1e-3, step_size_up=2),
+    "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=2),
+}
+
+
+def own_optimizers(schedule, model):
+    optimizer = SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    return optimizer, schedule(optimizer)
+
+
+OPTIONS |= {
+    f"a schedule of PyTorch: {name}": {"optimizers": partial(own_optimizers, schedule)}
+    for name, schedule in SCHEDULES.items()
+}
 
 
 class Killed(BaseException):

@@ -115,6 +115,10 @@ def test_a_yaml_file_that_cannot_be_used_is_refused(tmp_path, content, message):
             "InputError: got --task reasoning_gym:a and --dataset d, want one of them",
         ),
         (
+            ["train", "--eval-dataset", "held_out.jsonl"],
+            "InputError: got the built-in task arithmetic and --eval-dataset held_out.jsonl, want one of them",
+        ),
+        (
             ["train", "--task", "sums", "--model", "m"],
             "InputError: got --task sums, want arithmetic, calc",
         ),

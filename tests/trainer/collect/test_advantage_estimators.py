@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -107,6 +108,14 @@ def test_a_group_with_equal_rewards_has_advantages_of_exactly_0(estimator):
 @pytest.mark.parametrize("estimator", OF_BATCH)
 def test_a_batch_with_equal_rewards_has_no_advantages_at_all(estimator):
     assert of_ours(estimator, [[0.1] * 6, [0.1] * 6]).tolist() == [0.0] * 12
+
+
+@pytest.mark.parametrize("estimator", get_args(get_type_hints(GRPOConfig)["advantage_estimator"]))
+def test_a_batch_without_groups_has_no_advantages(estimator):
+    """Dynamic sampling may keep none."""
+    args, none = GRPOConfig(advantage_estimator=estimator), torch.empty(0)
+    options = {"size": G, "lengths": none, "baselines": none}
+    assert multi_objective_advantages(none[:, None], torch.ones(1), args, **options).tolist() == []
 
 
 def test_a_group_of_one_is_compared_with_the_batch():

@@ -296,6 +296,38 @@ def test_a_prefetched_batch_of_another_size_is_refused(make_trainer, change):
         check_rollouts({"prefetched": changed}, None, trainer.learner, step=0)
 
 
+def test_a_run_after_an_interrupt_waits_for_what_is_still_sampled(make_trainer):
+    class Interrupts(TrainerCallback):
+        times = 0
+
+        def on_step_end(self, args, state, control, **unused) -> None:
+            assert started.wait(10)
+            self.times += 1
+            if self.times == 1:
+                raise KeyboardInterrupt
+
+    trainer, started, ends = make_trainer(2, callbacks=[Interrupts], max_steps=3), threading.Event(), threading.Event()
+    busy, met = [], []
+    generate = trainer.engine.generate
+
+    def sampling(*arguments):
+        met.extend(busy)
+        busy.append(1)
+        if threading.current_thread() is not threading.main_thread():
+            started.set()
+            ends.wait(10)
+        busy.pop()
+        return generate(*arguments)
+
+    trainer.engine.generate = sampling
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert busy
+    threading.Timer(0.3, ends.set).start()
+    trainer.train()
+    assert not met
+
+
 def test_a_run_that_has_ended_samples_nothing_more(make_trainer):
     trainer = make_trainer(3)
     trainer.learner.learn = lambda *a, **n: pytest.fail("no memory")

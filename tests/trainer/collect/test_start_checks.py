@@ -13,15 +13,18 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
-from fused_grpo.errors import FusedGRPOError
+from fused_grpo.errors import FusedGRPOError, InputError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.cli.main import main
+from fused_grpo.trainer.collect.scoring import check_best_metric
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.models.loading import positions
 
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(4)]
 CHAT = [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}]
 SMALL = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "use_vllm": False}
+
+SERVED = {"use_vllm": True, "vllm_mode": "server"}
 
 
 def reward(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
@@ -180,6 +183,7 @@ def test_a_function_that_returns_a_generator_loses_no_row(folder, tmp_path):
         ({"model": "somebody/typo"}, r"got model 'somebody/typo', whose config cannot be loaded"),
         ({"model": __file__}, "which is a file"),
         ({"model": 5}, "got a int as model"),
+        ({"model": torch.nn.Linear(2, 2)}, "got a Linear as model"),
         ({"teacher_model": "./typo", "distillation_coef": 1.0}, "got teacher_model './typo', a path that does not ex"),
         ({"rewards": "rewards.py"}, r"got reward function 'rewards\.py', a file.*fix: rewards\.py:"),
         ({"rewards": [reward, "./typo"]}, r"got reward_funcs './typo', a path that does not exist"),
@@ -192,9 +196,13 @@ def test_a_function_that_returns_a_generator_loses_no_row(folder, tmp_path):
         ({"resume_from_checkpoint": "nowhere"}, r"manifest\.json is missing"),
         ({"resume_from_checkpoint": True}, "no complete checkpoint"),
         ({"output_dir_is": "file"}, "run is a file"),
-        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "here"}, "got a server URL without scheme"),
+        ({**SERVED, "vllm_server_base_url": "here"}, "got a server URL without scheme"),
         ({"eval_dataset": []}, "got an empty eval_dataset"),
         ({"max_completion_length": 40000}, "want room for a prompt"),
+        ({"generation_kwargs": {"stop_strings": "."}}, "got generation_kwargs with stop_strings, want .*transformers"),
+        ({"generation_kwargs": {"stop_token_ids": "1"}}, "got stop_token_ids='1'"),
+        ({"generation_kwargs": {"num_beams": 2}, **SERVED}, "got generation_kwargs with num_beams, want .*server"),
+        ({"vllm_structured_outputs_regex": "a+"}, r"got structured_outputs_regex='a\+' for the transformers engine"),
     ],
 )
 def test_what_names_nothing_that_exists_is_refused(start, tmp_path, monkeypatch, options, message):
@@ -333,6 +341,12 @@ def test_a_metric_that_no_evaluation_gives_is_a_warning_at_the_start(start, capl
     start(eval_dataset={"hard": ROWS}, metric_for_best_model="reward", **options)
     assert "got metric_for_best_model='reward', which no evaluation gives" in caplog.text
     assert "fix: one of eval_hard_frac_reward_zero_std" in caplog.text
+
+
+def test_the_first_evaluation_names_metrics_of_its_own_sets():
+    found = {"eval_hard_loss": 0.0, "eval_hard_reward": 1.0, "eval_hard_reward_std": 0.0}
+    with pytest.raises(InputError, match=r"fix: metric_for_best_model='eval_hard_reward', greater"):
+        check_best_metric("reward", found)
 
 
 def test_a_stream_shows_its_first_prompt(start, tokenizer, tmp_path):

@@ -172,6 +172,12 @@ def test_places_count_the_tools_tokens_or_not(make_trainer, monkeypatch):
     assert places["tir_optimal_token_baseline"] == [[0, 1]] * 4
 
 
+@pytest.mark.parametrize("estimator", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_norms_of_corrected_rollouts_are_known_before_the_reference_is(make_trainer, served_engine, estimator):
+    trainer = make_trainer(engine=served_engine, max_steps=1, advantage_estimator=estimator, beta=0.1)
+    assert trainer.train().metrics["kl"] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_stale_rollouts_weigh_by_the_square_of_their_correction(make_trainer, monkeypatch, served_engine):
     """Norms are multiplied by rho^2, rho = min(p / q, 3) by token."""
     trainer = make_trainer(engine=served_engine, max_steps=1, advantage_estimator="optimal_token_baseline")

@@ -8,7 +8,8 @@ from transformers import GenerationConfig
 
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.engines.checked_engine import checked_generate
-from fused_grpo.trainer.engines.transformers_generate import _EXTRAS, TransformersEngine
+from fused_grpo.trainer.engines.sampling import _EXTRAS
+from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.types import SamplingParams
 
 
@@ -68,6 +69,18 @@ def test_values_that_generate_does_not_take_are_named(build_model, tokenizer, na
 def test_a_cache_that_transformers_does_not_have_is_named(build_model, tokenizer) -> None:
     engine = TransformersEngine(build_model(), tokenizer, cache_implementation="typo")
     with pytest.raises(InputError, match=r"got \{'cache_implementation': 'typo'\} for generate\(\) .*Invalid"):
+        engine.generate([[4, 5]], SamplingParams(n=2, max_tokens=3))
+
+
+@pytest.mark.parametrize("error", [ImportError, AssertionError])
+def test_a_cache_without_its_package_or_gpu_is_named(build_model, tokenizer, error) -> None:
+    """As "quantized" raises without optimum-quanto, and "offloaded" without CUDA."""
+    model = build_model()
+    engine = TransformersEngine(model, tokenizer, cache_implementation="quantized")
+    with (
+        mock.patch.object(model, "generate", side_effect=error("needs it")),
+        pytest.raises(InputError, match=r"got \{'cache_implementation': 'quantized'\} .*needs it"),
+    ):
         engine.generate([[4, 5]], SamplingParams(n=2, max_tokens=3))
 
 

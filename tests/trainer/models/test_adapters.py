@@ -324,6 +324,9 @@ def test_arguments_that_contradict_each_other_are_refused(make_lora_trainer, ada
         make_lora_trainer(adapted())
     with pytest.raises(UnsupportedError, match="sync_ref_model=True with an adapter"):
         make_lora_trainer(beta=0.1, sync_ref_model=True)
+    for bias in ("all", "lora_only"):
+        with pytest.raises(UnsupportedError, match=f"bias='{bias}'.* trains biases of the base, and a reference"):
+            make_lora_trainer(peft_config=LoraConfig(**KINDS["plain"], bias=bias), beta=0.1)
     frozen = adapted().requires_grad_(False)
     with pytest.raises(InputError, match="is_trainable=True"):
         make_lora_trainer(frozen, peft_config=None)
