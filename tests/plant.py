@@ -40,7 +40,7 @@ def plant(file: str, old: str, new: str, folder: Path) -> None:
 
 def run(selection: list[str], folder: Path) -> int:
     """pytest's status for these tests, in and of the copy."""
-    assert not any(name.split(".")[0] == "fused_grpo" for name in sys.modules), "the tests would see no bug"
+    assert "fused_grpo" not in sys.modules, "the tests would see no bug"
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)  # for what the tests start
     sys.path.insert(0, str(folder))
