@@ -84,8 +84,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if DEVICE != "cuda":
         import bf16_interpreter
         import quick_interpreter
+        import quick_torch
         import quick_vllm
 
+        quick_torch.make_quick()
         quick_interpreter.make_quick()
         quick_vllm.make_quick()
         bf16_interpreter.mend_bf16()

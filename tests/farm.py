@@ -44,6 +44,11 @@ LIBRARIES += ("triton.compiler.code_generator", "triton.runtime.interpreter")
 LIBRARIES += tuple(f"_pytest.{plugin}" for plugin in ("doctest", "faulthandler", "helpconfig", "junitxml", "pastebin"))
 LIBRARIES += tuple(f"_pytest.{plugin}" for plugin in ("setuponly", "setupplan", "skipping", "stepwise", "subtests"))
 LIBRARIES += tuple(f"_pytest.{plugin}" for plugin in ("threadexception", "unittest", "unraisableexception", "warnings"))
+# What those import when they first do something.
+LIBRARIES += ("_pytest._argcomplete", "pdb", "anyio._backends._asyncio", "httpcore", "http.server", "numpy.ctypeslib")
+LIBRARIES += ("peft.tuners.lora.bnb", "peft.utils.transformers_weight_conversion", "rich._emoji_codes")
+LIBRARIES += ("torch.distributed.checkpoint.state_dict", "torch.profiler._cupti_monitor")
+LIBRARIES += ("transformers.models.qwen3_moe.modeling_qwen3_moe",)
 
 
 def main(folder: str, session: str) -> None:
@@ -118,9 +123,10 @@ def answer(connection: socket.socket, **content: Any) -> None:
 def import_torch() -> None:
     global torch
     import torch
+    from imported import quick_torch
 
     torch.distributed.destroy_process_group = after_a_moment(torch.distributed.destroy_process_group)
-    torch._library.utils.get_source = line_of_caller
+    quick_torch.make_quick()
 
 
 def import_libraries() -> None:
@@ -134,6 +140,9 @@ def import_libraries() -> None:
         # Its modules are imported at the first use of a name.
         names = ("AutoTokenizer", "PreTrainedTokenizerFast", "Qwen2ForCausalLM", "LlamaForCausalLM")
         assert all(getattr(transformers, name) for name in names)
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("qwen2")  # hundreds of patterns are compiled at the first save or adapter
     with contextlib.suppress(ImportError):
         from trl import import_utils
 
@@ -172,12 +181,6 @@ STAGES: dict[str, Callable[[], None]] = {
     "trainer": import_trainer,
     "vllm": import_vllm,
 }
-
-
-def line_of_caller(stacklevel: int) -> str:
-    """PyTorch's of the same name, which looks through all modules, for the source of the line too."""
-    frame = sys._getframe(stacklevel)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def after_a_moment(leave: Callable[..., None]) -> Callable[..., None]:

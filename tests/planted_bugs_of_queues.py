@@ -72,7 +72,7 @@ BUGS = {
         "more = self._with_unequal_rewards(self._round(engine, phases, draw()))",
         "drawn = (lambda rows, complete: (rows, complete()))(*self._next_batch(engine))\n"
         "                more = self._with_unequal_rewards(self._round(engine, phases, drawn))",
-        RESUMED,
+        [TESTS, "-k", "stopped_after_any_step and 4 and dynamic"],
     ),
     "a checkpoint has the first batch of the queue alone": (
         "trainer/collect/collector.py",

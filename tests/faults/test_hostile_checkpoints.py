@@ -266,7 +266,11 @@ def test_a_file_that_is_missing_is_refused_with_a_manifest_that_fits(outcome, co
     assert outcome(resign(directory)) == "refused"
 
 
-MANY = b'{"format": "fused-grpo checkpoint 4", "files": {%s}}' % b",".join(b'"%d": {}' % n for n in range(1_000_000))
+def many_names(path):
+    names = b",".join(b'"%d": {}' % n for n in range(1_000_000))
+    path.write_bytes(b'{"format": "fused-grpo checkpoint 4", "files": {%s}}' % names)
+
+
 HOSTILE_FILES = {
     "a pipe": lambda path: os.mkfifo(path),
     "a device": lambda path: path.symlink_to("/dev/zero"),
@@ -274,7 +278,7 @@ HOSTILE_FILES = {
     "a loop": lambda path: path.symlink_to(path.name),
     "a gigabyte": lambda path: (path.touch(), os.truncate(path, 1 << 30)),
     "deep JSON": lambda path: path.write_text("[" * 200_000),
-    "a million names": lambda path: path.write_bytes(MANY),
+    "a million names": many_names,
 }
 
 

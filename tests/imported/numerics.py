@@ -1,9 +1,11 @@
 """How errors are measured, and the rule for them: at most twice the error of plain torch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 def assert_as_exact(ours: Tensor, plain: Tensor, exact: Tensor, *, what: str) -> None:
@@ -31,3 +33,13 @@ def logprobs_of(model: Any, prompt: list[int], completion: list[int], temperatur
     """The log-prob of each token of the completion: an fp64 softmax of the model's logits."""
     logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].double() / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
+
+
+@torch.no_grad()
+def logprobs_of_all(model: Any, pairs: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
+    """The same of each (prompt, completion), in one batch: the model is to be causal, without a mask."""
+    rows = pad_sequence([torch.tensor(prompt + completion) for prompt, completion in pairs], batch_first=True)
+    logprobs = (model(rows).logits[:, :-1].double() / temperature).log_softmax(-1)
+    chosen = logprobs.gather(2, rows[:, 1:, None])[:, :, 0].tolist()
+    spans = [(len(prompt) - 1, len(prompt) + len(completion) - 1) for prompt, completion in pairs]
+    return [row[start:end] for row, (start, end) in zip(chosen, spans, strict=True)]

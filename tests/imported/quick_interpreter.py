@@ -5,6 +5,7 @@ made before, compares them part by part, and computes sums in 64 bits that only 
 """
 
 import functools
+import inspect
 from typing import Any
 
 
@@ -17,7 +18,8 @@ def make_quick() -> None:
     except ImportError:
         return
     patch_helpers_once(tl, interpreter)
-    call_builtins_directly(interpreter)
+    patch_builtins_once(tl.core, interpreter)
+    unwrap_directly(tl.core)
     check_overflow_if_asked(TritonSemantic)
     make_types_once(tl.core)
     describe_tensors_once(tl.core)
@@ -44,14 +46,45 @@ def patch_helpers_once(tl: Any, interpreter: Any) -> None:
     interpreter.InterpretedFunction.__call__ = call
 
 
-def call_builtins_directly(interpreter: Any) -> None:
-    """Around a builtin there is a function that asks for `_semantic`, which the patch always gives."""
-    patch = interpreter._patch_attr
+def patch_builtins_once(core: Any, interpreter: Any) -> None:
+    """At every launch, all members of the language are looked through for builtins, and each gets a new replacement
+    around a function that asks for `_semantic`, which the replacement always gives."""
+    patch_each, found = interpreter._patch_builtin, dict[Any, list[tuple[str, Any, Any]]]()
+    if len(inspect.signature(patch_each).parameters) != 3:  # another version of Triton
+        return
 
-    def quick(owner: Any, name: str, member: Any, *more: Any) -> None:
-        patch(owner, name, getattr(member, "__wrapped__", member), *more)
+    def direct(builtin: Any) -> Any:
+        function, semantic = getattr(builtin, "__wrapped__", builtin), interpreter.interpreter_semantic
 
-    interpreter._patch_attr = quick
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*arguments, **options)
+
+        return call
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        if package not in found:
+            builtins = [pair for pair in inspect.getmembers(package) if core.is_builtin(pair[1])]
+            found[package] = [(name, member, direct(member)) for name, member in builtins]
+        members = [getattr(package, name) for name, *_ in found[package]]
+        if all(member is builtin for member, (_, builtin, _) in zip(members, found[package], strict=True)):
+            for name, _, replacement in found[package]:
+                scope.set_attr(package, name, replacement)
+        elif any(member is not new for member, (*_, new) in zip(members, found[package], strict=True)):
+            patch_each(package, builder, scope)  # a test has changed one
+
+    interpreter._patch_builtin = patch
+
+
+def unwrap_directly(core: Any) -> None:
+    """What is neither a constant nor a list stays as it is."""
+    unwrap, constant, plain = core._unwrap_if_constexpr, core.constexpr, {core.tensor, bool, int, float, type(None)}
+
+    def quick(value: Any) -> Any:
+        kind = type(value)
+        return value if kind in plain else value.value if kind is constant else unwrap(value)
+
+    core._unwrap_if_constexpr = quick
 
 
 def check_overflow_if_asked(semantic: Any) -> None:

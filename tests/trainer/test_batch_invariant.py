@@ -104,11 +104,15 @@ def test_the_console_says_once_whether_the_two_are_bit_equal(tmp_path, capsys) -
 def test_a_sampler_that_computes_what_the_trainer_computes_is_bit_equal(make_trainer, capsys) -> None:
     trainer = make_trainer(batch_invariant=True, skip_zero_advantages=False, learning_rate=0.1, max_steps=2)
 
-    def of_the_trainer(prompt: list[int], completion: list[int], temperature: float) -> list[float]:
-        alone = batch_of(prompt_ids=[prompt], completion_ids=[completion], advantage=torch.ones(1))
-        (part,) = trainer.learner._pack(alone)
+    def alone(prompt: list[int], completion: list[int]) -> list[float]:
+        (part,) = trainer.learner._pack(
+            batch_of(prompt_ids=[prompt], completion_ids=[completion], advantage=torch.ones(1))
+        )
         output = trainer.learner.policy(part, num_tokens=1.0, num_sequences=1.0)
         return output.logprobs.tolist()
+
+    def of_the_trainer(pairs: list[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
+        return [alone(*pair) for pair in pairs]
 
     trainer.engine.logprobs = of_the_trainer
     metrics = trainer.train().metrics

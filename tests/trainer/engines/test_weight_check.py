@@ -184,7 +184,7 @@ def test_a_confident_policy_is_sampled_in_16_bits_but_not_with_old_weights(
             model.lm_head.weight.data.mul_(30.0)
             super().__init__(model, tokenizer)
 
-        def logprobs(self, *given: Any) -> list[float]:
+        def logprobs(self, *given: Any) -> list[list[float]]:
             with torch.autocast("cpu", torch.bfloat16):
                 return super().logprobs(*given)
 

@@ -55,6 +55,14 @@ def is_read(name):
     return name.startswith(READ) and trl.supports_tool_calling(talking_tokenizer(TEMPLATES[name]))
 
 
+# The same without rendering all of them while tests are collected.
+CALLING = sorted(name for name, text in TEMPLATES.items() if name.startswith(READ) and "tool_calls" in text)
+
+
+def test_the_templates_that_name_calls_are_those_that_render_them():
+    assert sorted(filter(is_read, TEMPLATES)) == CALLING
+
+
 def conversation(arguments):
     tool = {"type": "function", "function": {"name": "look", "arguments": arguments}}
     return [
@@ -69,7 +77,7 @@ def rendered(tokenizer, messages, **options):
     return tokenizer.apply_chat_template(messages, **options)
 
 
-@pytest.mark.parametrize("name", sorted(filter(is_read, TEMPLATES)))
+@pytest.mark.parametrize("name", CALLING)
 @pytest.mark.parametrize("arguments", [CALLS, CALLS | NESTED], ids=["flat", "nested"])
 def test_calls_are_read_back_as_they_were_written(name, arguments):
     tokenizer, stops = of_family(name)
