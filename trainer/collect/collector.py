@@ -448,7 +448,10 @@ class _Lent:
     """A stream that its borrower cannot close."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.close = stream, bool
+        self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def close(self) -> None:
+        """Leave it to its owner."""
