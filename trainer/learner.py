@@ -268,14 +268,7 @@ class Learner:
         if self.loss_config.selects_by_covariance:
             measured = self._measured(self._unwrapped, "logprobs", packed)
             packed = with_covariance_selection(packed, measured, self.loss_config, self.accelerator)
-        # The normalisers of the whole step, over all ranks: of all micro-batches, and of what is in none of them.
-        filled = sum(len(part.sequence_index) > 0 for part in packed)
-        tokens = sum(len(part.targets) for part in packed) + sum(sample.num_own for sample in batch if sample.skipped)
-        totals = torch.tensor([tokens, len(batch), filled], dtype=torch.float64, device=self.accelerator.device)
-        # A step may have no token in its loss: every completion truncated and masked.
-        counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
-        options |= zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True)
-        return batch, packed, options | {"teacher": self.teacher}, of_uncertain
+        return batch, packed, options | self._counts(packed, batch) | {"teacher": self.teacher}, of_uncertain
 
     def score_norms(self, batch: list[Sample]) -> list[Tensor]:
         """For each sample the squared norms of the sampling correction's weight times d log p / d logits, on the CPU.
@@ -353,6 +346,15 @@ class Learner:
         precision = within or (nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast())
         with evaluating(policy), precision:
             return [policy.measure(part, what, **options) for part in packed]
+
+    def _counts(self, packed: Sequence[MicroBatch], batch: list[Sample]) -> dict[str, Any]:
+        """The normalisers of the whole step, over all ranks: of all micro-batches, and of what is in none of them."""
+        filled = sum(len(part.sequence_index) > 0 for part in packed)
+        tokens = sum(len(part.targets) for part in packed) + sum(sample.num_own for sample in batch if sample.skipped)
+        totals = torch.tensor([tokens, len(batch), filled], dtype=torch.float64, device=self.accelerator.device)
+        # A step may have no token in its loss: every completion truncated and masked.
+        counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
+        return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))
 
     def _entropy_options(self, packed: Sequence[MicroBatch]) -> tuple[dict[str, Any], float | None]:
         """The loss's config for this step; with `top_entropy_quantile` its threshold, and the mean entropy above that.

@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 from scale_out_run import EngineByPrompt
 
 from fused_grpo.errors import UnavailableError
-from fused_grpo.trainer import GRPOConfig, GRPOTrainer, transformers_face
-from fused_grpo.trainer.collect import start_checks
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop, transformers_face
 from fused_grpo.trainer.logging import run_output
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.types import Sample
@@ -45,7 +44,7 @@ def main() -> None:
     if FAULT == "row":
         rows[3] = {"prompt": "1+1=" * 5}
     engine = None if FAULT == "start" else EngineByPrompt(model)
-    start_checks.choose_engine = lambda *_, **__: no_engine() if is_here() else EngineByPrompt(model)
+    loop.choose_engine = lambda *_, **__: no_engine() if is_here() else EngineByPrompt(model)
     trainer = GRPOTrainer(model, reward, args, rows, processing_class=build_tokenizer(), rollout_engine=engine)
     break_it(trainer)
     try:

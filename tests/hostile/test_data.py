@@ -166,6 +166,7 @@ def test_a_packed_file_is_not_unpacked_unseen(tmp_path: Path, pack):
         load_rows(str(tmp_path / "rows.jsonl"))
 
 
+@pytest.mark.parametrize("streaming", [True, False])
 def test_a_row_that_raises_when_it_is_read_is_named(streaming, chat_tokenizer):
     def shout(row: dict[str, Any]) -> dict[str, Any]:
         return {"prompt": row["prompt"] + "!" if row["prompt"] != "2" else 1 / 0}

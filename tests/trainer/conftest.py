@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, learner
+from fused_grpo.trainer import self_check as measuring
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.policy import PolicyLoss
 from fused_grpo.trainer.self_check import Measured, self_check
@@ -150,6 +151,7 @@ def self_check_once(policy: PolicyLoss) -> Measured:
     weights = hashlib.sha256(b"".join(value.float().numpy().tobytes() for value in model.state_dict().values()))
     rates = [value for layer in layers for value in vars(layer).values() if isinstance(value, float)]
     settings = policy.loss_config, policy.temperature, policy.chunk_bytes, policy.router_aux_loss_coef, policy.routing
+    settings += (measuring.has_dropout(model),)  # which a test may have answer otherwise
     key = weights.digest(), f"{model.dtype} {rates} {settings}", model.config.to_json_string(use_diff=False)
     if key not in MEASURED:
         MEASURED[key] = self_check(policy)
