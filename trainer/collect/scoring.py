@@ -277,7 +277,8 @@ def rollout_metrics(
     """
     size = (args.num_generations_eval or 1) if evaluated else args.num_generations
     rewards, baselines, lengths, per_function, ended, failed, dropped = (
-        torch.cat(parts) for parts in list(zip(*processes, strict=True))[1:8]
+        torch.cat([getattr(facts, name) for facts in processes])
+        for name in ("rewards", "baselines", "lengths", "per_function", "ended", "failed", "dropped")
     )
     lengths, ended = lengths[~failed], ended[~failed]
     groups, baselines = (values.view(-1, size) for values in (rewards, baselines))
