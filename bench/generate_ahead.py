@@ -3,11 +3,12 @@
 And with `--seconds`: how long are its steps, beside an engine that takes a while to answer, as a server does?
 
 The built-in task with the demo's options, at its learning rate and at lower ones, and `generate_ahead` of 0, 1 and 4;
-batches in flight with each of `CORRECTIONS`, of which the first is the default.
+batches in flight with each of `CORRECTIONS`, of which the first is the default, and 4 of them also with a limit to how
+far they may be from the policy.
 Transformers samples from a copy of the model in a thread while the model is trained. It writes
 bench/results/<machine>/generate-ahead-<date>.json, with the held-out accuracy before and after and the mean reward of
-each step, whose figures docs/trainer.md quotes, and prints means and standard deviations over the seeds. One process
-takes half an hour.
+each step, whose figures docs/trainer.md quotes, and prints means and standard deviations over the seeds, and how far
+the mean curve of the reward is from those of k = 0. One process takes 40 minutes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import yaml
 from torch import Tensor
@@ -39,14 +42,18 @@ from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.recipes import arithmetic
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
-RATES, COUNTS, LAST = (1e-3, 3e-4, 1e-4), (0, 1, 4), 10  # the third: steps of the mean at the end
-MASK = {"off_policy_mask_threshold": 0.02}
-CORRECTIONS: dict[str, dict[str, Any]] = {  # on policy there is nothing to correct
+Array = npt.NDArray[np.float64]
+RATES, COUNTS, LAST = (1e-3, 3e-4, 1e-4), (0, 1, 4), 10  # the third: steps of a mean of the reward
+MASK, PACED = {"off_policy_mask_threshold": 0.05}, {"generate_ahead_max_kl": 0.001}
+CORRECTIONS: dict[str, dict[str, Any]] = {
     "weights": {},
     "weights and mask": MASK,
     "mask": {**MASK, "vllm_importance_sampling_correction": False},
 }
-DIFFERENCE = "sampling/sampling_logp_difference/mean"
+CORRECTIONS |= {f"{name}, paced": CORRECTIONS[name] | PACED for name in ("weights and mask", "mask")}
+# On policy there is nothing to correct, and one batch in flight is the fewest.
+KINDS = [(k, name) for k in COUNTS for name in CORRECTIONS if name == "weights" or k > ("paced" in name)]
+DIFFERENCE, MISMATCH = "sampling/sampling_logp_difference/mean", "sampling/mismatch_kl"
 
 # Seconds that batches take, one after the other, and values of the option; steps that are timed, after a few others.
 LATENCIES, TIMED, BEFORE = ((1.0,), (0.3, 1.7)), (0, 1, 2), 3
@@ -85,9 +92,18 @@ def run(rate: float, k: int, correction: str, seed: int) -> dict[str, Any]:
     trained = [step for step in steps if "off_policy_steps" in step]
     row: dict[str, Any] = {"learning rate": rate, "k": k, "correction": correction, "seed": seed}
     row |= {"before": result.eval_before["reward"], "after": result.eval_after["reward"]}
-    row |= {name: [step[name] for step in trained] for name in ("reward", "off_policy_steps", DIFFERENCE)}
+    row |= {name: [step[name] for step in trained] for name in ("reward", "off_policy_steps", DIFFERENCE, MISMATCH)}
     print({name: value for name, value in row.items() if not isinstance(value, list)}, flush=True)
     return row
+
+
+def of_weights(row: dict[str, Any]) -> Array:
+    """The mean reward of what each of the first weight versions samples, the same ones for every k."""
+    versions = np.arange(len(row["reward"])) - row["off_policy_steps"]
+    sampled = np.unique(versions)  # by several batches, or by none, where the number in flight changes
+    means = [np.mean(row["reward"], where=versions == version) for version in sampled]
+    of_each: Array = np.interp(np.arange(len(versions) - max(COUNTS)), sampled, means)
+    return of_each
 
 
 class Remote(RolloutEngine):
@@ -161,20 +177,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if parsed.seconds:
         write("generate-ahead-seconds", [seconds(each, k, 20) for each in LATENCIES for k in TIMED])
         return
-    kinds = [(k, name) for k in COUNTS for name in (CORRECTIONS if k else ("weights",))]
-    rows = [run(rate, *kind, seed) for seed in range(parsed.seeds) for rate in RATES for kind in kinds]
+    cases = list(itertools.product(range(parsed.seeds), RATES, KINDS))
+    rows = [run(rate, *kind, seed) for seed, rate, kind in cases]
     write("generate-ahead", rows)
     for rate in RATES:
-        for k, correction in kinds:
-            runs = [row for row in rows if (row["learning rate"], row["k"], row["correction"]) == (rate, k, correction)]
-            figures = {"held-out": [row["after"] for row in runs]}
-            figures["reward, last steps"] = [statistics.mean(row["reward"][-LAST:]) for row in runs]
-            # Step n is sampled from the weights of step n - k: the same weight versions for every k.
-            same = slice(k, k - max(COUNTS) or None)
-            figures["reward, by weight version"] = [statistics.mean(row["reward"][same]) for row in runs]
+        on_policy = np.array([])
+        for kind in KINDS:
+            runs = [row for row, case in zip(rows, cases, strict=True) if case[1:] == (rate, kind)]
+            curves = np.array([of_weights(row) for row in runs])
+            figures = {"held-out": [row["after"] for row in runs], "reward of the same weights": curves.mean(1)}
+            figures["rollouts are steps old"] = [statistics.mean(row["off_policy_steps"]) for row in runs]
             for name, values in figures.items():
                 spread = statistics.stdev(values) if len(values) > 1 else 0.0
-                print(f"{rate=}, {k=}, {correction}, {name}: {statistics.mean(values):.3f}, sd {spread:.3f}")
+                print(f"{rate=}, {kind}, {name}: {statistics.mean(values):.3f}, sd {spread:.3f}")
+            means = np.apply_along_axis(np.convolve, 1, curves, np.full(LAST, 1 / LAST), "valid")
+            on_policy = on_policy if len(on_policy) else means
+            below, lacks = means.mean(0) < on_policy.min(0), on_policy.mean(0) - means.mean(0)
+            print(
+                f"{rate=}, {kind}, below all of k = 0: {below.sum()} of {below.size} steps; by {lacks.max():.3f} at most"
+            )
 
 
 if __name__ == "__main__":

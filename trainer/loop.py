@@ -32,13 +32,14 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from fused_grpo.errors import causes_shown
-from fused_grpo.trainer.batching.micro_batch_metrics import turn_differences
+from fused_grpo.trainer.batching.micro_batch_metrics import MISMATCH, turn_differences
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore, training_state
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
-from fused_grpo.trainer.collect.collector import Collector, Drawn
+from fused_grpo.trainer.collect.batch_queue import Drawn
+from fused_grpo.trainer.collect.collector import Collector
 from fused_grpo.trainer.collect.plan import Plan
 from fused_grpo.trainer.collect.scoring import LOSS_METRICS, check_best_metric
 from fused_grpo.trainer.collect.start_checks import Start, check_given, check_start, make_learner
@@ -355,7 +356,7 @@ class GRPOTrainer(TransformersFace):
             drawn = self.collector.draw(self.engine, phases)
         # Each generation to come needs one batch at least: none is left at the end.
         later = -(-(self.max_steps - self.step) // self.collector.steps_per_batch) - 1
-        for _ in range(min(self.args.generate_ahead, later) - len(queue)):
+        for _ in range(min(self.collector.pace.batches, later) - len(queue)):
             is_free = not any_rank(self.accelerator, queue.is_sampling)
             if is_free:
                 self._sync_engine(phases)
@@ -370,6 +371,8 @@ class GRPOTrainer(TransformersFace):
         batch, metrics = self.learner.learn(buffer.current, check=check, event=self.events)
         reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}
         buffer.advance(batch)
+        if buffer.is_exhausted and self.args.generate_ahead:
+            self.collector.pace.learned_from(reports["off_policy_steps"], metrics.get(MISMATCH))
         named = {LOSS_METRICS.get(name, name): value for name, value in metrics.items()}
         return {"step": self.step, **{name: named[name] for name in named if name}, **buffer.metrics, **reports}
 

@@ -8,6 +8,7 @@ measures of ratios that the loss op does not: by sequence, times the ratio, or o
     kl                                     mean over tokens of the KL estimate (use_bias_correction_kl: times the ratio)
     vespo/phi_seq_mean                     mean over sequences of their weight phi
     sampling/sampling_logp_difference/*    |old log p - sampling log p|, over the tokens for which the sampler has one
+    sampling/mismatch_kl                   KL(sampler || policy) per token by k3, over the same tokens
     .../turn_<k>/*                         the same over turn k of completions with a mask; the last k has all after it
     sampling/importance_sampling_ratio/*   rho of the sampling correction, after its bounds
 
@@ -44,6 +45,7 @@ Sums = dict[str, Tensor]
 SUMMED = frozenset({"loss_tokens", "loss", "policy_term", "aux_loss"})
 DIFFERENCE, RATIO = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
 BIT_EQUAL, ROUTING = "sampling/bit_equal_fraction", "sampling/routing_disagreement"
+MISMATCH = "sampling/mismatch_kl"
 MOST_TURNS = 8  # with metrics of their own
 
 
@@ -89,6 +91,7 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
         difference = torch.where(is_known, (old - sampling).abs(), 0.0)
         sums |= {"difference_sum": difference.sum(), "difference_max": difference.amax()}
         sums |= {"known_sum": is_known.sum(), "equal_sum": (old == sampling).sum()}
+        sums["mismatch_sum"] = kl_term(torch.where(is_known, old - sampling, 0.0), "k3").sum()
         if config.sampling_correction is not None:
             rho = _rho(old, inputs, config)
             sums |= {"rho_sum": rho.sum(), "rho_squares_sum": rho.square().sum(), "rhos_sum": rho.new_tensor(len(rho))}
@@ -116,6 +119,7 @@ def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]
         "kl": ("kl", "tokens"),
         "vespo/phi_seq_mean": ("phi", "sequences"),
         f"{DIFFERENCE}/mean": ("difference", "known"),
+        MISMATCH: ("mismatch", "known"),
         BIT_EQUAL: ("equal", "known"),
         f"{RATIO}/mean": ("rho", "rhos"),
         ROUTING: ("rerouted", "routed"),

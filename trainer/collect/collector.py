@@ -12,10 +12,9 @@ and each samples its part. Rewards are gathered, so advantages are always those 
 For ReMax, a second `generate` call gives a greedy completion of each prompt, to the rank with the first part of its
 group: the `greedy` of the samples.
 
-With `generate_ahead` each round takes the oldest batch of a `BatchQueue`: those that an engine samples while the
-optimizer learns, each from the weights of its request (docs/trainer.md, "Sampling while learning"). Ranks may share a
-server, and their threads meet in `load_weights`, in the same order; so a rank whose batch failed loads weights for the
-others, and nothing more is sampled on it.
+With `generate_ahead` each round takes the oldest batch of a `BatchQueue`. Ranks may share a server, and their threads
+meet in `load_weights`, in the same order; so a rank whose batch failed loads weights for the others, and nothing more
+is sampled on it.
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ import math
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, islice, pairwise
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -42,6 +39,7 @@ from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import GREEDY, RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.collect.advantages import Scores, multi_objective_advantages, spread, token_advantages
+from fused_grpo.trainer.collect.batch_queue import BatchQueue, Complete, Drawn, Pace, Prefetched
 from fused_grpo.trainer.collect.scoring import (
     Evaluation,
     RolloutFacts,
@@ -53,7 +51,6 @@ from fused_grpo.trainer.collect.scoring import (
     without_rewards,
 )
 from fused_grpo.trainer.collect.start_checks import Start
-from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.prompt_sampler import CurriculumSampler, PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
@@ -66,57 +63,7 @@ from fused_grpo.trainer.logging.console import Phases
 from fused_grpo.trainer.models.weight_stream import copied
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
 
-Drawn = tuple[list[Row], list[Sample]]  # rows of the dataset, and the completions of their prompts, group by group
 Draw = Callable[[], Drawn | None]  # None: there is no queue
-Complete = Callable[[], list[Sample]]
-Load = Callable[[], None] | None
-
-
-class Prefetched(NamedTuple):
-    """A batch that the engine samples, or has sampled."""
-
-    rows: list[Row]
-    samples: Future[list[Sample]]
-    before: dict[str, Any]  # the position of the collector before the rows were drawn
-    weight_version: int  # the optimizer step whose weights sample it
-    sync_metrics: Mapping[str, float] = MappingProxyType({})  # of the sync that the engine got them by, once sampled
-
-
-class BatchQueue(deque[Prefetched]):
-    """Batches in flight, the oldest first."""
-
-    is_closed = False  # True: what has not begun is not sampled any more
-
-    @property
-    def is_sampling(self) -> bool:
-        """Whether a batch is not sampled yet."""
-        return not all(batch.samples.done() for batch in self)
-
-    def in_turn(self, sample: Complete, load: Load) -> Future[list[Sample]]:
-        """What `sample` returns in a thread, behind all that was requested before; `load`, if given, comes first."""
-        earlier = self[-1].samples if self else None
-
-        def work() -> list[Sample]:
-            failure = None if earlier is None else earlier.exception()  # which waits
-            if self.is_closed:
-                raise CancelledError
-            if load is not None:
-                load()
-            if failure is not None:
-                raise failure
-            return sample()
-
-        return in_thread(work, name="prefetch")
-
-    def take(self) -> Drawn:
-        """The oldest batch, which is waited for and leaves the queue; or its error, with which it stays there."""
-        drawn = self[0].rows, self[0].samples.result()
-        self.popleft()
-        return drawn
-
-    def wait(self) -> None:
-        """Wait until the engine has nothing to do. `take` raises its errors, if there are some."""
-        wait([batch.samples for batch in self])
 
 
 class Collector:
@@ -132,6 +79,7 @@ class Collector:
         self.has_greedy = self.args.advantage_estimator == "remax"
         self.generate_calls = self.num_tokens = 0  # tokens over all ranks; a prompt counts with each completion
         self.queue = BatchQueue()
+        self.pace = self._pace()
         self.sync_metrics: Mapping[str, float] = {}  # of the sync whose weights sampled what was drawn last
         self.rules, self.longest_prompt = start.rules, start.longest_prompt  # of episodes; None: no tools
 
@@ -277,6 +225,7 @@ class Collector:
         self.sampler.load_state_dict(position["sampler"])
         self.generate_calls = position["generate_calls"]
         self.num_tokens = position["num_tokens"]
+        self.pace = self._pace(**(position.get("pace") or {}))
         self.queue.wait()  # a batch of a run that was interrupted is still sampled
         self.queue = BatchQueue()
         for number, table in enumerate(tables):
@@ -300,7 +249,11 @@ class Collector:
     def _place(self) -> dict[str, Any]:
         """The position behind the batches that were learned from, before those in flight."""
         position = next((batch.before for batch in self.queue), self._position())
-        return {**position, "sampler": self.sampler.state_dict(position["sampler"]), "num_tokens": self.num_tokens}
+        position = {**position, "sampler": self.sampler.state_dict(position["sampler"])}
+        return {**position, "num_tokens": self.num_tokens, "pace": self.pace.state()}
+
+    def _pace(self, **state: Any) -> Pace:
+        return Pace(self.args.generate_ahead, self.args.generate_ahead_max_kl, self.steps_per_batch, **state)
 
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}

@@ -27,7 +27,11 @@ RANGES: Ranges = (
         "logging_steps eval_steps save_steps",
     ),
     ("a finite number", math.isfinite, "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"),
-    ("a finite number > 0", lambda value: 0 < value < math.inf, "num_train_epochs adam_epsilon repetition_penalty"),
+    (
+        "a finite number > 0",
+        lambda value: 0 < value < math.inf,
+        "num_train_epochs adam_epsilon repetition_penalty generate_ahead_max_kl",
+    ),
     (
         "at least 0, and finite",
         lambda value: 0 <= value < math.inf,

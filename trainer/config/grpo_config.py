@@ -98,6 +98,9 @@ class GRPOConfig(LossOptions, DerivedOptions):
     generate_ahead: int = 0
     """Number k of batches that vLLM samples during training: rollouts are up to k generations old. True is 1. With
     vllm_mode="colocate" each process starts a vLLM server beside itself for it."""
+    generate_ahead_max_kl: float | None = None
+    """Have fewer batches in flight, but 1, where rollouts would be further from the policy that learns from them. In
+    nats per token: `sampling/mismatch_kl`, above that of rollouts on policy. None: always `generate_ahead`."""
 
     model_init_kwargs: JSONObject = None
     """Arguments of `from_pretrained`, for the model and for reward models that are paths or hub ids."""
