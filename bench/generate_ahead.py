@@ -193,9 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             means = np.apply_along_axis(np.convolve, 1, curves, np.full(LAST, 1 / LAST), "valid")
             on_policy = on_policy if len(on_policy) else means
             below, lacks = means.mean(0) < on_policy.min(0), on_policy.mean(0) - means.mean(0)
-            print(
-                f"{rate=}, {kind}, below all of k = 0: {below.sum()} of {below.size} steps; by {lacks.max():.3f} at most"
-            )
+            count, most = f"{below.sum()} of {below.size}", lacks.max()
+            print(f"{rate=}, {kind}, below every k = 0 in {count} steps, by {most:.3f} at most")
 
 
 if __name__ == "__main__":

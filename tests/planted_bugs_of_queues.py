@@ -7,26 +7,57 @@ OTHER = [TESTS, "-k", "another_number"]
 FAILURE = [TESTS, "-k", "failure_ends"]
 OWN = "tests/trainer/engines/test_own_server.py"
 COPY = [TESTS, "-k", "copy_of_weights"]
+PACE = "tests/trainer/collect/test_pace.py"
 
 BUGS = {
     "one batch too many is in flight": (
         "trainer/loop.py",
-        "range(min(self.args.generate_ahead, later) - len(queue))",
-        "range(min(self.args.generate_ahead + 1, later) - len(queue))",
+        "range(min(self.collector.pace.batches, later) - len(queue))",
+        "range(min(self.collector.pace.batches + 1, later) - len(queue))",
         [
             "tests/trainer/collect/test_batch_queue.py::test_a_batch_is_as_many_generations_old_as_the_option_says[1-slow]"
         ],
     ),
     "batches are requested that no step is left for": (
         "trainer/loop.py",
-        "range(min(self.args.generate_ahead, later) - len(queue))",
-        "range(self.args.generate_ahead - len(queue))",
+        "range(min(self.collector.pace.batches, later) - len(queue))",
+        "range(self.collector.pace.batches - len(queue))",
         [
             "tests/trainer/collect/test_batch_queue.py::test_a_batch_is_as_many_generations_old_as_the_option_says[1-slow]"
         ],
     ),
-    "the newest batch is learned from first": (
+    "the way is taken for the divergence": (
+        "trainer/collect/batch_queue.py",
+        "generations * math.sqrt(self.limit / ",
+        "generations * (self.limit / ",
+        [PACE, "-k", "near_enough and moves2"],
+    ),
+    "rounding counts as a way": (
+        "trainer/collect/batch_queue.py",
+        "self.on_policy_kl = kl",
+        "pass",
+        [PACE, "-k", "rounding"],
+    ),
+    "a resumed run has forgotten its pace": (
         "trainer/collect/collector.py",
+        """self._pace(*(position.get("pace") or ()))""",
+        "self._pace()",
+        [PACE, "-k", "stopped_after_any_step"],
+    ),
+    "each step of a generation counts as one": (
+        "trainer/collect/batch_queue.py",
+        "off_policy_steps // self.steps",
+        "off_policy_steps",
+        [PACE, "-k", "count_as_one and options1"],
+    ),
+    "the divergence is that of the policy from its sampler": (
+        "trainer/batching/micro_batch_metrics.py",
+        "old - sampling, 0.0)",
+        "sampling - old, 0.0)",
+        ["tests/trainer/batching/test_ratio_metrics.py", "-k", "compared_with_the_old"],
+    ),
+    "the newest batch is learned from first": (
+        "trainer/collect/batch_queue.py",
         "self.popleft()",
         "self.pop()",
         [
@@ -34,7 +65,7 @@ BUGS = {
         ],
     ),
     "batches are sampled side by side": (
-        "trainer/collect/collector.py",
+        "trainer/collect/batch_queue.py",
         "failure = None if earlier is None else earlier.exception()",
         "failure = None",
         [
@@ -62,7 +93,7 @@ BUGS = {
         ROUNDS,
     ),
     "a run that has ended goes on sampling": (
-        "trainer/collect/collector.py",
+        "trainer/collect/batch_queue.py",
         "            if self.is_closed:\n                raise CancelledError\n",
         "",
         [TESTS, "-k", "has_ended"],
@@ -177,7 +208,7 @@ BUGS = {
         [TESTS, "-k", "own_sync"],
     ),
     "sampling goes on behind a failure": (
-        "trainer/collect/collector.py",
+        "trainer/collect/batch_queue.py",
         "            if failure is not None:\n                raise failure\n",
         "",
         FAILURE,

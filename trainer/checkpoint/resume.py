@@ -62,7 +62,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     ("score_centering_topk", Rule("new", _SAMPLED)),
     ("router_replay", Rule("new", "rollouts in progress without experts are trained without them")),
     ("generate_ahead", Rule("new", "batches that are older than it allows are sampled again")),
-    ("generate_ahead_max_kl", Rule("new", "from the next request on")),
+    ("generate_ahead_max_kl", Rule("new", "from the next batch that is learned from on")),
     ("scale_rewards advantage_estimator pkpo_k reward_weights multi_objective_aggregation", Rule("new", _SAMPLED)),
 )
 # All other options, but those without effect (MISSING), are the new run's, from the next step on.

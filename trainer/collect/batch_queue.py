@@ -87,7 +87,7 @@ class Pace:
     @property
     def batches(self) -> int:
         """At least 1: the next batch says how far the policy moves."""
-        return self.most if self.limit is None else min(self.allowed, self.most)
+        return self.most if self.limit is None else max(1, min(self.allowed, self.most))
 
     def learned_from(self, off_policy_steps: int, kl: float | None) -> None:
         """Take note of rollouts, at the last optimizer step with them; `kl` is None where it is not known."""
@@ -100,6 +100,6 @@ class Pace:
         within = generations * math.sqrt(self.limit / max(kl - self.on_policy_kl, self.limit / 1e6))
         self.allowed = max(1, min(int(within), self.allowed + 1, self.most))
 
-    def state(self) -> dict[str, float] | None:
-        """What it goes on with, as JSON."""
-        return None if self.limit is None else {"allowed": self.allowed, "on_policy_kl": self.on_policy_kl}
+    def state(self) -> list[float] | None:
+        """The last arguments of the one that goes on."""
+        return None if self.limit is None else [self.allowed, self.on_policy_kl]

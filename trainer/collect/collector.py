@@ -225,7 +225,7 @@ class Collector:
         self.sampler.load_state_dict(position["sampler"])
         self.generate_calls = position["generate_calls"]
         self.num_tokens = position["num_tokens"]
-        self.pace = self._pace(**(position.get("pace") or {}))
+        self.pace = self._pace(*(position.get("pace") or ()))
         self.queue.wait()  # a batch of a run that was interrupted is still sampled
         self.queue = BatchQueue()
         for number, table in enumerate(tables):
@@ -252,8 +252,8 @@ class Collector:
         position = {**position, "sampler": self.sampler.state_dict(position["sampler"])}
         return {**position, "num_tokens": self.num_tokens, "pace": self.pace.state()}
 
-    def _pace(self, **state: Any) -> Pace:
-        return Pace(self.args.generate_ahead, self.args.generate_ahead_max_kl, self.steps_per_batch, **state)
+    def _pace(self, *state: Any) -> Pace:
+        return Pace(self.args.generate_ahead, self.args.generate_ahead_max_kl, self.steps_per_batch, *state)
 
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}

@@ -44,6 +44,8 @@ def test_the_sampler_is_compared_with_the_old_policy_where_it_is_known():
     found = measured(3)
     assert found["sampling/sampling_logp_difference/mean"] == pytest.approx((0.5 + 0.25 + 2.0 + 0.0 + 0.5) / 5)
     assert found["sampling/sampling_logp_difference/max"] == 2.0
+    apart = torch.tensor([0.5, -0.25, 2.0, 0.0, 0.5])  # of the policy's log-probs from the sampler's
+    assert found["sampling/mismatch_kl"] == pytest.approx((apart.exp() - 1 - apart).mean().item())
     assert found["sampling/bit_equal_fraction"] == pytest.approx(1 / 5)  # of the tokens whose log-prob is known
     rho = torch.tensor([0.5, 0.0, -0.25, 2.0, 0.0, 0.5]).exp().clamp(max=3.0)
     for name in ("min", "mean", "max"):
