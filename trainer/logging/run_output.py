@@ -328,9 +328,11 @@ class Advice:
         whole = len(self.differences) == GROWTH_STEPS
         if not whole or now < LEAST_DIFFERENCE or now < min(GROWTH * before, FAR_DIFFERENCE):
             return None
-        mask = "" if self.args.off_policy_mask_threshold is not None else "off_policy_mask_threshold=0.02, "
+        fix = "" if self.args.off_policy_mask_threshold is not None else "off_policy_mask_threshold=0.05, "
+        if self.args.generate_ahead > 1 and self.args.generate_ahead_max_kl is None:
+            fix += "generate_ahead_max_kl=0.001, "
         return (
             f"the log-probs of sampler and trainer differ by {short_number(now)} nats on average "
             f"({short_number(before)} in the first steps): what is trained and what is sampled are far apart; fix: "
-            f"{mask}a lower learning_rate, fewer num_iterations or steps_per_generation, or the engine in fp32"
+            f"{fix}a lower learning_rate, fewer num_iterations or steps_per_generation, or the engine in fp32"
         )

@@ -25,8 +25,8 @@ def warnings_of(records) -> list[str]:
     [
         ("completions/clipped_ratio", [0.9] * 6, "90% of the completions of 3 steps .*max_completion_length=2048"),
         ("groups_with_equal_rewards", [1.0] * 25, "in 10 steps all completions .*dynamic_sampling=2"),
-        (DIFFERENCE, [0.01] * 10 + [0.05] * 30, r"\(0.010 in the first steps\).*mask_threshold=0.02"),
-        (DIFFERENCE, [0.5] * 12, "differ by 0.500 nats .*mask_threshold=0.02"),
+        (DIFFERENCE, [0.01] * 10 + [0.05] * 30, r"\(0.010 in the first steps\).*mask_threshold=0.05"),
+        (DIFFERENCE, [0.5] * 12, "differ by 0.500 nats .*mask_threshold=0.05"),
     ],
 )
 def test_what_a_run_shows_is_warned_of_once(name, values, text):
@@ -39,6 +39,9 @@ def test_rollouts_a_little_old_are_no_reason_and_a_mask_is_advised_once():
     advice = Advice(GRPOConfig(off_policy_mask_threshold=0.1))
     (found,) = [text for _ in range(30) for text in advice(HEALTHY | {DIFFERENCE: 0.5})]
     assert "fix: a lower learning_rate" in found
+    advice = Advice(GRPOConfig(generate_ahead=2))
+    (found,) = [text for _ in range(30) for text in advice(HEALTHY | {DIFFERENCE: 0.5})]
+    assert "fix: off_policy_mask_threshold=0.05, generate_ahead_max_kl=0.001, a lower learning_rate" in found
 
 
 def test_groups_with_equal_rewards_learn_from_a_teacher():
