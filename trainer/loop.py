@@ -35,6 +35,7 @@ from fused_grpo.errors import causes_shown
 from fused_grpo.trainer.batching.micro_batch_metrics import turn_differences
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
+from fused_grpo.trainer.checkpoint.optimizer_states import check_optimizer
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore, training_state
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
@@ -151,6 +152,8 @@ class GRPOTrainer(TransformersFace):
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or start.engine_name != "transformers"
             policy, learner = make_learner(start, optimizers, corrected=own_weights)
+            is_saved = start.args.save_strategy != "no" and not start.args.save_only_model
+            check_optimizer(learner.optimizer.optimizer, learner.scheduler, is_saved=is_saved)
             super().__init__(start, policy, learner, self._training_state)
             self.max_steps, self.epochs = start.max_steps, start.epochs
             self.collector = Collector(start, self.sampler, learner, self.events)
