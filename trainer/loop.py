@@ -35,7 +35,6 @@ from fused_grpo.errors import causes_shown
 from fused_grpo.trainer.batching.micro_batch_metrics import turn_differences
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
-from fused_grpo.trainer.checkpoint.optimizer_states import check_optimizer
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore, training_state
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
@@ -62,7 +61,7 @@ from fused_grpo.trainer.learner import Optimizers, Rounding
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import LogEntry, Results, RunOutput, TrainResult
-from fused_grpo.trainer.models.loading import uncompiled
+from fused_grpo.trainer.models.loading import check_gradients, uncompiled
 from fused_grpo.trainer.transformers_face import TransformersFace
 
 
@@ -152,8 +151,6 @@ class GRPOTrainer(TransformersFace):
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or start.engine_name != "transformers"
             policy, learner = make_learner(start, optimizers, corrected=own_weights)
-            is_saved = start.args.save_strategy != "no" and not start.args.save_only_model
-            check_optimizer(learner.optimizer.optimizer, learner.scheduler, is_saved=is_saved)
             super().__init__(start, policy, learner, self._training_state)
             self.max_steps, self.epochs = start.max_steps, start.epochs
             self.collector = Collector(start, self.sampler, learner, self.events)
@@ -267,6 +264,7 @@ class GRPOTrainer(TransformersFace):
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
         is_main = self.accelerator.is_main_process
+        check_gradients(self.model)
         with all_ranks_succeed(self.accelerator, "locking the output directory"):
             if is_main:  # keeps other runs out, before anything there is cut, moved or removed
                 self.lock.acquire(self.output_dir)

@@ -127,22 +127,27 @@ def check_optimizer_state(own: dict[str, Any], saved: Any, *, of_torch: bool = F
     return differ
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, *, is_saved: bool) -> None:
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, *, is_saved: bool) -> None:
     """Raise UnsupportedError for what could not be used: in the first step, the first save, or a resumed run.
 
     It is tried out: two more of the optimizer's class, over a parameter like the smallest of each group, make a step
     and save and load the state. One whose constructor wants other arguments is not tried.
     """
-    generators, part, what = random_state(), schedule, "step()"
+    generators, part, what = random_state(), schedule, "step() or state"
+    trained = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
     try:
         inspect.signature(type(schedule).step).bind(schedule)
-        part = optimizer
+        if is_saved:
+            _written(schedule.state_dict())
+        part, what = optimizer, "parameters or step()"
+        own = [trained.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
+        if None in own or not any(own):
+            raise ValueError("some are not the model's, or none is trained")
         inspect.signature(type(optimizer).step).bind(optimizer)
         if pair := _smaller_ones(optimizer):
             pair[0][1].step()
             what = "saved state"
         if pair and is_saved:
-            _written(schedule.state_dict())
             first, second = (optimizer_state(*one, full=False) for one in pair)
             written, tensors = _written(first), dict[str, Tensor]()
             pack(first, tensors, "optimizer")
@@ -153,8 +158,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, *, is_saved
     except Exception as error:
         raise UnsupportedError(
             f"got {type(part).__name__} in optimizers, whose {what} gives {type(error).__name__}: {error}; want steps "
-            "without arguments on dense gradients, and states of tensors, numbers, text, None, and lists, tuples and "
-            "mappings of these; fix: another one, or save_only_model=True where it is its state alone"
+            "without arguments, on dense gradients of the model's parameters, and states of tensors, numbers, text, "
+            "None, and lists, tuples and mappings of these; fix: another one; where it is its state alone, "
+            "save_only_model=True"
         ) from error
     finally:
         set_random_state(generators)

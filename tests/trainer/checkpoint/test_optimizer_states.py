@@ -1,6 +1,7 @@
 """Whatever an optimizer keeps comes back; what could not be used is refused before anything is sampled."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer.checkpoint.optimizer_states import pack, unpack
 from fused_grpo.trainer.checkpoint.resume import restore
+from fused_grpo.trainer.models.loading import check_gradients
 
 
 class Keeps(Optimizer):
@@ -126,6 +128,7 @@ CANNOT_STEP = {
     "a closure": lambda of: torch.optim.LBFGS(of),
     "sparse gradients": lambda of: torch.optim.SparseAdam(of),
     "a metric": lambda of: SGD(of),
+    "parameters of others": lambda of: Keeps([*of, torch.nn.Parameter(torch.ones(2))]),
 }
 
 
@@ -135,7 +138,7 @@ def test_what_cannot_step_here_is_refused_at_the_start(make_trainer, make):
         optimizer = make(model.parameters())
         return optimizer, lr_scheduler.ReduceLROnPlateau(optimizer) if isinstance(optimizer, SGD) else None
 
-    with pytest.raises(UnsupportedError, match=r"got (LBFGS|SparseAdam|ReduceLROnPlateau) in .* want .*fix: "):
+    with pytest.raises(UnsupportedError, match=r"got (LBFGS|SparseAdam|ReduceLROnPlateau|Keeps) in .* want .*fix: "):
         make_trainer(optimizers=optimizers)
 
 
@@ -166,3 +169,17 @@ def test_trying_an_optimizer_moves_no_generator(make_trainer):
         make_trainer(optimizers=lambda model, make=make: (make(model.parameters()), None), save_steps=2)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("where", ["trainer", "train", "model"])
+def test_a_run_without_gradients_is_refused_at_the_start(make_trainer, make_model, mode, where):
+    if where == "model":
+        with mode():
+            model = make_model()
+        with nullcontext() if mode is torch.no_grad else pytest.raises(UnsupportedError, match="a model that was made"):
+            check_gradients(model)
+        return
+    trainer = make_trainer() if where == "train" else None
+    with mode(), pytest.raises(UnsupportedError, match=r"got a trainer inside torch\.no_grad\(\).* want .*fix: "):
+        trainer.train() if trainer else make_trainer()
