@@ -24,7 +24,7 @@ from transformers.trainer_utils import speed_metrics
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.common.file_names import REPORT_FILE, TRACKERS_FOLDER
-from fused_grpo.trainer.common.formatting import short_number
+from fused_grpo.trainer.common.formatting import from_here, short_number
 from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -156,7 +156,7 @@ class RunOutput:
         if self.log is None:
             return Path(self.args.output_dir) / REPORT_FILE
         report = write_report(self.log.output_dir)
-        lines = [parts_text(self.log.output_dir), f"report: {report}", f"model: {model}"]
+        lines = [parts_text(self.log.output_dir), f"report: {from_here(report)}", f"model: {from_here(model)}"]
         self.console.note("\n".join(filter(None, lines)))
         return report
 
