@@ -91,6 +91,7 @@ def temporary_weight_files(weights: Named, *, directory: str | None = None) -> I
 def writing(size: int, folder: Path) -> Iterator[None]:
     """Around the writing of files for vLLM, of about `size` bytes: UnavailableError where they cannot be written."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(folder).free) < size:
             raise OSError(errno.ENOSPC, f"{free / 1e9:.2f} GB free")
         yield
