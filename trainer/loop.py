@@ -183,7 +183,7 @@ class GRPOTrainer(TransformersFace):
         """
         try:
             with report_failure(self.accelerator), self.stop:
-                self._start(resume_from_checkpoint or self.args.resume_from_checkpoint)
+                self._start(resume_from_checkpoint or self.start.resume)
                 while not self._is_over():
                     phases = Phases(first=not self.events.steps.steps)
                     if not self._in_epoch:
@@ -288,9 +288,8 @@ class GRPOTrainer(TransformersFace):
             self._restore(checkpoint)
         facts = self.facts | {"engine": self.engine.name}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
-            self.output = RunOutput(
-                self.args, self.max_steps, is_main=is_main, facts=facts, accelerator=self.accelerator
-            )
+            options: dict[str, Any] = {"accelerator": self.accelerator, "output_dir": self.output_dir}
+            self.output = RunOutput(self.args, self.max_steps, is_main=is_main, facts=facts, **options)
         self.events("on_train_begin")
         wanted = self.args.eval_on_start or (checkpoint is None and self.args.eval_at_ends)
         if wanted and self._evaluate() and checkpoint is None:
@@ -474,7 +473,7 @@ class GRPOTrainer(TransformersFace):
         start, args = self.start, copy(self.args)
         if start.rollout_engine is not None:
             return start.rollout_engine
-        args.vllm_max_model_length = start.longest_sequence
+        args.vllm_max_model_length, args.output_dir = start.longest_sequence, str(self.output_dir)
         options: Any = {"rollout_func": start.rollout_func, "trainer": self}
         return choose_engine(start.engine_name, args, self.model, start.tokenizer, **options)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fused_grpo.errors import elide_middle, visible
 from fused_grpo.trainer.collect.start_checks import Start, load_config
-from fused_grpo.trainer.common.formatting import bytes_text, from_here, short_number
+from fused_grpo.trainer.common.formatting import bytes_text, short_number
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import as_row, is_conversational, is_stream, read_rows
 from fused_grpo.trainer.data.prompt_sampler import planned_steps
@@ -134,7 +134,7 @@ class Plan:
             size, device = self._total(), device_memory(args)
             of_device = "" if device is None else f" of {bytes_text(device)}"
             facts["memory"] = f"about {size}{of_device} per device, an estimate (see --dry-run)"
-        return facts | {"output": from_here(args.output_dir)}
+        return facts | {"output": args.output_dir}
 
     def prompt_table(self) -> str:
         """The form of the prompts, and the first one as its tokens are; empty where there is no chat template."""

@@ -116,9 +116,9 @@ class Start:
         self.engine = self.rollout_engine or self.rollout_func  # None: the one that `args` asks for
         # Of a model that is yet to be loaded.
         self.model_path = str(self.model) if isinstance(self.model, str | Path) else None
-        for name in ("output_dir", "resume_from_checkpoint"):  # callbacks may go to another folder
-            if isinstance(path := getattr(self.args, name), str):
-                setattr(self.args, name, os.path.abspath(path))
+        # Callbacks may go to another folder.
+        self.output_dir, resume = Path(self.args.output_dir).absolute(), self.args.resume_from_checkpoint
+        self.resume = Path(resume).absolute() if isinstance(resume, str) else resume
 
     def arguments(self) -> dict[str, Any]:
         """Those of `GRPOTrainer` that it was made from."""
