@@ -256,12 +256,12 @@ def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) ->
 
 
 def _check_outputs(outputs: Any, head: Head, **others: Any) -> None:
-    """Check that these outputs exist, and that they exist beside the others that are not None."""
+    """Check that these outputs exist, and that any exist beside the others that are not None."""
     if not isinstance(outputs, tuple) or any(name not in OUTPUTS for name in outputs):
         raise InputError(f"got outputs={outputs!r}, want a tuple of some of {', '.join(map(repr, OUTPUTS))}")
     given = [name for name, value in others.items() if value is not None]
     given += ["several targets per row"] if head.targets.ndim == 2 else []
-    if given:
+    if given and outputs:
         raise UnsupportedError(
             f"got outputs={outputs!r} with {' and '.join(given)}, want one target per row and a whole head; "
             "fix: a call of its own for these outputs, which have no gradient"

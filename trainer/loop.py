@@ -62,7 +62,7 @@ from fused_grpo.trainer.learner import Optimizers, Rounding
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import LogEntry, Results, RunOutput, TrainResult
-from fused_grpo.trainer.models.loading import uncompiled
+from fused_grpo.trainer.models.loading import check_gradients, uncompiled
 from fused_grpo.trainer.transformers_face import TransformersFace
 
 
@@ -184,7 +184,7 @@ class GRPOTrainer(TransformersFace):
         """
         try:
             with report_failure(self.accelerator), self.stop:
-                self._start(resume_from_checkpoint or self.args.resume_from_checkpoint)
+                self._start(resume_from_checkpoint or self.start.resume)
                 while not self._is_over():
                     phases = Phases(first=not self.events.steps.steps)
                     if not self._in_epoch:
@@ -265,6 +265,7 @@ class GRPOTrainer(TransformersFace):
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
         is_main = self.accelerator.is_main_process
+        check_gradients(self.model)
         with all_ranks_succeed(self.accelerator, "locking the output directory"):
             if is_main:  # keeps other runs out, before anything there is cut, moved or removed
                 self.lock.acquire(self.output_dir)
@@ -288,9 +289,8 @@ class GRPOTrainer(TransformersFace):
             self._restore(checkpoint)
         facts = self.facts | {"engine": self.engine.name}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
-            self.output = RunOutput(
-                self.args, self.max_steps, is_main=is_main, facts=facts, accelerator=self.accelerator
-            )
+            options: dict[str, Any] = {"accelerator": self.accelerator, "output_dir": self.output_dir}
+            self.output = RunOutput(self.args, self.max_steps, is_main=is_main, facts=facts, **options)
         self.events("on_train_begin")
         wanted = self.args.eval_on_start or (checkpoint is None and self.args.eval_at_ends)
         if wanted and self._evaluate() and checkpoint is None:
@@ -476,7 +476,7 @@ class GRPOTrainer(TransformersFace):
         start, args = self.start, copy(self.args)
         if start.rollout_engine is not None:
             return start.rollout_engine
-        args.vllm_max_model_length = start.longest_sequence
+        args.vllm_max_model_length, args.output_dir = start.longest_sequence, str(self.output_dir)
         options: Any = {"rollout_func": start.rollout_func, "trainer": self}
         return choose_engine(start.engine_name, args, self.model, start.tokenizer, **options)
 

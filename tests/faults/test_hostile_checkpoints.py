@@ -268,7 +268,7 @@ def test_a_file_that_is_missing_is_refused_with_a_manifest_that_fits(outcome, co
 
 def many_names(path):
     names = b",".join(b'"%d": {}' % n for n in range(1_000_000))
-    path.write_bytes(b'{"format": "fused-grpo checkpoint 4", "files": {%s}}' % names)
+    path.write_bytes(b'{"format": "fused-grpo checkpoint 5", "files": {%s}}' % names)
 
 
 HOSTILE_FILES = {

@@ -286,4 +286,17 @@ def test_outputs_without_a_meaning_are_refused():
     with pytest.raises(UnsupportedError, match="with several targets per row, want one target"):
         linear_logprobs(hidden, weight, targets[:, None].expand(2, 2), outputs=OUTPUTS)
     with pytest.raises(UnsupportedError, match=r"with process_group, want .* fix: "):
-        linear_logprobs(hidden, weight, targets, process_group=torch.distributed.ProcessGroup(0, 1), outputs=())
+        linear_logprobs(hidden, weight, targets, process_group=torch.distributed.ProcessGroup(0, 1), outputs=OUTPUTS)
+
+
+@pytest.mark.parametrize("call", [linear_logprobs, linear_logprobs_and_entropy])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_an_empty_tuple_of_outputs_asks_for_none(call, impl):
+    inputs = make_inputs(10, 7, 4)
+    hidden, weight, targets = inputs["hidden"].float(), inputs["weight"].float(), inputs["targets"]
+    for wanted in (targets, targets[:, None].expand(-1, 3)):
+        plain = call(hidden, weight, wanted, impl=impl)
+        values = [plain] if isinstance(plain, Tensor) else list(plain)
+        none = call(hidden, weight, wanted, impl=impl, outputs=())
+        assert all(torch.equal(one, other) for one, other in zip(none, values, strict=False))
+        assert none[len(values) :].count(None) == 5 - len(values)

@@ -1,6 +1,7 @@
 """Callbacks of transformers: the same events in the same order as under TRL's own trainer, and what they decide."""
 
 import json
+import os
 import statistics
 
 import pytest
@@ -248,3 +249,17 @@ def test_a_run_that_is_stopped_before_its_first_step_makes_one(make_trainer, eve
     stops = type("Stops", (TrainerCallback,), {event: stop})
     result = make_trainer(callbacks=[stops], eval_dataset=[{"prompt": "1+1="}]).train()
     assert (result.steps, result.report.is_file()) == (1, True)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_callback_that_goes_to_another_folder_moves_no_file(make_trainer, tmp_path, monkeypatch, event):
+    monkeypatch.chdir(tmp_path)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    go = lambda self, args, state, control, **unused: os.chdir(elsewhere)  # noqa: E731
+    goes = type("Goes", (TrainerCallback,), {event: go})
+    options = {"max_steps": 2, "save_steps": 1, "eval_dataset": [{"prompt": "1+1="}], "eval_strategy": "steps"}
+    make_trainer(output_dir="run", callbacks=[goes], **options).train()
+    monkeypatch.chdir(tmp_path)
+    more = {"resume_from_checkpoint": "run/checkpoint-2", "overwrite_output_dir": False, "max_steps": 3}
+    assert make_trainer(output_dir="run", callbacks=[goes], **options | more).train().steps == 3
+    assert not any(elsewhere.iterdir())

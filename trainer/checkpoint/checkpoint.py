@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 STATE_FILE, MANIFEST_FILE = "trainer_state.json", "manifest.json"
 _ANY_FORMAT = "fused-grpo checkpoint "
-FORMAT = f"{_ANY_FORMAT}4"
+FORMAT = f"{_ANY_FORMAT}5"
 _NUMBERED = re.compile(r"checkpoint-\d{1,18}", re.ASCII)
 # The names of a save that is not finished, and of the checkpoint that it replaces.
 TEMPORARY = re.compile(r"\.(checkpoint-\d+|final)\.(partial|previous)")

@@ -22,6 +22,13 @@ from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint import training_state as files
 from fused_grpo.trainer.checkpoint.checkpoint import MANIFEST_FILE, find_checkpoint, refuse_unusable, sha256_of
+from fused_grpo.trainer.checkpoint.optimizer_states import (
+    check_optimizer_state,
+    load_optimizer_state,
+    optimizer_state,
+    pack,
+    unpack,
+)
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import MISSING
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed
@@ -109,7 +116,9 @@ def training_state(
     `eval_before` is the evaluation of the model that the run started from, `unlogged` are the metrics since the last
     entry of the history; `wait`: for rollouts that an engine is sampling now.
     """
-    tensors, options = files.optimizer_state(learner.policy, learner.optimizer.optimizer)
+    tensors = dict[str, torch.Tensor]()
+    state = pack(optimizer_state(learner.policy, learner.optimizer.optimizer), tensors, "optimizer")
+    schedule = pack(learner.scheduler.state_dict(), tensors, "scheduler")
     place, prefetched = collector.state(wait=wait)
     groups = {"random": files.random_state()}
     groups |= {files.prefetched_group(number): table for number, table in enumerate(prefetched)}
@@ -124,7 +133,7 @@ def training_state(
         by_file[files.REFERENCE_FILE] = files.model_state(learner.reference.model)
     by_file |= {files.PROCESS_FILE.format(rank=rank): named for rank, (named, _) in ranks}
     everything_else = {
-        **_numbers(learner, place, options),
+        **_numbers(learner, place, state, schedule),
         "run": identity(learner),
         "options": saved_options(learner.args),
         "eval_before": eval_before,
@@ -134,11 +143,11 @@ def training_state(
     return files.TrainingFiles(everything_else, by_file)
 
 
-def _numbers(learner: Any, place: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+def _numbers(learner: Any, place: dict[str, Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
     return {
         "step": learner.step,
         "optimizer": optimizer,
-        "scheduler": learner.scheduler.state_dict(),
+        "scheduler": scheduler,
         "collector": place,
         "entropy": learner.entropy.state(),
         "skipped": learner.nonfinite.state(),
@@ -153,17 +162,20 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     """
     accelerator, optimizer = learner.accelerator, learner.optimizer.optimizer
     rank = accelerator.process_index
-    process_file = files.PROCESS_FILE.format(rank=rank)
+    process_file, of_torch = files.PROCESS_FILE.format(rank=rank), type(optimizer).__module__.startswith("torch.")
     # Collectives are outside of `all_ranks_succeed`.
     moves = files.model_state(learner.reference.model, full=False) if _reference_moves(learner) else {}
-    own = files.optimizer_state(learner.policy, optimizer, full=False)
-    here = _numbers(learner, collector.state(wait=False)[0], {})
+    own = optimizer_state(learner.policy, optimizer, full=False)
+    here = _numbers(learner, collector.state(wait=False)[0], {}, learner.scheduler.state_dict())
     with all_ranks_succeed(accelerator, f"reading {checkpoint}"):
         numbers = files.read_numbers(checkpoint)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             saved, names = numbers["buffers"][str(rank)], numbers["tensors"]
+            packed = {name: numbers[name] for name in ("optimizer", "scheduler")}
             changed = differences(learner, numbers, checkpoint, mid_batch=saved is not None)
         weights = files.read_weights(_model(learner), checkpoint)
+        with files.tensors_of(checkpoint, files.OPTIMIZER_FILE, names) as tensors:
+            numbers |= {name: unpack(value, tensors) for name, value in packed.items()}
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             files.check_numbers(numbers, here, collector.sampler.stream_form)
             state = files.read_trainer_state(checkpoint, numbers["step"])
@@ -173,12 +185,12 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
                 f"got {checkpoint} of step {numbers['step']}, want one of max_steps={learner.max_steps} at most; "
                 "fix: a larger max_steps, or an earlier checkpoint"
             )
-        with files.tensors_of(checkpoint, files.OPTIMIZER_FILE, names) as tensors:
+        with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
             for name, scheduled in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):
                 rates = [group.get(name) for group in numbers["optimizer"]["param_groups"]]
                 if numbers["scheduler"].get(scheduled, rates) != rates:
                     changed.append(f"{name} is {rates}, where its schedule has {numbers['scheduler'][scheduled]}")
-            unlike = files.check_optimizer_state(own, tensors, numbers["optimizer"])
+            unlike = check_optimizer_state(own, numbers["optimizer"], of_torch=of_torch)
         with files.tensors_of(checkpoint, files.REFERENCE_FILE, names) as reference:
             files.check_tensors(moves, reference)
         with files.tensors_of(checkpoint, process_file, names) as rank_tensors:
@@ -194,7 +206,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             learner.load_state(scheduler=schedule, **counters)
     _set_weights(learner, weights)
     with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
-        files.load_optimizer_state(learner.policy, optimizer, tensors, numbers["optimizer"])
+        load_optimizer_state(learner.policy, optimizer, packed["optimizer"], tensors)
     if _reference_moves(learner):
         with refuse_unusable(checkpoint, files.REFERENCE_FILE):
             set_model_state_dict(learner.reference.model, reference, options=_FULL)

@@ -14,7 +14,7 @@ import math
 import random
 import re
 import reprlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -26,12 +26,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import TrainerState
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -49,9 +44,8 @@ REFERENCE_FILE = "reference.safetensors"
 PROCESS_FILE = "process-{rank}.safetensors"
 TRAINING_FILE = "training.json"
 
-_OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 Tensors = Mapping[str, Tensor]
-OF, _INSIDE = " of ", "/"  # "exp_avg of model.lm_head.weight"
 _GROUP = re.compile(r"(random|prefetched(?:\.\d+)?|buffer\.\d+)\.(.*)", re.DOTALL)
 
 
@@ -163,7 +157,7 @@ def read_trainer_state(checkpoint: Path, step: int) -> TrainerState:
     with refuse_unusable(checkpoint, STATE_FILE):
         saved = read_json(checkpoint / STATE_FILE)
         check_alike({name: fresh[name] for name in fresh.keys() & {*saved, "global_step", "epoch"}}, saved, "content")
-        best = {"best_metric": -math.inf, "best_global_step": 0, "best_model_checkpoint": ""}  # a metric has any sign
+        best = {"best_metric": -math.inf, "best_global_step": 0, "best_model_checkpoint": ""}
         check_alike({name: best[name] for name in best if saved.get(name) is not None}, saved, "content")
         if saved["global_step"] != step or not all(isinstance(entry, dict) for entry in saved["log_history"]):
             raise ValueError(f"global_step is {saved['global_step']}, want {step}, and log_history a list of entries")
@@ -189,50 +183,8 @@ def read_adapter(model: Any, checkpoint: Path) -> dict[str, Tensor]:
 
 def model_state(model: nn.Module, *, full: bool = True) -> dict[str, Tensor]:
     """The full state dict of a model. A collective; only rank 0 gets it. Without `full`, as in `optimizer_state`."""
-    state: dict[str, Any] = get_model_state_dict(model, options=_OPTIONS if full else None)
+    state: dict[str, Any] = get_model_state_dict(model, options=FULL if full else None)
     return state
-
-
-def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool = True
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of an optimizer by parameter name: (tensors, all else). A collective; only rank 0 gets it.
-
-    Without `full`, every rank gets its own tensors, as they are: shards know the whole shape.
-    """
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS if full else None)
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, Any] = {"param_groups": state.get("param_groups"), "state": {}}
-    for parameter, values in state.get("state", {}).items():
-        for name, value in _flat(values):
-            by_name = tensors if isinstance(value, Tensor) else numbers["state"]
-            by_name[f"{name}{OF}{parameter}"] = value
-    return tensors, numbers
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a parameter; those in mappings, as bitsandbytes has them, by their path."""
-    for name, value in values.items():
-        path = f"{before}{name}"
-        yield from _flat(value, path + _INSIDE) if isinstance(value, Mapping) else [(path, value)]
-
-
-def load_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
-) -> None:
-    """The inverse of `optimizer_state`, of what `check_optimizer` accepts."""
-    state: dict[str, Any] = {}
-    for key, value in {**numbers["state"], **tensors}.items():
-        path, _, parameter = key.partition(OF)
-        *outer, name = path.split(_INSIDE)
-        reduce(lambda values, part: values.setdefault(part, {}), (parameter, *outer), state)[name] = value
-    groups = [dict(group) for group in numbers["param_groups"]]
-    for group in groups:
-        if "betas" in group:
-            group["betas"] = tuple(group["betas"])  # JSON has no tuples
-    full: dict[str, Any] = {"state": state, "param_groups": groups}
-    # PyTorch finds the device of a full state by its tensors, which SGD has not.
-    set_optimizer_state_dict(model, optimizer, full, options=_OPTIONS if tensors else None)
 
 
 def random_state() -> dict[str, Tensor]:
@@ -273,24 +225,29 @@ def set_random_state(state: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} is no state of that generator")
 
 
-def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False) -> None:
-    """Compare saved JSON with what this run has in its place: keys, lengths, kinds of values.
+def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, counts: bool = False) -> None:
+    """Compare saved values with what this run has in their place: keys, lengths, kinds of values.
 
     Nothing is known of what is None or empty here. Flags may be missing, which a later version of PyTorch has added.
-    With `exact`, ints are counts. TypeError for another form, a number that is not finite, or a negative one where this
-    run's is not.
+    With `exact`, ints are counts; what something `counts` may have any sign, and its lists any length. TypeError for
+    another form, a number that is not finite, or a negative one where this run's is not.
     """
     if here is None or (saved is None and isinstance(here, bool)):
         return
+    options = {"exact": exact, "counts": counts}
     if isinstance(here, dict) and isinstance(saved, dict):
         for name, value in here.items():
-            check_alike(value, saved.get(str(name)), f"{where}.{name}", exact=exact)
-    elif isinstance(here, list | tuple) and isinstance(saved, list) and len(here) in (0, len(saved)):
-        for index, value in enumerate(here):
-            check_alike(value, saved[index], f"{where}[{index}]", exact=exact)
+            check_alike(value, saved.get(name, saved.get(str(name))), f"{where}.{name}", **options)
+    elif isinstance(here, list | tuple) and isinstance(saved, list | tuple):
+        if len(here) not in (0, len(saved)) and not (counts and isinstance(here, list)):
+            raise TypeError(f"{where} has {len(saved)} values, want {len(here)}")
+        for index, pair in enumerate(zip(here, saved, strict=False)):
+            check_alike(*pair, f"{where}[{index}]", **options)
+    elif isinstance(here, Tensor) and isinstance(saved, Tensor):
+        check_tensors({where: here}, {where: saved})
     elif is_number(here) and is_number(saved):
         whole = not (exact and isinstance(here, int)) or (isinstance(saved, int) and saved <= 2**53)
-        if not math.isfinite(saved) or not whole or saved < min(here, 0):
+        if not whole or not (counts or (math.isfinite(saved) and saved >= min(here, 0))):
             raise TypeError(f"{where} is {saved}")
     elif not isinstance(here, str | bool) or type(here) is not type(saved):
         raise TypeError(f"{where} is {reprlib.repr(saved)}, want a value such as {reprlib.repr(here)}")
@@ -299,29 +256,24 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False) -> No
 def known_part(here: Any, saved: Any) -> Any:
     """Of saved JSON what this run would have saved in its place: no other name is loaded into its objects."""
     if isinstance(here, dict):
-        there = {name: saved.get(str(name)) for name in here}  # JSON has no numbers as names
+        there = {name: saved.get(name, saved.get(str(name))) for name in here}  # JSON has no numbers as names
         there = {name: value for name, value in there.items() if here[name] is None or value is not None}
         return {name: known_part(here[name], value) for name, value in there.items()}
     if isinstance(here, list | tuple) and here:
-        return [known_part(*pair) for pair in zip(here, saved, strict=True)]
+        values = [known_part(*pair) for pair in zip(here, saved, strict=True)]
+        return tuple(values) if isinstance(here, tuple) else values
     return None if here is None and isinstance(saved, dict | list) else saved
 
 
-def check_tensors(here: Tensors, saved: Tensors, *, stateless: Container[str] = ()) -> None:
-    """ValueError for a name, shape or dtype other than this run's, or a value that is not finite.
-
-    Those of `stateless` parameters may be missing.
-    """
+def check_tensors(here: Tensors, saved: Tensors) -> None:
+    """ValueError for a name, shape or dtype other than this run's, or a value that is not finite where its are."""
     for name in sorted(here.keys() | saved.keys()):
-        statistic, of, parameter = name.partition(OF)
-        if parameter in stateless and name not in saved:
-            continue
         got, want = (_form(tensors.get(name)) for tensors in (saved, here))
         if got != want:
             raise ValueError(f"{name!r} is {got}, where this run has {want}")
-        if saved[name].is_floating_point() and not saved[name].isfinite().all():
+        if saved[name].is_floating_point() and not saved[name].isfinite().all() and here[name].isfinite().all():
             raise ValueError(f"{name!r} is not finite")
-        if of and "_sq" in statistic and (saved[name] < 0).any():
+        if name.startswith("optimizer.") and "_sq" in name.rpartition(".")[2] and (saved[name] < 0).any():
             raise ValueError(f"{name!r} has negative squares")
 
 
@@ -331,30 +283,6 @@ def is_number(value: Any) -> bool:
 
 def _form(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def check_optimizer_state(
-    own: tuple[dict[str, Tensor], dict[str, Any]], tensors: dict[str, Tensor], saved: Any
-) -> list[str]:
-    """Compare the state of an optimizer with this run's (`own`). Returns its hyperparameters that differ.
-
-    Parameters may have no state at all, as those that never had a gradient. TypeError or ValueError for another form,
-    or a number that no step leaves.
-    """
-    groups, numbers, differ = json.loads(json.dumps(own[1]["param_groups"])), own[1]["state"], list[str]()
-    names = {name.partition(OF)[2] for name in (*own[0], *numbers)}
-    stateless = names - {name.partition(OF)[2] for name in (*tensors, *saved["state"])}
-    check_tensors(own[0], tensors, stateless=stateless)
-    expected = {name: value for name, value in numbers.items() if name.partition(OF)[2] not in stateless}
-    check_alike({"param_groups": groups, "state": expected}, saved, "optimizer")
-    for here, there in zip(groups, saved["param_groups"], strict=True):
-        if here["params"] != there["params"] or not all(0 <= beta < 1 for beta in there.get("betas", ())):
-            raise ValueError(f"a group of parameters has others, or betas={there.get('betas')}")
-        for name in sorted(here.keys() & there.keys() - {"lr", "params"}):
-            if here[name] != there[name]:
-                values = f"{reprlib.repr(there[name])} in the checkpoint, {reprlib.repr(here[name])} now"
-                differ.append(f"{name} of the optimizer: {values}; the checkpoint's counts: it is loaded")
-    return differ
 
 
 def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: Any) -> None:

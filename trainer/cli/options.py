@@ -195,6 +195,12 @@ def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
     `GRPOConfig` and `read_yaml` do; SystemExit for --help, an unknown option, or a value of the wrong type.
     """
     values, task = dict[str, Any](), None
+    given = [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
+    is_flag = {
+        name.replace("_", "-"): kind in (bool, bool | None) for name, kind in get_type_hints(TrainOptions).items()
+    }
+    negated = {f"--no-{name}": f"--{name}" for name in is_flag if is_flag[name]}
+    refuse_repeated([negated.get(option, option) for option in given], "on the command line")
     for position, argument in enumerate(arguments):
         option, _, value = argument.partition("=")
         value = value or "".join(arguments[position + 1 : position + 2])
@@ -337,6 +343,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, OSError) as error:  # bytes that are no text, days that no month has
         raise InputError(f"got {path}, which is not YAML: {error}") from error
+    nodes, seen = [yaml.compose(text, Loader=yaml.SafeLoader)], set[int]()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.CollectionNode) and id(node) not in seen:  # it may contain itself
+            seen.add(id(node))
+            pairs = node.value if isinstance(node, yaml.MappingNode) else [(None, one) for one in node.value]
+            refuse_repeated([key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)], f"in {path}")
+            nodes += [one for _, one in pairs]
     if not isinstance(values, dict):
         raise InputError(f"got {path} holding {type(values).__name__}, want a mapping of option names to values")
     for name in values.keys() & MISSING.keys():
@@ -347,6 +361,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
         hint = f"did you mean {close[0]!r}?" if close else "see fused-grpo train --help"
         raise InputError(f"got unknown option(s) {', '.join(map(repr, unknown))} in {path}; {hint}")
     return values
+
+
+def refuse_repeated(names: Sequence[str], where: str) -> None:
+    """InputError for a name that is given twice, the first time in vain."""
+    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise InputError(
+            f"got {repeated[0]} {names.count(repeated[0])} times {where}, want it once; fix: leave one out"
+        )
 
 
 def field_docstrings(cls: type) -> dict[str, str]:

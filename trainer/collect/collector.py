@@ -20,12 +20,10 @@ is sampled on it.
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, islice, pairwise
@@ -51,6 +49,7 @@ from fused_grpo.trainer.collect.scoring import (
     without_rewards,
 )
 from fused_grpo.trainer.collect.start_checks import Start
+from fused_grpo.trainer.common.process_state import drawing_from, place_kept, process_kept
 from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.prompt_sampler import CurriculumSampler, PromptSampler
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
@@ -281,25 +280,10 @@ class Collector:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """What a tool or a reward changes of the process is as it was afterwards: the folder, and where is printed to.
-
-        Paths of the run may be relative. And threads that redirect output at the same time leave it redirected, or
-        close it for all.
-        """
-        if self.queue and self.rules is not None:  # its tools may be elsewhere for a while
+        """What a tool or a reward changes of the process is as it was afterwards."""
+        at_once = bool(self.queue) and self.rules is not None  # tools of a batch in flight may be elsewhere for a while
+        with drawing_from(self._seed()), process_kept(), nullcontext() if at_once else place_kept():
             yield
-            return
-        here: int | None = None
-        with suppress(OSError):  # a descriptor, because the folder may be renamed or removed meanwhile
-            here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
-        try:
-            with redirect_stdout(sys.stdout and _Lent(sys.stdout)), redirect_stderr(sys.stderr and _Lent(sys.stderr)):
-                yield
-        finally:
-            if here is not None:
-                with suppress(OSError):
-                    os.fchdir(here)
-                os.close(here)
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
         """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""
@@ -311,8 +295,7 @@ class Collector:
 
     def _next_batch(self, engine: RolloutEngine) -> tuple[list[Row], Complete]:
         """The next rows of the dataset, and what completes their prompts; the seed is another one on each rank."""
-        rows, ranks = self.sampler.next_batch(), self.accelerator.num_processes
-        seed = (self.args.seed * 1_000_003 + self.generate_calls) * ranks + self.accelerator.process_index
+        rows, seed = self.sampler.next_batch(), self._seed()
         self.generate_calls += 1
         sampling, batch = self.args.sampling(seed=seed, n=self.group_part), str(self.generate_calls)
         numbers = self.sampler.row_numbers
@@ -324,6 +307,10 @@ class Collector:
         of_first = [rows[place] for place in places], replace(sampling, n=1, temperature=0.0)
         complete_greedy = self._completing(engine, *of_first, [numbers[place] for place in places], batch=batch)
         return rows, lambda: self._with_greedy(complete(), complete_greedy())
+
+    def _seed(self) -> int:
+        call, ranks = self.args.seed * 1_000_003 + self.generate_calls, int(self.accelerator.num_processes)
+        return call * ranks + int(self.accelerator.process_index)
 
     def _part(self, place: int) -> tuple[int, int]:
         """Of a row of this rank's batch: the number of its group among those of all ranks, and that of the part."""
@@ -395,16 +382,3 @@ class Collector:
         """Its samples without dropped groups; with `mask_truncated_completions` those that were cut are not in loss."""
         masks = self.args.mask_truncated_completions
         return [replace(one, in_loss=one.finish_reason == "stop" or not masks) for one in scored.kept()]
-
-
-class _Lent:
-    """A stream that its borrower cannot close."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def close(self) -> None:
-        """Leave it to its owner."""

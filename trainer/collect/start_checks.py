@@ -23,6 +23,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from fused_grpo.errors import DataError, InputError, WrongTypeError
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
+from fused_grpo.trainer.checkpoint.optimizer_states import check_optimizer
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
 from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
@@ -60,6 +61,7 @@ from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted
 from fused_grpo.trainer.models.loading import (
     SELF,
+    check_gradients,
     check_source,
     load_model,
     load_teacher,
@@ -114,6 +116,9 @@ class Start:
         self.engine = self.rollout_engine or self.rollout_func  # None: the one that `args` asks for
         # Of a model that is yet to be loaded.
         self.model_path = str(self.model) if isinstance(self.model, str | Path) else None
+        # Callbacks may go to another folder.
+        self.output_dir, resume = Path(self.args.output_dir).absolute(), self.args.resume_from_checkpoint
+        self.resume = Path(resume).absolute() if isinstance(resume, str) else resume
 
     def arguments(self) -> dict[str, Any]:
         """Those of `GRPOTrainer` that it was made from."""
@@ -171,6 +176,7 @@ class Start:
 def check_given(start: Start) -> None:
     """The arguments go together, and the datasets can be used; environments write prompts where there are none."""
     args, factory = start.args, start.environment_factory
+    check_gradients(start.model)
     check_arguments(
         args,
         rollout_func=start.rollout_func,
@@ -462,7 +468,8 @@ def make_learner(start: Start, optimizers: Optimizers, *, corrected: bool) -> tu
     for config in filter(None, (loaded.config.get_text_config(), loaded.generation_config)):
         config.pad_token_id = start.tokenizer.pad_token_id
     policy = adapt(loaded, start.peft_config, args, accelerator, keep_reference=teacher == SELF)
-    steps = start.max_steps
-    return policy, Learner(
-        policy, args, accelerator, max_steps=steps, optimizers=optimizers, corrected=corrected, teacher=teacher
-    )
+    options: dict[str, Any] = {"optimizers": optimizers, "corrected": corrected, "teacher": teacher}
+    learner = Learner(policy, args, accelerator, max_steps=start.max_steps, **options)
+    is_saved = args.save_strategy != "no" and not args.save_only_model
+    check_optimizer(learner.policy, learner.optimizer.optimizer, learner.scheduler, is_saved=is_saved)
+    return policy, learner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,14 @@ def _said(message: Mapping[str, Any]) -> str:
     except (TypeError, KeyError, AttributeError):
         lines = [str(calls)]
     return "\n".join(filter(None, [str(message.get("content") or ""), *lines]))
+
+
+def from_here(path: object) -> str:
+    """A path as it is typed in the present folder, if it is below that."""
+    try:
+        return str(path).removeprefix(f"{os.getcwd()}/")
+    except OSError:  # which is gone
+        return str(path)
 
 
 def short_number(value: float | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from fused_grpo.config import Ranges, check_ranges
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.config.trl_fields import MISSING
 
 # Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
 LONGEST, LARGEST_SEED = 10**8, 2**31 - 1
@@ -67,6 +68,11 @@ def want(args: Any, names: str, holds: bool, wanted: str) -> None:
 
 def check_config(args: Any) -> None:
     """Check the range of every option, and that the options go together; InputError at the first that fails."""
+    for name, value in vars(args).items():
+        is_empty = value == "" or (isinstance(value, list) and "" in value)
+        want(
+            args, name, not is_empty or name in (*MISSING, "system_prompt"), "text that is not empty; fix: leave it out"
+        )
     check_ranges(args, RANGES)
     _check_batch(args)
     _check_optimizer(args)

@@ -242,9 +242,15 @@ def mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | N
     if not isinstance(value, str):
         return value
     try:
-        parsed = json.loads(value)
+        parsed = json.loads(value, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise InputError(f"got {name}={value[:200]!r}, which is not JSON ({error}); want a JSON object") from error
     if not isinstance(parsed, dict):
         raise InputError(f"got {name}={value[:200]!r}, want a JSON object, or a mapping")
     return parsed
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if repeated := [name for name, _ in pairs if [other for other, _ in pairs].count(name) > 1]:
+        raise ValueError(f"{repeated[0]!r} is there twice")
+    return dict(pairs)

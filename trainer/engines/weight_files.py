@@ -16,6 +16,7 @@ codes: a checkpoint as bitsandbytes writes it, in a folder that is removed once 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.util
 import os
@@ -29,11 +30,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fused_grpo.errors import UnavailableError, UnsupportedError
+from fused_grpo.errors import UnavailableError, UnsupportedError, shown
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, base_model
 from fused_grpo.trainer.models.weight_stream import Named, WeightStream
 
@@ -80,8 +82,24 @@ def temporary_weight_files(weights: Named, *, directory: str | None = None) -> I
     """`weights`, full tensors on any device, as safetensors in a `temporary_folder`."""
     stream = WeightStream.of(weights)
     with temporary_folder(stream.nbytes, directory=directory) as folder:
-        write_weights(stream, folder)
+        with writing(stream.nbytes, folder):
+            write_weights(stream, folder)
         yield folder
+
+
+@contextmanager
+def writing(size: int, folder: Path) -> Iterator[None]:
+    """Around the writing of files for vLLM, of about `size` bytes: UnavailableError where they cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(folder).free) < size:
+            raise OSError(errno.ENOSPC, f"{free / 1e9:.2f} GB free")
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UnavailableError(
+            f"got {shown(error)} for weights that vLLM reads, want {size / 1e9:.2f} GB in {folder}; fix: space there: "
+            "shared memory (docker run --shm-size, or --ipc=host), or TMPDIR where they do not fit into it"
+        ) from error
 
 
 @contextmanager
@@ -179,8 +197,9 @@ class ServedAdapter:
     def folder(self, weights: WeightStream, *, directory: str | None = None) -> Iterator[Path]:
         """PEFT's files in a `temporary_folder`; `weights` are those of `adapter_stream`."""
         with temporary_folder(weights.nbytes, directory=directory) as folder:
-            save_file({name: weight.contiguous() for name, weight in weights}, folder / ADAPTER_FILE)
-            self._config.save_pretrained(str(folder))
+            with writing(weights.nbytes, folder):
+                save_file({name: weight.contiguous() for name, weight in weights}, folder / ADAPTER_FILE)
+                self._config.save_pretrained(str(folder))
             yield folder
 
 

@@ -24,7 +24,7 @@ from transformers.trainer_utils import speed_metrics
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.common.file_names import REPORT_FILE, TRACKERS_FOLDER
-from fused_grpo.trainer.common.formatting import short_number
+from fused_grpo.trainer.common.formatting import from_here, short_number
 from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -82,6 +82,7 @@ class RunOutput:
         is_main: False on every process but the first: then nothing is shown or written.
         facts: what a run is: its task, model, data and engine.
         accelerator: made with `tracker_arguments(args)`; None where nothing is tracked.
+        output_dir: None: that of `args`, from the present folder.
     """
 
     def __init__(
@@ -92,12 +93,14 @@ class RunOutput:
         is_main: bool,
         facts: dict[str, str],
         accelerator: Accelerator | None = None,
+        output_dir: Path | None = None,
     ) -> None:
         self.args, self.max_steps = args, max_steps
+        self.output_dir = Path(args.output_dir) if output_dir is None else output_dir
         self.console_steps = whole_steps(args.logging_steps, max_steps)
         self.console = Console(max_steps, quiet=not is_main)
         self.advice, self.since_last_line, self._told_equality = Advice(args), StepMetrics(), False
-        self.log = RunLog(Path(args.output_dir), args.rollouts_kept_steps) if is_main else None
+        self.log = RunLog(self.output_dir, args.rollouts_kept_steps) if is_main else None
         if self.log is not None:
             self.log.log_config(args.to_dict(), **facts)
         self.trackers: list[Any] = []
@@ -154,9 +157,9 @@ class RunOutput:
     def report(self, model: Path) -> Path:
         """Write report.html and say where it and the model are, on the main process; its path everywhere."""
         if self.log is None:
-            return Path(self.args.output_dir) / REPORT_FILE
+            return self.output_dir / REPORT_FILE
         report = write_report(self.log.output_dir)
-        lines = [parts_text(self.log.output_dir), f"report: {report}", f"model: {model}"]
+        lines = [parts_text(self.log.output_dir), f"report: {from_here(report)}", f"model: {from_here(model)}"]
         self.console.note("\n".join(filter(None, lines)))
         return report
 
@@ -243,7 +246,7 @@ def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:
         raise UnavailableError(
             f"got report_to={name!r}, which is not installed; fix: pip install {name.replace('_', '-')}"
         )
-    logs = str(Path(args.output_dir) / TRACKERS_FOLDER)  # for those that write files: TensorBoard
+    logs = str(Path(args.output_dir).absolute() / TRACKERS_FOLDER)  # for those that write files: TensorBoard
     return {"log_with": args.report_to, "project_config": ProjectConfiguration(logging_dir=logs)}
 
 

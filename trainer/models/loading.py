@@ -117,6 +117,16 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
     return processing_class
 
 
+def check_gradients(model: Any) -> None:
+    """Raise UnsupportedError where nothing gets a gradient: in torch.no_grad, or in or of torch.inference_mode."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    if not torch.is_grad_enabled() or any(parameter.is_inference() for parameter in parameters):
+        raise UnsupportedError(
+            "got a trainer inside torch.no_grad() or torch.inference_mode(), or a model that was made there, want "
+            "gradients; fix: make the model and the trainer, and call train(), outside of it"
+        )
+
+
 def load_model(
     model: str | Path | PreTrainedModel,
     accelerator: Accelerator,

@@ -22,6 +22,7 @@ from accelerate.utils import patch_environment
 from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, RewardError
+from fused_grpo.trainer.common.process_state import process_kept
 from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.data.datasets import Row
 from fused_grpo.trainer.logging.run_log import free_name
@@ -140,9 +141,11 @@ class Rewards:
         }
         inputs = RewardInputs(columns=columns, trainer_state=trainer_state, environments=environments)
         call = functools.partial(self._call, inputs=inputs, num_generations=num_generations)
-        pending = {one: in_thread(functools.partial(call, one), name="reward") for one in self._callers if one.is_async}
-        outcome_of = {one: call(one) for one in self._callers if one not in pending}
-        outcomes = [pending[one].result() if one in pending else outcome_of[one] for one in self._callers]
+        asynchronous = [one for one in self._callers if one.is_async]
+        with process_kept():
+            pending = {one: in_thread(functools.partial(call, one), name="reward") for one in asynchronous}
+            outcome_of = {one: call(one) for one in self._callers if one not in pending}
+            outcomes = [pending[one].result() if one in pending else outcome_of[one] for one in self._callers]
         scores, seconds = zip(*outcomes, strict=True)
         return self._output(scores, dict(zip(self.names, seconds, strict=True)), num_generations)
 

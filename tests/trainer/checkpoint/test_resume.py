@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from torch.optim import SGD, lr_scheduler
+from torch.optim import SGD, Adam, lr_scheduler
 from transformers import TrainerCallback
 
 from fused_grpo.errors import CheckpointError
@@ -84,6 +84,12 @@ def own_optimizers(schedule, model):
     return optimizer, schedule(optimizer)
 
 
+def with_tensors(model):
+    optimizer = Adam(model.parameters(), lr=torch.tensor(1e-3), foreach=False)
+    return optimizer, lr_scheduler.LinearLR(optimizer)
+
+
+OPTIONS |= {"a rate that is a tensor": {"optimizers": with_tensors}}
 OPTIONS |= {
     f"a schedule of PyTorch: {name}": {"optimizers": partial(own_optimizers, schedule)}
     for name, schedule in SCHEDULES.items()

@@ -5,6 +5,7 @@ import os
 import shlex
 import threading
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -20,6 +21,7 @@ from fused_grpo.trainer.cli.options import (
 )
 from fused_grpo.trainer.cli.train import load_prompts
 from fused_grpo.trainer.config.grpo_config import MAPPINGS, GRPOConfig, own_fields
+from fused_grpo.trainer.config.trl_fields import MISSING
 from fused_grpo.trainer.logging.run_log import RunLog
 
 
@@ -74,6 +76,27 @@ def test_a_yaml_file_that_names_a_model_is_no_demo(tmp_path):
     assert (options.reward_funcs, options.scale_rewards) == (["m:f"], "none")
 
 
+@pytest.mark.parametrize("again", ["--max_steps=4", "--max-steps", "--no-bf16", "--config"])
+def test_an_option_is_given_once(again):
+    with pytest.raises(InputError, match=r"got --[a-z0-9-]+ 2 times on the command line, want it once; fix: "):
+        parse_train_options(["--max-steps", "3", "--bf16", "--config", "demo", again])
+
+
+def test_a_name_in_json_is_given_once(capsys):
+    with pytest.raises(InputError, match="'a' is there twice"):
+        GRPOConfig(generation_kwargs='{"a": 1, "b": {"a": 1}, "a": 2}')
+
+
+def test_no_option_is_empty_text():
+    """A path that is empty is the folder in which the process happens to be."""
+    for name, kind in get_type_hints(TrainOptions).items():
+        if name in MISSING or name == "system_prompt" or not ({str, list[str]} & {kind, *get_args(kind)}):
+            continue
+        for value in [""] if str in (kind, *get_args(kind)) else [["a", ""]]:
+            with pytest.raises(InputError, match=f"got {name}=.*want .*"):
+                TrainOptions(**{name: value})
+
+
 def test_options_may_come_through_a_pipe(tmp_path):
     os.mkfifo(pipe := tmp_path / "run")
     threading.Thread(target=pipe.write_text, args=("seed: 7",), daemon=True).start()
@@ -86,6 +109,9 @@ def test_options_may_come_through_a_pipe(tmp_path):
         ("lerning_rate: 1", "'lerning_rate'"),
         ("- 1", "want a mapping"),
         ("seed: [", "is not YAML"),
+        ("seed: 1\nseed: 2", "got seed 2 times in .*want it once; fix: "),
+        ("generation_kwargs: {a: [{b: 1, c: 2, b: 3}]}", "got b 2 times in "),
+        ("generation_kwargs: &a {b: [*a], c: 1, c: 2}", "got c 2 times in "),
         ("[" * 20_000, "is not YAML"),
         (None, "that exists"),
     ],

@@ -3,16 +3,24 @@
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.engines import weight_files
 from fused_grpo.trainer.engines.server import server_folder
-from fused_grpo.trainer.engines.weight_files import Tie, temporary_weight_files
+from fused_grpo.trainer.engines.server.weight_transfer import ChangeTransfer, FileTransfer
+from fused_grpo.trainer.engines.vllm import start_vllm
+from fused_grpo.trainer.engines.vllm.start_vllm import write_checkpoint
+from fused_grpo.trainer.engines.weight_files import ServedAdapter, Tie, temporary_folder, temporary_weight_files
 from fused_grpo.trainer.models import weight_stream
 from fused_grpo.trainer.models.adapters import checkpoint_weights
+from fused_grpo.trainer.models.weight_stream import WeightStream
 
 
 @pytest.mark.parametrize("source", ["named_parameters", "state_dict"])
@@ -66,10 +74,50 @@ def test_many_weights_go_into_several_files_and_none_is_lost(tmp_path, monkeypat
     assert all(torch.equal(found[name], weight) for name, weight in given.items())
 
 
+def usage(free: int) -> Any:
+    return shutil._ntuple_diskusage(free, 0, free)
+
+
+def to_server(weights: WeightStream) -> None:
+    FileTransfer(mock.Mock()).send(weights)
+
+
+def to_server_as_changes(weights: WeightStream) -> None:
+    ChangeTransfer(mock.Mock(), interval=2).send(weights)
+
+
+def adapter_alone(weights: WeightStream) -> None:
+    with object.__new__(ServedAdapter).folder(weights):
+        pass
+
+
+def to_start_from(weights: WeightStream) -> None:
+    with temporary_folder(weights.nbytes) as folder:
+        write_checkpoint(weights, mock.Mock(), mock.Mock(), folder=folder)
+
+
+WAYS = [to_server, to_server_as_changes, adapter_alone, to_start_from]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("filled", ["before", "meanwhile"])
+def test_a_place_without_room_for_the_weights_is_said_with_its_size(tmp_path, monkeypatch, way, filled) -> None:
+    """As /dev/shm in a container and a small disk; or what other processes fill while the files are written."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0 if filled == "before" else 1 << 30))
+    monkeypatch.setattr(start_vllm, "save_config", lambda *_, **__: None)
+    full = mock.Mock(side_effect=SafetensorError("I/O error: No space left on device (os error 28)"))
+    monkeypatch.setattr(weight_files, "save_file", full)
+    weights = WeightStream.of({"weight": torch.zeros(10_000_000)}.items())
+    with pytest.raises(UnavailableError, match=r"got .*want 0\.04 GB in .*; fix: .*--shm-size.*TMPDIR"):
+        way(weights)
+    assert full.called == (filled == "meanwhile")
+
+
 @pytest.mark.parametrize(("free", "place"), [(1 << 30, "/dev/shm"), (64 << 10, None)])
 def test_a_shared_memory_that_is_too_small_is_not_used(tmp_path, monkeypatch, free, place) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free if str(path) == "/dev/shm" else 1 << 30))
     with temporary_weight_files([("weight", torch.zeros(32 << 10))]) as folder:
         assert folder.parent == Path(place or tmp_path)
 

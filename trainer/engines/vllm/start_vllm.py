@@ -32,12 +32,11 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
 from fused_grpo.trainer.common.redaction import public_text, redacted
-from fused_grpo.trainer.engines.weight_files import Tie, write_weights
+from fused_grpo.trainer.engines.weight_files import Tie, write_weights, writing
 from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes, kv_width
 from fused_grpo.trainer.models.quantized import quantization_of
 from fused_grpo.trainer.models.weight_stream import WeightStream
@@ -255,14 +254,9 @@ def write_checkpoint(
     UnavailableError where it cannot be written.
     """
     stream = weights if tie is None else tie.undo(weights)
-    try:
+    with writing(stream.nbytes, folder):
         save_config(model, tokenizer, folder=str(folder), untie=tie is not None, quantized=quantized)
         write_weights(stream, folder)
-    except (OSError, SafetensorError) as error:
-        raise UnavailableError(
-            f"got {shown(error)} for the model that vLLM starts from, want {stream.nbytes / 1e9:.2f} GB in {folder}; "
-            "fix: space there: shared memory, or TMPDIR where the model does not fit into it"
-        ) from error
     return folder
 
 

@@ -1,0 +1,193 @@
+"""The states of an optimizer and its schedule as tensors and JSON, and whether a run can use them at all.
+
+A state may be any tree of mappings, lists, tuples, tensors and plain values. Nothing is known here of what is in one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import reprlib
+from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fused_grpo.errors import UnsupportedError
+from fused_grpo.trainer.checkpoint.training_state import FULL, check_alike, random_state, set_random_state
+
+_TENSOR, _TUPLE, _DICT = "$tensor", "$tuple", "$dict"
+
+
+def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    """A tree as JSON; its tensors get into `tensors`, by their paths. TypeError for what is neither."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Tensor):
+        while path in tensors:  # of other keys
+            path += "'"
+        tensors[path] = value
+        return {_TENSOR: path}
+    if isinstance(value, Mapping) and all(type(key) in (str, int) for key in value):
+        packed = {key: pack(one, tensors, f"{path}/{key}") for key, one in value.items()}
+        is_plain = all(isinstance(key, str) and key[:1] != "$" for key in packed)
+        return packed if is_plain else {_DICT: list(packed.items())}
+    if isinstance(value, list | tuple):
+        entries = [pack(one, tensors, f"{path}/{index}") for index, one in enumerate(value)]
+        return {_TUPLE: entries} if isinstance(value, tuple) else entries
+    raise TypeError(f"{path} is a {type(value).__name__}: {reprlib.repr(value)}")
+
+
+def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `pack`."""
+    if isinstance(packed, list):
+        return [unpack(one, tensors) for one in packed]
+    match packed:
+        case {"$tensor": path}:
+            return tensors[path]
+        case {"$tuple": entries}:
+            return tuple(unpack(entries, tensors))
+        case {"$dict": pairs}:
+            return {key: unpack(one, tensors) for key, one in pairs}
+        case dict():
+            return {key: unpack(one, tensors) for key, one in packed.items()}
+    return packed
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool = True) -> dict[str, Any]:
+    """The state of an optimizer, by parameter name. A collective; only rank 0 gets all of it.
+
+    Without `full`, every rank gets its own tensors, as they are: shards know the whole shape.
+    """
+    named: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FULL if full else None)
+    return {**optimizer.state_dict(), **named}
+
+
+def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, tensors: Any) -> None:
+    """The inverse of `optimizer_state` and `pack`, of what `check_optimizer_state` accepts. A collective."""
+    own, here = optimizer_state(model, optimizer, full=False), dict[str, Tensor]()
+    pack(own, here, "optimizer")
+    groups = zip(optimizer.param_groups, own["param_groups"], strict=True)
+    parameters = {name: one for group, of in groups for name, one in zip(of["params"], group["params"], strict=True)}
+    # In the same order on all ranks.
+    placed = {
+        path: _placed(tensors[path], here.get(path, parameters.get(path.split("/")[2]))) for path in sorted(tensors)
+    }
+    state = unpack(saved, placed)
+    optimizer.load_state_dict(state)
+    # What most classes inherit casts tensors to the dtype of their parameter, and takes text apart.
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        optimizer.state.update({parameters[name]: values for name, values in state["state"].items()})
+
+
+def _placed(tensor: Tensor, like: Tensor | None) -> Tensor:
+    """A full tensor where this run has its own, or else its parameter."""
+    if isinstance(like, DTensor) and like.shape == tensor.shape:
+        return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+    return tensor if like is None else tensor.to(like.device)
+
+
+def check_optimizer_state(own: dict[str, Any], saved: Any, *, of_torch: bool = False) -> list[str]:
+    """Compare the state of an optimizer with this run's (`own`). Returns its hyperparameters that differ.
+
+    Parameters may have no state at all, as those that never had a gradient. Those of an optimizer that is not
+    `of_torch` may have names that it did not have at the start. TypeError or ValueError for another form, or a number
+    that no step leaves.
+    """
+    names, differ = {name for group in own["param_groups"] for name in group["params"]}, list[str]()
+    unknown = saved["state"].keys() - names | saved.keys() - own.keys()
+    for mine, theirs in (
+        (own["state"].values(), saved["state"].values()),
+        (own["param_groups"], saved["param_groups"]),
+    ):
+        unknown |= {name for one in theirs for name in one if of_torch}.difference(*mine)
+    if unknown:
+        raise ValueError(f"{min(unknown, key=str)!r} is nothing of this run's")
+    rest = {name: value for name, value in own.items() if name != "param_groups"}
+    rest["state"] = {name: values for name, values in own["state"].items() if name in saved["state"]}
+    check_alike(rest, saved, "optimizer", counts=True)
+    for place, (here, there) in enumerate(zip(own["param_groups"], saved["param_groups"], strict=True)):
+        for name, value in here.items():
+            # It may have begun with nothing.
+            counts = isinstance(value, list) or (isinstance(value, float) and value in (0.0, math.inf, -math.inf))
+            check_alike(value, there.get(name), f"optimizer.param_groups[{place}].{name}", counts=counts)
+        if here["params"] != there["params"] or not all(0 <= beta < 1 for beta in there.get("betas", ())):
+            raise ValueError(f"a group of parameters has others, or betas={there.get('betas')}")
+        for name in sorted(here.keys() & there.keys() - {"lr", "params"}):
+            if _written(here[name]) != _written(there[name]):
+                values = f"{reprlib.repr(there[name])} in the checkpoint, {reprlib.repr(here[name])} now"
+                differ.append(f"{name} of the optimizer: {values}; the checkpoint's counts: it is loaded")
+    return differ
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, *, is_saved: bool) -> None:
+    """Raise UnsupportedError for what could not be used: in the first step, the first save, or a resumed run.
+
+    It is tried out: two more of the optimizer's class, over a parameter like the smallest of each group, make a step
+    and save and load the state. One whose constructor wants other arguments is not tried.
+    """
+    generators, part, what = random_state(), schedule, "step() or state"
+    trained = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+    try:
+        inspect.signature(type(schedule).step).bind(schedule)
+        if is_saved:
+            _written(schedule.state_dict())
+        part, what = optimizer, "parameters or step()"
+        own = [trained.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
+        if None in own or not any(own):
+            raise ValueError("some are not the model's, or none is trained")
+        inspect.signature(type(optimizer).step).bind(optimizer)
+        if pair := _smaller_ones(optimizer):
+            pair[0][1].step()
+            what = "saved state"
+        if pair and is_saved:
+            first, second = (optimizer_state(*one, full=False) for one in pair)
+            written, tensors = _written(first), dict[str, Tensor]()
+            pack(first, tensors, "optimizer")
+            check_optimizer_state(second, first)
+            load_optimizer_state(*pair[1], json.loads(written[0]), tensors)
+            if _written(optimizer_state(*pair[1], full=False)) != written:
+                raise ValueError("another one comes back")
+    except Exception as error:
+        raise UnsupportedError(
+            f"got {type(part).__name__} in optimizers, whose {what} gives {type(error).__name__}: {error}; want steps "
+            "without arguments, on dense gradients of the model's parameters, and states of tensors, numbers, text, "
+            "None, and lists, tuples and mappings of these; fix: another one; where it is its state alone, "
+            "save_only_model=True"
+        ) from error
+    finally:
+        set_random_state(generators)
+
+
+def _smaller_ones(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    """Two with the same options, over a parameter like the smallest one of each group, and their models; or none."""
+    made, make = list[tuple[nn.Module, torch.optim.Optimizer]](), type(optimizer)
+    for _ in range(2):
+        groups, model = list[dict[str, Any]](), nn.ParameterList()
+        for group in optimizer.param_groups:
+            like = min(group["params"], key=Tensor.numel)
+            model.append(nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=like.device)))
+            model[-1].grad = torch.ones_like(model[-1])
+            groups.append(
+                {**{name: deepcopy(group[name]) for name in group if name != "params"}, "params": [model[-1]]}
+            )
+        defaults = {
+            name: optimizer.defaults[name] for name in inspect.signature(make).parameters if name in optimizer.defaults
+        }
+        with suppress(Exception):
+            made.append((model, make(groups, **deepcopy(defaults))))
+    return made
+
+
+def _written(state: Any) -> tuple[str, bytes]:
+    """A state as it is in files."""
+    tensors = dict[str, Tensor]()
+    text = json.dumps(pack(state, tensors, "optimizer"))
+    return text, save({path: tensor.detach().contiguous().clone() for path, tensor in tensors.items()})
