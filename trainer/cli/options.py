@@ -195,12 +195,6 @@ def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
     `GRPOConfig` and `read_yaml` do; SystemExit for --help, an unknown option, or a value of the wrong type.
     """
     values, task = dict[str, Any](), None
-    given = [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
-    is_flag = {
-        name.replace("_", "-"): kind in (bool, bool | None) for name, kind in get_type_hints(TrainOptions).items()
-    }
-    negated = {f"--no-{name}": f"--{name}" for name in is_flag if is_flag[name]}
-    refuse_repeated([negated.get(option, option) for option in given], "on the command line")
     for position, argument in enumerate(arguments):
         option, _, value = argument.partition("=")
         value = value or "".join(arguments[position + 1 : position + 2])
