@@ -161,6 +161,19 @@ class Start:
             for name, rows in self.sets.items():
                 self.rules.environments.check_rows(rows, name=name)
 
+    def planned(self) -> tuple[int, Epochs]:
+        """The optimizer steps and the epochs that the options ask for."""
+        rows = self.train_dataset
+        return planned_steps(self.args, len(rows) if hasattr(rows, "__len__") else None, self.processes)
+
+    def check_steps(self) -> None:
+        """InputError where the options have been changed to another number of steps, which no schedule is made for."""
+        if (steps := self.planned()[0]) != self.max_steps:
+            raise InputError(
+                f"got options of {steps} optimizer steps, want the {self.max_steps} that this trainer was made for; "
+                "fix: a new GRPOTrainer, with resume_from_checkpoint=True to go on"
+            )
+
     def is_saved(self, step: int) -> bool:
         """Whether `save_strategy` makes a checkpoint of that step, or may make one."""
         args, last = self.args, self.max_steps
@@ -328,8 +341,7 @@ def check_prompts(start: Start) -> None:
     start.train_dataset = start.limit.applied(start.train_dataset, name="train_dataset")
     for name, rows in start.evals.items():
         start.limit.applied(rows, name=set_name(name))
-    length = len(start.train_dataset) if hasattr(start.train_dataset, "__len__") else None
-    start.max_steps, start.epochs = planned_steps(start.args, length, start.processes)
+    start.max_steps, start.epochs = start.planned()
     if start.args.curriculum != "off":
         levels_of(start.train_dataset, start.args.curriculum)
 
