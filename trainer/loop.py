@@ -279,7 +279,7 @@ class GRPOTrainer(TransformersFace):
                     self.output_dir,
                     resume=checkpoint,
                     overwrite=self.args.overwrite_output_dir,
-                    keep=self.model_path,
+                    keep=self.start.models,
                     is_saved=self.start.is_saved,
                 )
                 self._undo.callback(undo)

@@ -51,7 +51,8 @@ def train(options: TrainOptions) -> None:
             print(part, flush=True)
         return
     path, resume = Path(options.output_dir), bool(options.resume_from_checkpoint)
-    check_output_dir(path, resume=resume, overwrite=options.overwrite_output_dir, keep=options.model)
+    models = {name for name in (options.model, options.teacher_model, *options.reward_funcs) if name is not None}
+    check_output_dir(path, resume=resume, overwrite=options.overwrite_output_dir, keep=models)
     if options.model is None:
         if not torch.cuda.is_available():
             # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.

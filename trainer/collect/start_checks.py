@@ -115,6 +115,12 @@ class Start:
         # Of a model that is yet to be loaded.
         self.model_path = str(self.model) if isinstance(self.model, str | Path) else None
 
+    @property
+    def models(self) -> set[str]:
+        """Paths and hub ids of models: the policy, a teacher, rewards; of rewards also names of functions."""
+        rewards = self.reward_funcs if isinstance(self.reward_funcs, list | tuple) else [self.reward_funcs]
+        return {str(given) for given in (self.model, self.teacher_model, *rewards) if isinstance(given, str | Path)}
+
     def arguments(self) -> dict[str, Any]:
         """Those of `GRPOTrainer` that it was made from."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
@@ -384,7 +390,7 @@ def check_places(start: Start) -> None:
     # Where a resumed run goes on is not known yet.
     is_saved = (lambda step: False) if resume else None if is_open else start.is_saved
     start.replaced = check_output_dir(
-        path, resume=is_open, overwrite=args.overwrite_output_dir, keep=start.model_path, is_saved=is_saved
+        path, resume=is_open, overwrite=args.overwrite_output_dir, keep=start.models, is_saved=is_saved
     )
 
 
