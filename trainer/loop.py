@@ -264,6 +264,7 @@ class GRPOTrainer(TransformersFace):
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
+        self.start.check_steps()
         is_main = self.accelerator.is_main_process
         check_gradients(self.model)
         with all_ranks_succeed(self.accelerator, "locking the output directory"):
@@ -280,7 +281,7 @@ class GRPOTrainer(TransformersFace):
                     self.output_dir,
                     resume=checkpoint,
                     overwrite=self.args.overwrite_output_dir,
-                    keep=self.model_path,
+                    keep=self.start.models,
                     is_saved=self.start.is_saved,
                 )
                 self._undo.callback(undo)

@@ -17,7 +17,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ def check_output_dir(
     *,
     resume: bool | Path | None = None,
     overwrite: bool = False,
-    keep: str | Path | None = None,
+    keep: Set[str] = frozenset(),
     is_saved: Callable[[int], bool] | None = None,
     is_locked: bool = False,
 ) -> list[Path]:
@@ -78,16 +78,16 @@ def check_output_dir(
     return entries
 
 
-def _entries_to_clear(path: Path, *, overwrite: bool, keep: str | Path | None) -> list[Path]:
+def _entries_to_clear(path: Path, *, overwrite: bool, keep: Set[str]) -> list[Path]:
     """Logs, reports and checkpoints of a run in `path`; to be moved, also further folders that this run may write."""
     children, leftovers = sorted(path.iterdir()), _leftovers(path)
     # A report without logs is a copy that the user made.
     has_logs = any((path / name).is_file() for name in (METRICS_FILE, RUN_FILE))
     files = [path / name for name in RUN_FILES if has_logs and (path / name).is_file()]
     entries = [*files, *(child for child in children if is_removable(child) and child not in leftovers)]
-    if any(_holds(entry, keep) for entry in entries):
+    if held := [model for model in keep if any(_holds(entry, {model}) for entry in entries)]:
         raise CheckpointError(
-            f"got {keep} as the model, of a run in {path} that would be {'removed' if overwrite else 'moved'}; "
+            f"got {min(held)} as a model, of a run in {path} that would be {'removed' if overwrite else 'moved'}; "
             "want the model to stay where it is; fix: choose another --output-dir"
         )
     folders = [
@@ -101,8 +101,8 @@ def _entries_to_clear(path: Path, *, overwrite: bool, keep: str | Path | None) -
     return [*entries, *folders] if are_of_a_run and not overwrite else entries
 
 
-def _holds(entry: Path, model: str | Path | None) -> bool:
-    return model is not None and Path(model).resolve().is_relative_to(entry.resolve())
+def _holds(entry: Path, models: Set[str]) -> bool:
+    return any(Path(model).resolve().is_relative_to(entry.resolve()) for model in models)
 
 
 def prepare_output_dir(
@@ -110,7 +110,7 @@ def prepare_output_dir(
     *,
     resume: bool | Path | None = None,
     overwrite: bool = False,
-    keep: str | Path | None = None,
+    keep: Set[str] = frozenset(),
     is_saved: Callable[[int], bool] = lambda step: False,
 ) -> Callable[[], None]:
     """Make `path` ready for a run that has locked it. Nothing is moved or removed where this raises.
@@ -119,7 +119,7 @@ def prepare_output_dir(
         path: made where it is missing. Files that are not of a run stay, always.
         resume: keep the run that is there and continue its files, after this checkpoint. Otherwise it is moved to
             `former_run(path)`, or with `overwrite` removed: its logs, report and checkpoints, file by file.
-        keep: the model that this run is going to read; CheckpointError where that would be moved or removed.
+        keep: the models that this run is going to read; CheckpointError where one would be moved or removed.
         is_saved: whether there will be a checkpoint of a step, where no files of others may be.
 
     Returns a function for a run that ends before it has made anything: it removes its logs, what was moved comes back.

@@ -56,7 +56,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     ("resume_from_checkpoint overwrite_output_dir output_dir", Rule("none", "it says where and how a run starts")),
     # None may be the same as a number.
     ("steps_per_generation generation_batch_size", Rule("none", f"refused by its number: {_BATCHES}")),
-    ("data_seed shuffle_dataset curriculum", Rule("none", "another order of the data is refused")),
+    ("data_seed shuffle_dataset", Rule("none", "another order of the data is refused")),
     ("optim_target_modules", Rule("none", "a state of the optimizer with other parameters is refused")),
     ("per_device_train_batch_size gradient_accumulation_steps", Rule("refused", _BATCHES)),
     ("num_generations num_iterations", Rule("refused", _BATCHES)),
@@ -251,6 +251,8 @@ def rule_of(name: str, args: GRPOConfig, *, mid_batch: bool) -> Rule:
         return Rule("refused", "the checkpoint has rollouts in progress, with log-probs at that temperature")
     if name == "score_centering" and mid_batch:
         return Rule("refused", "the checkpoint has rollouts in progress, with the log-probs that it needs")
+    if name == "curriculum":
+        return Rule("refused", "another order of the data is refused")
     if name == "entropy_coef" and args.use_adaptive_entropy:
         return Rule("checkpoint", "use_adaptive_entropy has moved it since")
     return RULES.get(name, Rule("new", "from the next step on"))

@@ -258,7 +258,8 @@ def _check_task(options: TrainOptions, name: str) -> None:
         if option in _OF_DATA:
             raise InputError(
                 f"got {'--task' if options.task else 'the built-in task'} {name} and --{option.replace('_', '-')} "
-                f"{value}, want one of them: a task has rows of its own; fix: leave one out, or add --model"
+                f"{value}, want one of them: a task has rows of its own; fix: leave one out"
+                f"{'' if options.task else ', or add --model'}"
             )
     if options.model is None and name not in BUILT_IN:
         raise InputError(f"got --task {name} without --model, want one to train; fix: add --model")

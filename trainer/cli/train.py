@@ -25,7 +25,7 @@ from fused_grpo.trainer.cli.options import COMMANDS, TrainOptions, check_combina
 from fused_grpo.trainer.collect.plan import Plan, batch_table
 from fused_grpo.trainer.collect.start_checks import Start, check_given, check_start
 from fused_grpo.trainer.config.grpo_config import changed_options
-from fused_grpo.trainer.data.datasets import as_conversations, column_names, first_rows, load_rows, renamed
+from fused_grpo.trainer.data.datasets import as_conversations, column_names, first_rows, load_rows, mapped, renamed
 from fused_grpo.trainer.data.prompts import has_chat_template
 from fused_grpo.trainer.episodes.environments import rows_of_environments
 from fused_grpo.trainer.logging.console import is_first_process, progress
@@ -51,7 +51,8 @@ def train(options: TrainOptions) -> None:
             print(part, flush=True)
         return
     path, resume = Path(options.output_dir), bool(options.resume_from_checkpoint)
-    check_output_dir(path, resume=resume, overwrite=options.overwrite_output_dir, keep=options.model)
+    models = {name for name in (options.model, options.teacher_model, *options.reward_funcs) if name is not None}
+    check_output_dir(path, resume=resume, overwrite=options.overwrite_output_dir, keep=models)
     if options.model is None:
         if not torch.cuda.is_available():
             # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
@@ -180,20 +181,28 @@ def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
     if not columns:  # no rows, or no dataset, which the trainer says
         return rows
     listed = ", ".join(map(repr, columns))
-    read = {name: NAMED[name].column for name in options.reward_funcs if name in NAMED and NAMED[name].column}
+    read = {
+        name: NAMED[name.partition("=")[0]].column for name in options.reward_funcs if name.partition("=")[0] in NAMED
+    }
     names = {"prompt": options.prompt_column}
     if options.answer_column is not None:
-        names["solution" if "solution" in read.values() else "answer"] = options.answer_column
+        names["answer"] = options.answer_column
     for option, column in zip(("--prompt-column", "--answer-column"), names.values(), strict=False):
         if column not in columns:
             raise DataError(f"got {source} with the columns {listed}, want {column!r}; fix: {option} with one of them")
     for reward, column in read.items():
-        if column not in names and column not in columns:
+        if column and options.answer_column is None and column not in columns:
             raise DataError(
                 f"got --reward-funcs {reward}, which reads the column {column!r}, and {source} with {listed}; "
                 "fix: --answer-column with the one that has the correct answers"
             )
-    return renamed(rows, names)
+    rows = renamed(rows, names)
+    return mapped(rows, with_solution) if options.answer_column and "solution" in read.values() else rows
+
+
+def with_solution(row: Any) -> Any:
+    """A row whose answer is under the name that the rewards of TRL read, too."""
+    return {**row, "solution": row["answer"]} if isinstance(row, Mapping) and "answer" in row else row
 
 
 def say(text: str) -> None:

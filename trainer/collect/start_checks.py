@@ -120,6 +120,12 @@ class Start:
         self.output_dir, resume = Path(self.args.output_dir).absolute(), self.args.resume_from_checkpoint
         self.resume = Path(resume).absolute() if isinstance(resume, str) else resume
 
+    @property
+    def models(self) -> set[str]:
+        """Paths and hub ids of models: the policy, a teacher, rewards; of rewards also names of functions."""
+        rewards = self.reward_funcs if isinstance(self.reward_funcs, list | tuple) else [self.reward_funcs]
+        return {str(given) for given in (self.model, self.teacher_model, *rewards) if isinstance(given, str | Path)}
+
     def arguments(self) -> dict[str, Any]:
         """Those of `GRPOTrainer` that it was made from."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
@@ -165,6 +171,19 @@ class Start:
         if self.rules is not None and self.rules.environments is not None:
             for name, rows in self.sets.items():
                 self.rules.environments.check_rows(rows, name=name)
+
+    def planned(self) -> tuple[int, Epochs]:
+        """The optimizer steps and the epochs that the options ask for."""
+        rows = self.train_dataset
+        return planned_steps(self.args, len(rows) if hasattr(rows, "__len__") else None, self.processes)
+
+    def check_steps(self) -> None:
+        """InputError where the options have been changed to another number of steps, which no schedule is made for."""
+        if (steps := self.planned()[0]) != self.max_steps:
+            raise InputError(
+                f"got options of {steps} optimizer steps, want the {self.max_steps} that this trainer was made for; "
+                "fix: a new GRPOTrainer, with resume_from_checkpoint=True to go on"
+            )
 
     def is_saved(self, step: int) -> bool:
         """Whether `save_strategy` makes a checkpoint of that step, or may make one."""
@@ -334,8 +353,7 @@ def check_prompts(start: Start) -> None:
     start.train_dataset = start.limit.applied(start.train_dataset, name="train_dataset")
     for name, rows in start.evals.items():
         start.limit.applied(rows, name=set_name(name))
-    length = len(start.train_dataset) if hasattr(start.train_dataset, "__len__") else None
-    start.max_steps, start.epochs = planned_steps(start.args, length, start.processes)
+    start.max_steps, start.epochs = start.planned()
     if start.args.curriculum != "off":
         levels_of(start.train_dataset, start.args.curriculum)
 
@@ -378,7 +396,7 @@ def check_places(start: Start) -> None:
     # Where a resumed run goes on is not known yet.
     is_saved = (lambda step: False) if resume else None if is_open else start.is_saved
     start.replaced = check_output_dir(
-        path, resume=is_open, overwrite=args.overwrite_output_dir, keep=start.model_path, is_saved=is_saved
+        path, resume=is_open, overwrite=args.overwrite_output_dir, keep=start.models, is_saved=is_saved
     )
 
 

@@ -224,9 +224,9 @@ def test_overwriting_does_not_remove_the_model_that_the_run_starts_from(tmp_path
     run = write_run(tmp_path / "run")
     before = everything(run)
     with pytest.raises(CheckpointError, match="that would be removed; want the model to stay where it is"):
-        prepare_output_dir(run, overwrite=True, keep=str(run / "checkpoint-1"))
+        prepare_output_dir(run, overwrite=True, keep={str(run / "checkpoint-1")})
     assert everything(run) == before
-    prepare_output_dir(run, overwrite=True, keep="Qwen/Qwen2.5-0.5B")
+    prepare_output_dir(run, overwrite=True, keep={"Qwen/Qwen2.5-0.5B"})
     assert everything(run) == {}
 
 

@@ -96,7 +96,7 @@ def test_checkpoints_of_another_trainer_are_moved_before_a_save_meets_them(tmp_p
     write(tmp_path, {"checkpoint-500/model.safetensors": b"trl", "checkpoint-7/notes.md": b"mine"})
     (tmp_path / "checkpoint-9").mkdir()
     model = tmp_path / "checkpoint-7"
-    prepare_output_dir(tmp_path, keep=model)
+    prepare_output_dir(tmp_path, keep={str(model)})
     moved = {"former-run-1/checkpoint-500/model.safetensors": b"trl", "checkpoint-7/notes.md": b"mine"}
     assert everything(tmp_path) == moved
     assert not (tmp_path / "checkpoint-9").exists()
@@ -106,8 +106,19 @@ def test_a_run_that_holds_the_model_of_the_next_is_refused_untouched(tmp_path):
     write_run(tmp_path, b"first")
     before = everything(tmp_path)
     with pytest.raises(CheckpointError, match="would be moved; want the model to stay where it is; fix: choose"):
-        prepare_output_dir(tmp_path, keep=str(tmp_path / "final"))
+        prepare_output_dir(tmp_path, keep={str(tmp_path / "final")})
     assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("what", ["teacher", "reward"])
+def test_a_teacher_and_a_reward_model_of_the_earlier_run_stay(make_trainer, tmp_path, what, overwrite):
+    make_trainer(max_steps=1, save_strategy="no").train()
+    before, path = everything(tmp_path / "run"), str(tmp_path / "run" / "final")
+    given = {"teacher_model": path, "distillation_coef": 1.0} if what == "teacher" else {"reward": [path]}
+    with pytest.raises(CheckpointError, match=f"got {path} as a model, of a run in .*; want the model to stay"):
+        make_trainer(**given, overwrite_output_dir=overwrite)
+    assert everything(tmp_path / "run") == before
 
 
 @pytest.mark.parametrize("renames", range(12))

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import logging
 from functools import partial
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from torch.optim import SGD, Adam, lr_scheduler
 from transformers import TrainerCallback
 
-from fused_grpo.errors import CheckpointError
+from fused_grpo.errors import CheckpointError, InputError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.resume import RULES, restore, rule_of
@@ -279,6 +280,27 @@ def test_a_second_train_is_a_new_run_from_the_present_weights(make_trainer, serv
         assert torch.equal(value, again.model.state_dict()[name]), name
     assert history(first) == history(again)
     assert lines(tmp_path / "run" / "rollouts.jsonl") == lines(tmp_path / "again" / "rollouts.jsonl")
+
+
+@pytest.mark.parametrize("options", [{"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 1}])
+@pytest.mark.parametrize("resume", [None, True])
+def test_a_second_train_of_another_number_of_steps_is_refused(make_trainer, tmp_path, options, resume):
+    trainer = make_trainer(max_steps=2)
+    trainer.train()
+    files = sorted(path.name for path in (tmp_path / "run").iterdir())
+    for name, value in options.items():
+        setattr(trainer.args, name, value)
+    with pytest.raises(InputError, match=r"optimizer steps, want the 2 that .*; fix: a new GRPOTrainer, with resume_"):
+        trainer.train(resume_from_checkpoint=resume)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == files
+
+
+@pytest.mark.parametrize(("saved", "here"), itertools.permutations(("off", "unequal_rewards"), 2))
+def test_another_curriculum_is_refused_by_its_name(make_trainer, saved, here):
+    make_trainer(max_steps=2, save_steps=2, curriculum=saved).train()
+    resumed = make_trainer(max_steps=3, overwrite_output_dir=False, curriculum=here)
+    with pytest.raises(CheckpointError, match=f"^got curriculum='{here}' .*want curriculum='{saved}' as it was saved"):
+        resumed.train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused(make_trainer):

@@ -10,7 +10,7 @@ import pytest
 
 from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.cli.main import main
-from fused_grpo.trainer.cli.options import RECIPES, TrainOptions, read_yaml
+from fused_grpo.trainer.cli.options import RECIPES, TrainOptions, check_combination, read_yaml
 from fused_grpo.trainer.cli.train import load_prompts
 from fused_grpo.trainer.engines import engine_choice
 from fused_grpo.trainer.logging import console
@@ -29,7 +29,7 @@ def questions(tmp_path, monkeypatch, make_model, tokenizer):
 
 
 def options_of(**given) -> TrainOptions:
-    return TrainOptions(model="model", dataset="questions.jsonl", **given)
+    return TrainOptions(**{"model": "model", "dataset": "questions.jsonl", **given})
 
 
 def test_the_first_command_works_as_typed_and_shows_its_plan_first(questions, monkeypatch, capsys):
@@ -77,7 +77,7 @@ def test_columns_get_the_names_that_model_and_rewards_read(questions):
     rows = load_prompts(options_of(**asked, reward_funcs=["accuracy"], limit=2), held_out=False)
     assert list(rows) == [{"prompt": row["question"], "answer": row["answer"]} for row in QUESTIONS[:2]]
     (row, *_) = load_prompts(options_of(**asked, reward_funcs=["accuracy_reward"], limit=99), held_out=False)
-    assert row.keys() == {"prompt", "solution"}
+    assert row == {"prompt": QUESTIONS[0]["question"]} | dict.fromkeys(("answer", "solution"), QUESTIONS[0]["answer"])
     (questions / "mine.py").write_text("def rows(split):\n    return [{'prompt': 'old', 'q': split, 'a': 1}]\n")
     mine = TrainOptions(model="m", dataset="mine.py:rows", prompt_column="q", answer_column="a", eval_limit=1)
     mine.eval_dataset = mine.dataset
@@ -86,16 +86,42 @@ def test_columns_get_the_names_that_model_and_rewards_read(questions):
 
 
 @pytest.mark.parametrize(
+    "names",
+    [["accuracy", "accuracy_reward"], ["cosine=64"], ["cosine=64", "mine.py:reads_answer"], ["accuracy_reward"]],
+)
+@pytest.mark.parametrize("source", ["questions.jsonl", "mine.py:rows"])
+def test_all_rewards_get_the_answer_under_the_name_they_read(questions, names, source):
+    (questions / "mine.py").write_text(f"def rows(split):\n    return {QUESTIONS!r}\n")
+    options = options_of(prompt_column="question", answer_column="answer", reward_funcs=names, dataset=source)
+    rows = load_prompts(options, held_out=False)
+    assert [(row["answer"], row["solution"]) for row in rows] == [(row["answer"], row["answer"]) for row in QUESTIONS]
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({}, r"with the columns 'question', 'answer', want 'prompt'; fix: --prompt-column"),
         ({"prompt_column": "question", "answer_column": "truth"}, r"want 'truth'; fix: --answer-column"),
         ({"prompt_column": "question", "reward_funcs": ["accuracy_reward"]}, r"'solution'.*; fix: --answer-column"),
+        ({"prompt_column": "question", "reward_funcs": ["cosine=64"]}, r"'solution'.*; fix: --answer-column"),
     ],
 )
 def test_data_with_other_columns_is_refused_with_the_flags(questions, given, message):
     with pytest.raises(DataError, match=message):
         load_prompts(options_of(**given), held_out=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ({"task": "arithmetic", "dataset": "d.jsonl"}, "leave one out"),
+        ({"task": "arithmetic", "model": "m", "dataset": "d.jsonl"}, "leave one out"),
+        ({"eval_dataset": "d.jsonl"}, "leave one out, or add --model"),
+    ],
+)
+def test_a_task_with_rows_beside_it_is_refused_with_a_fix_that_works(given, fix):
+    with pytest.raises(InputError, match=f"a task has rows of its own; fix: {fix}$"):
+        check_combination(TrainOptions(**given))
 
 
 def test_held_out_prompts_that_cannot_be_loaded_can_be_left_out():

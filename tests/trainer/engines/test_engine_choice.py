@@ -104,6 +104,7 @@ CONTRADICTIONS = [
     ({"vllm_model_impl": "transformers"}, {"model_impl": "vllm"}, "want 'transformers' with vllm_model_impl"),
     ({}, {"seed": 1}, "want only what the engine leaves open"),
     ({}, {"gpu_memory_utilization": 0.5}, "want only what the engine leaves open"),
+    ({}, {"max_model_len": 64}, r" \(vllm_engine_kwargs of a run\), want only"),
     ({}, {"tensor_parallel_size": 2}, "want 1: an engine"),
 ]
 

@@ -139,7 +139,7 @@ def test_a_cache_that_cannot_be_written_is_said(cache, model, tokenizer) -> None
 
 
 def test_a_second_engine_at_the_same_time_is_refused(engine, model, tokenizer) -> None:
-    with pytest.raises(UnavailableError, match=r"second vllm engine.*close\(\)"):
+    with pytest.raises(UnavailableError, match=r"second vllm engine.*close\(\).*end\(\)"):
         VLLMEngine(model, tokenizer, OPTIONS)
 
 

@@ -137,8 +137,8 @@ def check_engine_options(given: Mapping[str, Any], needed: Mapping[str, Any], *,
     """
     if wrong := sorted(given.keys() & (_TAKEN | {*closed})):
         raise InputError(
-            f"got engine_options with {', '.join(wrong)}, want only what the engine leaves open; fix: use the "
-            "option of that name (vllm_dtype for dtype in a run), or leave it out"
+            f"got engine_options with {', '.join(wrong)} (vllm_engine_kwargs of a run), want only what the engine "
+            "leaves open; fix: the option of its own (vllm_dtype, vllm_max_model_length, ... of a run), or leave it out"
         )
     if several := [name for name in given if name.endswith("_parallel_size") and given[name] != 1]:
         raise UnsupportedError(
@@ -179,7 +179,7 @@ class VLLMEngine(RolloutEngine):
         if VLLMEngine._running:
             raise UnavailableError(
                 "got a second vllm engine in this process, want one at a time because they would share vLLM's process "
-                "groups; fix: close() the first"
+                "groups; fix: close() the first, end() of the trainer that has it"
             )
         self._on_cpu = next(model.parameters()).device.type == "cpu"
         if options.enable_sleep_mode and self._on_cpu:
