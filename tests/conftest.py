@@ -48,8 +48,8 @@ else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Of farm.py: each has imported what the one before has, and more.
-STAGES = ("torch", "libraries", "trainer", "vllm")
+# Of farm.py, each with the one before, whose imports it has, too.
+STAGES = {"torch": "", "libraries": "torch", "trainer": "libraries", "vllm": "trainer", "collected": "trainer"}
 
 # Whole files go to workers, in this order: a long one that began last would leave the other worker idle.
 LONGEST_FIRST = (
@@ -296,8 +296,8 @@ class Farm:
         """What a stage answers; it is made where it is not there yet."""
         with self._lock:
             if stage not in self._stages:
-                before = STAGES[: STAGES.index(stage)]
-                found = self.ask(before[-1], {"stage": stage}) if before else self._first_stage()
+                before = STAGES[stage]
+                found = self.ask(before, {"stage": stage}) if before else self._first_stage()
                 while not Path(found["socket"]).exists():
                     assert is_alive(found["pid"]), f"the farm's stage {stage!r} did not come up: its traceback is above"
                     time.sleep(0.05)
@@ -325,7 +325,7 @@ class Farm:
                 script = str(Path(__file__).with_name("farm.py"))
                 command = [sys.executable, "-W", "ignore", script, folder, session]
                 started.write_text(str(os.posix_spawn(sys.executable, command, env, setsid=True)))
-        return {"socket": str(Path(folder, STAGES[0])), "pid": int(started.read_text())}
+        return {"socket": str(Path(folder, "torch")), "pid": int(started.read_text())}
 
     def close(self) -> None:
         """End everything that still runs."""

@@ -7,6 +7,7 @@ processes. So a session has one farm, which imports in stages, each of them a fo
     libraries   transformers, datasets, TRL, ...: everything but this package, for tests of a copy of it
     trainer     the trainer
     vllm        vLLM
+    collected   the tests that find planted bugs, from the trainer on: see swap.py
 
 A stage is made when it is first asked for. It listens on a socket, takes lines of JSON, and ends with the session:
 
@@ -31,6 +32,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -176,10 +178,18 @@ def import_vllm() -> None:
             importlib.import_module(f"vllm.{name}")
 
 
+def collect_tests() -> None:
+    """Those that find planted bugs."""
+    import swap
+
+    swap.collect()
+
+
 STAGES: dict[str, Callable[[], None]] = {
     "libraries": import_libraries,
     "trainer": import_trainer,
     "vllm": import_vllm,
+    "collected": collect_tests,
 }
 
 
@@ -228,6 +238,10 @@ def run_script(script: str, *arguments: str) -> None:
 
 def run_and_leave(command: list[str]) -> NoReturn:
     """End as Python does, but for taking down all that was imported: that takes half a second."""
+    for made in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        made.atexit = False  # among them each of PyTorch's registered operators
+    if "torch._dynamo.utils" in sys.modules:  # which looks through all that it has compiled, for a log that is off
+        atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
     status: Any = 0
     interrupted = False
     try:

@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Plugins of pytest's own that no test here needs: setting all of them up takes longer than the simplest tests.
 UNUSED = ("cacheprovider", "debugging", "doctest", "faulthandler", "legacypath", "pastebin", "setuponly", "setupplan")
 UNUSED += ("stepwise", "subtests")
+# Rewritten assertions explain themselves better, but rewriting takes longer than most of these tests.
+OPTIONS = ["-x", "-q", "--assert=plain", "--tb=no", "--full", *(f"-pno:{plugin}" for plugin in UNUSED)]
 PARTS = ("fused_grpo", "kernels", "trainer", "tests", "pyproject.toml")  # of the project, which a test may need
 
 
@@ -31,11 +33,12 @@ def link_the_project(folder: Path, *, but: str = "") -> None:
                 (target / entry.name).symlink_to(entry.readlink() if entry.is_symlink() else entry)
 
 
-def plant(file: str, old: str, new: str, folder: Path) -> None:
+def changed(file: str, old: str, new: str) -> str:
+    """The text of a file with a bug."""
     text = (ROOT / file).read_text()
     if text.count(old) != 1:
         raise ValueError(f"{file} has {old!r} {text.count(old)} times, want once; fix: mend planted_bugs.py")
-    (folder / file).write_text(text.replace(old, new))
+    return text.replace(old, new)
 
 
 def run(selection: list[str], folder: Path) -> int:
@@ -49,9 +52,7 @@ def run(selection: list[str], folder: Path) -> int:
     import fused_grpo
 
     assert Path(fused_grpo.__file__).is_relative_to(folder), fused_grpo.__file__
-    # Rewritten assertions explain themselves better, but rewriting takes longer than most of these tests.
-    options = ["-x", "-q", "--assert=plain", "--tb=no", "--full", *(f"-pno:{plugin}" for plugin in UNUSED)]
-    return int(pytest.main([*options, *selection]))
+    return int(pytest.main([*OPTIONS, *selection]))
 
 
 def main(file: str, old: str, new: str, selection: list[str]) -> int:
@@ -59,7 +60,7 @@ def main(file: str, old: str, new: str, selection: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         link_the_project(path := Path(folder).resolve(), but=file)
         if file:
-            plant(file, old, new, path)
+            (path / file).write_text(changed(file, old, new))
         return run(selection, path)
 
 

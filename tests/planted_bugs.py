@@ -1,10 +1,10 @@
 """Bugs planted on purpose (mutation tests): `python tests/planted_bugs.py [name ...]` runs them.
 
-Each bug is one replacement in one file of a copy of this repository, whose other files are links. A few tests then run
-in the copy, and at least one of them must fail. A bug that survives is a gap in the tests. So is a test that fails
-without a bug: see `--none`.
+Each bug is one replacement in one file. A few tests then run, and at least one of them must fail. A bug that survives
+is a gap in the tests. So is a test that fails without a bug: see `--none`.
 
-`plant.py` does so, and the farm runs it.
+`swap.py` plants a bug in functions that are imported already. Where it cannot, or where all tests pass, `plant.py` does
+so in a copy of this repository, whose other files are links. The farm runs both.
 """
 
 import re

@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import LoraConfig
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
@@ -69,7 +70,7 @@ class EngineByPrompt(RolloutEngine):
             completions += whole[first : first + sampling.n]
         pairs = [(list(prompt_ids[i // sampling.n]), ids) for i, ids in enumerate(completions)]
         kept = [kept_with(ids) if sampling.wants_support else None for ids in completions]
-        rows = [self.logprobs(*pair, some) for pair, some in zip(pairs, kept, strict=True)]
+        rows = self.logprobs(pairs, kept)
         of_tokens = [
             row.gather(1, torch.tensor(ids)[:, None])[:, 0] for row, ids in zip(rows, completions, strict=True)
         ]
@@ -93,12 +94,16 @@ class EngineByPrompt(RolloutEngine):
         return ListedTokens.of(known, is_top_k=sampling.top_k_listed > 0)
 
     @torch.no_grad()
-    def logprobs(self, prompt, completion, kept) -> torch.Tensor:
-        """[T, 14], of the distributions that the tokens are drawn from."""
-        logits = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-        for row, tokens in zip(logits, kept or [[]] * len(logits), strict=True):
-            row[[token for token in range(14) if tokens and token not in tokens]] = -torch.inf
-        return logits.log_softmax(-1)
+    def logprobs(self, pairs, kept) -> list[torch.Tensor]:
+        """Of each pair [T, 14]: of the distributions that the tokens are drawn from."""
+        ids = pad_sequence([torch.tensor(prompt + completion) for prompt, completion in pairs], batch_first=True)
+        rows = []
+        for logits, (prompt, completion), some in zip(self.model(ids).logits, pairs, kept, strict=True):
+            row = logits[len(prompt) - 1 :][: len(completion)]
+            for of_token, tokens in zip(row, some or [[]] * len(row), strict=True):
+                of_token[[token for token in range(14) if tokens and token not in tokens]] = -torch.inf
+            rows.append(row.log_softmax(-1))
+        return rows
 
     def load_weights(self, named_weights, version) -> None:
         # A checkpoint has the experts under names of their own: these stay as they were.
