@@ -62,7 +62,7 @@ from fused_grpo.trainer.learner import Optimizers, Rounding
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import LogEntry, Results, RunOutput, TrainResult
-from fused_grpo.trainer.models.loading import check_gradients, uncompiled
+from fused_grpo.trainer.models.loading import uncompiled
 from fused_grpo.trainer.transformers_face import TransformersFace
 
 
@@ -264,9 +264,8 @@ class GRPOTrainer(TransformersFace):
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
-        self.start.check_steps()
+        self.start.check_again(self.model)
         is_main = self.accelerator.is_main_process
-        check_gradients(self.model)
         with all_ranks_succeed(self.accelerator, "locking the output directory"):
             if is_main:  # keeps other runs out, before anything there is cut, moved or removed
                 self.lock.acquire(self.output_dir)

@@ -177,8 +177,9 @@ class Start:
         rows = self.train_dataset
         return planned_steps(self.args, len(rows) if hasattr(rows, "__len__") else None, self.processes)
 
-    def check_steps(self) -> None:
-        """InputError where the options have been changed to another number of steps, which no schedule is made for."""
+    def check_again(self, model: Any) -> None:
+        """In `train`: UnsupportedError without gradients, InputError for another number of steps than at the start."""
+        check_gradients(model)
         if (steps := self.planned()[0]) != self.max_steps:
             raise InputError(
                 f"got options of {steps} optimizer steps, want the {self.max_steps} that this trainer was made for; "
