@@ -45,13 +45,13 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     raise TypeError(f"{path} is a {type(value).__name__}: {reprlib.repr(value)}")
 
 
-def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `pack`."""
+def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of `pack`: takes each tensor out of `tensors`."""
     if isinstance(packed, list):
         return [unpack(one, tensors) for one in packed]
     match packed:
         case {"$tensor": path}:
-            return tensors[path]
+            return tensors.pop(path)
         case {"$tuple": entries}:
             return tuple(unpack(entries, tensors))
         case {"$dict": pairs}:

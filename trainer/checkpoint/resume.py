@@ -175,7 +175,8 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             changed = differences(learner, numbers, checkpoint, mid_batch=saved is not None)
         weights = files.read_weights(_model(learner), checkpoint)
         with files.tensors_of(checkpoint, files.OPTIMIZER_FILE, names) as tensors:
-            numbers |= {name: unpack(value, tensors) for name, value in packed.items()}
+            left = dict(tensors)
+            numbers |= {name: unpack(value, left) for name, value in packed.items()}
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             files.check_numbers(numbers, here, collector.sampler.stream_form)
             state = files.read_trainer_state(checkpoint, numbers["step"])
@@ -186,6 +187,8 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
                 "fix: a larger max_steps, or an earlier checkpoint"
             )
         with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
+            if left:
+                raise ValueError(f"{min(left)} belongs to nothing in {files.TRAINING_FILE}")
             for name, scheduled in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):
                 rates = [group.get(name) for group in numbers["optimizer"]["param_groups"]]
                 if numbers["scheduler"].get(scheduled, rates) != rates:

@@ -287,7 +287,8 @@ def _form(tensor: Tensor | None) -> str:
 
 def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: Any) -> None:
     """Raise KeyError or TypeError where the content of training.json is not what this run would save there."""
-    if numbers["collector"].get("pace") is None:  # of a run without generate_ahead_max_kl
+    saved = numbers["collector"]
+    if isinstance(saved, dict) and saved.get("pace") is None:  # of a run without generate_ahead_max_kl
         here = {**here, "collector": {**here["collector"], "pace": None}}
     check_alike(here, numbers, "content", exact=True)
     place = numbers["collector"]["sampler"]
