@@ -187,8 +187,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
                 "fix: a larger max_steps, or an earlier checkpoint"
             )
         with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
-            if left:
-                raise ValueError(f"{min(left)} belongs to nothing in {files.TRAINING_FILE}")
+            files.check_tensors({}, left)  # no other is named in training.json
             for name, scheduled in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):
                 rates = [group.get(name) for group in numbers["optimizer"]["param_groups"]]
                 if numbers["scheduler"].get(scheduled, rates) != rates:
