@@ -240,6 +240,8 @@ def run_and_leave(command: list[str]) -> NoReturn:
     """End as Python does, but for taking down all that was imported: that takes half a second."""
     for made in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         made.atexit = False  # among them each of PyTorch's registered operators
+    if "torch._dynamo.utils" in sys.modules:  # which looks through all that it has compiled, for a log that is off
+        atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
     status: Any = 0
     interrupted = False
     try:
