@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,9 @@ WORK = Work(kind="logprobs", head="tiny", tokens=200, sequences=4, gradients="no
 # A worker whose implementations log each run at full size; the work of the correctness check is smaller.
 PROGRAM = """
 import os, signal, sys, time
+name, device, log, orders, answers = sys.argv[1:]
+sys.stdin = open(orders)
+os.dup2(os.open(answers, os.O_WRONLY), 1)
 from fused_grpo.bench.heads import worker
 from fused_grpo.bench.heads.implementations import Implementation, full_logits
 
@@ -29,7 +31,7 @@ def made(name):
         print("not an answer")
         if len(targets) == 200:
             done += 1
-            with open(sys.argv[3], "a") as file:
+            with open(log, "a") as file:
                 print(name, file=file)
         if name == "raises":
             raise RuntimeError("no such luck")
@@ -41,24 +43,40 @@ def made(name):
     return Implementation(name=name, version="1", setting="", logprobs=logprobs)
 
 worker.named = made
-worker.main(*sys.argv[1:3])
+worker.main(name, device)
 """
+
+
+class Forked:
+    """A worker that the farm has started, with pipes as `subprocess.Popen` has them."""
+
+    def __init__(self, farm, folder, *arguments):
+        (folder / "program.py").write_text(PROGRAM)
+        pipes = [folder / name for name in ("orders", "answers")]
+        for pipe in pipes:
+            pipe.unlink(missing_ok=True)
+            os.mkfifo(pipe)
+        process = farm.start(folder / "program.py", *arguments, *pipes, stage="torch")
+        self.pid, self.poll, self.wait, self.kill = process.pid, process.poll, process.wait, process.kill
+        self.stdin, self.stdout = pipes[0].open("w"), pipes[1].open()  # as soon as it has opened them, too
 
 
 class Scripted(WorkerPool):
     """A pool whose implementations are those of `PROGRAM`, and the products alone."""
 
-    log = ""
+    def __init__(self, farm, folder):
+        super().__init__("cpu")
+        self.farm, self.folder, self.log = farm, folder, folder / "runs"
 
-    def _command(self, name):
-        real = super()._command(name)
-        return real if name == "products alone" else [sys.executable, "-c", PROGRAM, name, self.device, self.log]
+    def _start(self, name):
+        if name == "products alone":
+            return super()._start(name)
+        return Forked(self.farm, self.folder, name, self.device, self.log)
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    found = Scripted("cpu")
-    found.log = str(tmp_path_factory.mktemp("pool") / "runs")
+def pool(farm, tmp_path_factory):
+    found = Scripted(farm, tmp_path_factory.mktemp("pool"))
     yield found
     found.close()
 

@@ -1,11 +1,13 @@
 """Tasks of reasoning-gym: rows, reward, errors; three of them trained by one command each."""
 
+import functools
 import json
 import logging
 import os
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from datasets import Dataset
 from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.rewards import Rewards
+from fused_grpo.trainer.tasks import reasoning_gym as room
 from fused_grpo.trainer.tasks import reasoning_gym_task
 from fused_grpo.trainer.tasks.entries import from_text, tagged_answer
 from fused_grpo.trainer.tasks.named import named_task
@@ -21,6 +24,13 @@ from fused_grpo.trainer.tasks.named import named_task
 reasoning_gym = pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (fused-grpo[tasks])")
 
 SMALL = {"min_digits": 1, "max_digits": 1, "max_terms": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_makes_all_entries():
+    """Reasoning-gym takes a second to import, and each task would have a process of its own."""
+    with mock.patch.object(room, "IsolatedFunction", functools.cache(room.IsolatedFunction)):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +118,6 @@ def test_what_a_model_writes_cannot_end_the_run(caplog):
 
 
 def test_an_answer_that_takes_for_ever_is_worth_nothing(limited):
-    from fused_grpo.trainer.tasks import reasoning_gym as room
-
     limited(room.SCORER, 1.0)
     task = reasoning_gym_task("countdown", size=1, heldout_size=0)
     begun = time.monotonic()
