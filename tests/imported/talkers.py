@@ -39,8 +39,14 @@ TEMPLATE = """
 {% endif %}"""
 
 
+# Of the descriptions of tools that a prompt begins with, each is one token.
+DESCRIBING = ('{"type": "function", "function": {"name": "', '", "description": "', '"type": "integer"')
+DESCRIBING += ('"parameters": {"type": "object", "properties": {', '"return": {', '"required": [')
+
+
 def talking_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(DESCRIBING))
     tokenizer.chat_template = template
     return tokenizer
 

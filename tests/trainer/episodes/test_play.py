@@ -1,5 +1,6 @@
 """Episodes from prompt to loss: tokens, masks, limits, metrics, records, and how little they wait."""
 
+import itertools
 import json
 import re
 import threading
@@ -343,14 +344,16 @@ def test_names_of_an_episodes_records_cannot_be_logged_by_a_reward(make_trainer)
 
 
 def test_episodes_are_played_while_the_batch_before_is_trained_on(make_trainer):
-    talk = lambda read, _: "done" if "<answer>" in read else call("multiply", a=1, b=2)  # noqa: E731
-    options = {"generate_ahead": True, "vllm_mode": "server", "max_steps": 3}
+    calls = itertools.count()  # that differ in a group, so that weights change
+    talk = lambda read, _: "done" if "<answer>" in read else call("multiply", a=next(calls) % 9, b=2)  # noqa: E731
+    reward = lambda completions, **columns: [float(said[-2]["content"]) for said in completions]  # noqa: E731
+    options = {"reward": reward, "generate_ahead": True, "vllm_mode": "server", "max_steps": 3}
     trainer = make_trainer(talk, engine=ConcurrentTalker, tools=[multiply], **options)
     trainer.train()
     steps = [json.loads(line) for line in Path(trainer.args.output_dir, "metrics.jsonl").read_text().splitlines()]
     assert [one["off_policy_steps"] for one in steps if "off_policy_steps" in one] == [0, 1, 1]
     assert [len(one["tool_calls"]) for one in records(trainer)] == [1] * 12
-    assert steps[-1]["sampling/sampling_logp_difference/turn_2/max"] > 0.0  # of weights that are a step old
+    assert steps[-1]["sampling/sampling_logp_difference/turn_2/max"] > 1e-4  # of weights that are a step old
 
 
 class Drifting(Talker):
