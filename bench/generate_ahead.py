@@ -8,7 +8,7 @@ far they may be from the policy.
 Transformers samples from a copy of the model in a thread while the model is trained. It writes
 bench/results/<machine>/generate-ahead-<date>.json, with the held-out accuracy before and after and the mean reward of
 each step, whose figures docs/trainer.md quotes, and prints means and standard deviations over the seeds, and how far
-the mean curve of the reward is from those of k = 0. One process takes 40 minutes.
+the mean curve of the reward is from those of k = 0. One process takes about an hour.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from fused_grpo.bench.accuracy import ROOT, commit
 from fused_grpo.env import environment
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.batching.micro_batch_metrics import DIFFERENCE, MISMATCH
 from fused_grpo.trainer.cli.options import RECIPES
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
@@ -53,7 +54,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 CORRECTIONS |= {f"{name}, paced": CORRECTIONS[name] | PACED for name in ("weights and mask", "mask")}
 # On policy there is nothing to correct, and one batch in flight is the fewest.
 KINDS = [(k, name) for k in COUNTS for name in CORRECTIONS if name == "weights" or k > ("paced" in name)]
-DIFFERENCE, MISMATCH = "sampling/sampling_logp_difference/mean", "sampling/mismatch_kl"
+MEASURED = ("reward", "off_policy_steps", f"{DIFFERENCE}/mean", MISMATCH)
 
 # Seconds that batches take, one after the other, and values of the option; steps that are timed, after a few others.
 LATENCIES, TIMED, BEFORE = ((1.0,), (0.3, 1.7)), (0, 1, 2), 3
@@ -92,7 +93,7 @@ def run(rate: float, k: int, correction: str, seed: int) -> dict[str, Any]:
     trained = [step for step in steps if "off_policy_steps" in step]
     row: dict[str, Any] = {"learning rate": rate, "k": k, "correction": correction, "seed": seed}
     row |= {"before": result.eval_before["reward"], "after": result.eval_after["reward"]}
-    row |= {name: [step[name] for step in trained] for name in ("reward", "off_policy_steps", DIFFERENCE, MISMATCH)}
+    row |= {name: [step[name] for step in trained] for name in MEASURED}
     print({name: value for name, value in row.items() if not isinstance(value, list)}, flush=True)
     return row
 

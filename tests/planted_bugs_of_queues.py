@@ -40,7 +40,7 @@ BUGS = {
     ),
     "a resumed run has forgotten its pace": (
         "trainer/collect/collector.py",
-        """self._pace(*(position.get("pace") or ()))""",
+        """self._pace(*position.get("pace", ()))""",
         "self._pace()",
         [PACE, "-k", "stopped_after_any_step"],
     ),

@@ -85,7 +85,7 @@ def _entries_to_clear(path: Path, *, overwrite: bool, keep: Set[str]) -> list[Pa
     has_logs = any((path / name).is_file() for name in (METRICS_FILE, RUN_FILE))
     files = [path / name for name in RUN_FILES if has_logs and (path / name).is_file()]
     entries = [*files, *(child for child in children if is_removable(child) and child not in leftovers)]
-    if held := [model for model in keep if any(_holds(entry, {model}) for entry in entries)]:
+    if held := [model for model in keep if any(_holds(entry, model) for entry in entries)]:
         raise CheckpointError(
             f"got {min(held)} as a model, of a run in {path} that would be {'removed' if overwrite else 'moved'}; "
             "want the model to stay where it is; fix: choose another --output-dir"
@@ -94,15 +94,15 @@ def _entries_to_clear(path: Path, *, overwrite: bool, keep: Set[str]) -> list[Pa
         child
         for child in children
         if _MOVED_FOLDERS.fullmatch(child.name) and child.is_dir() and not child.is_symlink() and child not in entries
-        if any(child.iterdir()) and not _holds(child, keep)
+        if any(child.iterdir()) and not any(_holds(child, model) for model in keep)
     ]
     # Without a run, only the checkpoints of another trainer say that there was one.
     are_of_a_run = entries or any(child.name.startswith("checkpoint-") for child in folders)
     return [*entries, *folders] if are_of_a_run and not overwrite else entries
 
 
-def _holds(entry: Path, models: Set[str]) -> bool:
-    return any(Path(model).resolve().is_relative_to(entry.resolve()) for model in models)
+def _holds(entry: Path, model: str) -> bool:
+    return Path(model).resolve().is_relative_to(entry.resolve())
 
 
 def prepare_output_dir(

@@ -157,7 +157,7 @@ def read_trainer_state(checkpoint: Path, step: int) -> TrainerState:
     with refuse_unusable(checkpoint, STATE_FILE):
         saved = read_json(checkpoint / STATE_FILE)
         check_alike({name: fresh[name] for name in fresh.keys() & {*saved, "global_step", "epoch"}}, saved, "content")
-        best = {"best_metric": -math.inf, "best_global_step": 0, "best_model_checkpoint": ""}
+        best = {"best_metric": -math.inf, "best_global_step": 0, "best_model_checkpoint": ""}  # a metric has any sign
         check_alike({name: best[name] for name in best if saved.get(name) is not None}, saved, "content")
         if saved["global_step"] != step or not all(isinstance(entry, dict) for entry in saved["log_history"]):
             raise ValueError(f"global_step is {saved['global_step']}, want {step}, and log_history a list of entries")
@@ -287,9 +287,6 @@ def _form(tensor: Tensor | None) -> str:
 
 def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: Any) -> None:
     """Raise KeyError or TypeError where the content of training.json is not what this run would save there."""
-    saved = numbers["collector"]
-    if isinstance(saved, dict) and saved.get("pace") is None:  # of a run without generate_ahead_max_kl
-        here = {**here, "collector": {**here["collector"], "pace": None}}
     check_alike(here, numbers, "content", exact=True)
     place = numbers["collector"]["sampler"]
     stream_form = None if place.get("stream") is None else stream_form

@@ -100,6 +100,6 @@ class Pace:
         within = generations * math.sqrt(self.limit / max(kl - self.on_policy_kl, self.limit / 1e6))
         self.allowed = max(1, min(int(within), self.allowed + 1, self.most))
 
-    def state(self) -> list[float] | None:
+    def state(self) -> list[float]:
         """The last arguments of the one that goes on."""
-        return None if self.limit is None else [self.allowed, self.on_policy_kl]
+        return [self.allowed, self.on_policy_kl]

@@ -84,7 +84,7 @@ class Collector:
 
     def draw(self, engine: RolloutEngine, phases: Phases) -> Drawn:
         """Rows of the dataset and their completions: the oldest of the queue, or new ones."""
-        with phases("generate"), self._in_place():
+        with phases("generate"), process_kept(), self._in_place():
             if self.queue:
                 self.sync_metrics = self.queue[0].sync_metrics
                 return self.queue.take()
@@ -156,7 +156,7 @@ class Collector:
         count, name = self.args.num_generations_eval, "eval_dataset"
         sampling = self.args.sampling(seed=self.args.seed, n=count or 1, temperature=0.0 if count is None else None)
         sampling = replace(sampling, sampling_support="off", score_centering="off")  # nothing is learnt from these
-        with all_ranks_succeed(self.accelerator, "evaluating"), self._in_place():
+        with all_ranks_succeed(self.accelerator, "evaluating"), process_kept(), self._in_place():
             started, rows = time.time(), list(self.prompt_limit.applied(all_rows(dataset, name=name), name=name))
             # One after the other, so that the ranks' parts are in the order of the dataset.
             first, end = (len(rows) * part // processes for part in (rank, rank + 1))
@@ -224,7 +224,7 @@ class Collector:
         self.sampler.load_state_dict(position["sampler"])
         self.generate_calls = position["generate_calls"]
         self.num_tokens = position["num_tokens"]
-        self.pace = self._pace(*(position.get("pace") or ()))
+        self.pace = self._pace(*position.get("pace", ()))
         self.queue.wait()  # a batch of a run that was interrupted is still sampled
         self.queue = BatchQueue()
         for number, table in enumerate(tables):
@@ -280,9 +280,9 @@ class Collector:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """What a tool or a reward changes of the process is as it was afterwards."""
+        """What a tool or a reward draws, and where it goes, is nothing to the run. `Rewards` put back the rest."""
         at_once = bool(self.queue) and self.rules is not None  # tools of a batch in flight may be elsewhere for a while
-        with drawing_from(self._seed()), process_kept(), nullcontext() if at_once else place_kept():
+        with drawing_from(self._seed()), nullcontext() if at_once else place_kept():
             yield
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:

@@ -82,7 +82,7 @@ def test_of_an_option_given_twice_the_last_one_counts():
     assert (options.max_steps, options.bf16) == (4, False)
 
 
-def test_a_name_in_json_is_given_once(capsys):
+def test_a_name_in_json_is_given_once():
     with pytest.raises(InputError, match="'a' is there twice"):
         GRPOConfig(generation_kwargs='{"a": 1, "b": {"a": 1}, "a": 2}')
 
