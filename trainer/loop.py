@@ -142,7 +142,7 @@ class GRPOTrainer(TransformersFace):
         )
         # Everything is checked before anything is loaded, started or written.
         check_given(start)
-        self.train_dataset, self.eval_dataset = start.train_dataset, start.eval_dataset
+        self._train_dataset, self.eval_dataset = start.train_dataset, start.eval_dataset
         start.accelerator = accelerator = make_accelerator(start.args)
         # Models and engines are made from here on, which may fail on one rank alone.
         with report_failure(accelerator):

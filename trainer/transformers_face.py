@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import Trainer, TrainerControl, TrainerState, trainer_pt_utils
 
-from fused_grpo.errors import DataError, UnsupportedError
+from fused_grpo.errors import DataError, InputError, UnsupportedError
 from fused_grpo.trainer.batching.micro_batch_metrics import quantile
 from fused_grpo.trainer.checkpoint.checkpoint import remove_old_checkpoints, save_checkpoint, weights_stay
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.scoring import Scored
 from fused_grpo.trainer.collect.start_checks import Start
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, prompt_sampler
 from fused_grpo.trainer.data.prompts import as_completion
@@ -37,19 +38,27 @@ from fused_grpo.trainer.models.quantized import codes_identity
 
 
 def _part(path: str) -> Any:
-    """A property that is an attribute of one of the trainer's parts."""
-    return property(attrgetter(path))
+    """A property that is an attribute of one of the trainer's parts, or what it was made from, for good."""
+
+    def refuse(trainer: TransformersFace, value: object) -> None:
+        name = path.rpartition(".")[2].lstrip("_")
+        raise InputError(
+            f"got another value for {name} of a trainer that is made, which not all of it would follow, want the one "
+            "that it was made with; fix: a new GRPOTrainer"
+        )
+
+    return property(attrgetter(path), refuse)
 
 
 class TransformersFace:
     """Callbacks, log, saving, data loaders and copied options, under transformers' and TRL's names."""
 
-    train_dataset: Any  # as the user gave it, as is the next
-    eval_dataset: Any
+    eval_dataset: Any  # as the user gave it
 
     def __init__(self, start: Start, model: Any, learner: Learner, training_state: Callable[[], TrainingFiles]) -> None:
-        self.start, self.args, self.learner, self.accelerator = start, start.args, learner, learner.accelerator
-        self.model, self.model_path, self.dataset = model, start.model_path, start.train_dataset
+        start.options = start.args.to_dict()
+        self.start, self.learner, self.accelerator = start, learner, learner.accelerator
+        self._model, self.model_path, self.dataset = model, start.model_path, start.train_dataset
         self.rewards, self.sampler, self._state_to_save = start.rewards, make_sampler(start), training_state
         self.processing_class = start.tokenizer  # is saved beside the model
         self.events = Events(
@@ -326,6 +335,9 @@ class TransformersFace:
     _env_tools: Any = _part("start.rules.environments.tools_of")
     _environment_pool: Any = _part("start.rules.environments.pool")
 
+    args: GRPOConfig = _part("start.args")
+    model: Any = _part("_model")
+    train_dataset: Any = _part("_train_dataset")  # as the user gave it
     state: TrainerState = _part("events.state")
     control: TrainerControl = _part("events.control")  # what callbacks have decided
     step: int = _part("learner.step")  # optimizer steps made so far

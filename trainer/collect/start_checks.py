@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -77,6 +78,8 @@ from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
 from fused_grpo.trainer.rewards.reward_call import names_a_function
 
 _CONFIG_OPTIONS = ("trust_remote_code", "revision", "subfolder", "gguf_file", "cache_dir", "token", "local_files_only")
+# Options of what a run shows, evaluates and saves: the first parts of their names. All others are used at the start.
+_LATER = re.compile("eval_|log_|logging_|report_|save_|load_best|metric_for|greater_is|hub_|push_to_hub|overwrite|run_")
 OF_RESET = 1024  # tokens that an environment may add to a prompt, where no option says
 
 
@@ -111,6 +114,7 @@ class Start:
     epochs: Epochs = field(init=False)
     replaced: list[Path] = field(default_factory=list, init=False)  # of another run in the output directory
     rewards: Rewards = field(init=False)
+    options: dict[str, Any] = field(init=False)  # `args` as text and numbers, once they have been checked
 
     def __post_init__(self) -> None:
         self.engine = self.rollout_engine or self.rollout_func  # None: the one that `args` asks for
@@ -172,17 +176,15 @@ class Start:
             for name, rows in self.sets.items():
                 self.rules.environments.check_rows(rows, name=name)
 
-    def planned(self) -> tuple[int, Epochs]:
-        """The optimizer steps and the epochs that the options ask for."""
-        rows = self.train_dataset
-        return planned_steps(self.args, len(rows) if hasattr(rows, "__len__") else None, self.processes)
-
     def check_again(self, model: Any) -> None:
-        """In `train`: UnsupportedError without gradients, InputError for another number of steps than at the start."""
+        """In `train`: UnsupportedError without gradients, InputError for options that have changed since the start."""
         check_gradients(model)
-        if (steps := self.planned()[0]) != self.max_steps:
+        now, made = self.args.to_dict(), self.options
+        changed = [name for name in now if now[name] != made[name] and not _LATER.match(name)]
+        if changed:
+            got, want = (", ".join(f"{name}={options[name]!r}" for name in changed) for options in (now, made))
             raise InputError(
-                f"got options of {steps} optimizer steps, want the {self.max_steps} that this trainer was made for; "
+                f"got args with {got}, want {want}, with which this trainer was made; "
                 "fix: a new GRPOTrainer, with resume_from_checkpoint=True to go on"
             )
 
@@ -354,7 +356,8 @@ def check_prompts(start: Start) -> None:
     start.train_dataset = start.limit.applied(start.train_dataset, name="train_dataset")
     for name, rows in start.evals.items():
         start.limit.applied(rows, name=set_name(name))
-    start.max_steps, start.epochs = start.planned()
+    count = len(start.train_dataset) if hasattr(start.train_dataset, "__len__") else None
+    start.max_steps, start.epochs = planned_steps(start.args, count, start.processes)
     if start.args.curriculum != "off":
         levels_of(start.train_dataset, start.args.curriculum)
 

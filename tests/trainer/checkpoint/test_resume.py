@@ -282,17 +282,47 @@ def test_a_second_train_is_a_new_run_from_the_present_weights(make_trainer, serv
     assert lines(tmp_path / "run" / "rollouts.jsonl") == lines(tmp_path / "again" / "rollouts.jsonl")
 
 
-@pytest.mark.parametrize("options", [{"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 1}])
+CHANGED = {"max_steps": 3, "num_train_epochs": 1, "learning_rate": 0.5, "temperature": 0.5, "beta": 0.1, "top_k": 5}
+CHANGED |= {"max_completion_length": 3, "reward_weights": [2.0], "output_dir": "elsewhere", "bf16": True, "seed": 7}
+
+
 @pytest.mark.parametrize("resume", [None, True])
-def test_a_second_train_of_another_number_of_steps_is_refused(make_trainer, tmp_path, options, resume):
-    trainer = make_trainer(max_steps=2)
+def test_options_changed_after_the_trainer_is_made_are_refused(make_trainer, tmp_path, resume):
+    trainer = make_trainer(max_steps=2, save_steps=1)
     trainer.train()
     files = sorted(path.name for path in (tmp_path / "run").iterdir())
-    for name, value in options.items():
-        setattr(trainer.args, name, value)
-    with pytest.raises(InputError, match=r"optimizer steps, want the 2 that .*; fix: a new GRPOTrainer, with resume_"):
-        trainer.train(resume_from_checkpoint=resume)
+    for name, changed in CHANGED.items():
+        before = getattr(trainer.args, name)
+        setattr(trainer.args, name, changed)
+        with pytest.raises(InputError, match=rf"with {name}=.*, want {name}=.*; fix: a new GRPOTrainer, with resume_"):
+            trainer.train(resume_from_checkpoint=resume)
+        setattr(trainer.args, name, before)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == files
+    assert trainer.train(resume_from_checkpoint=resume).steps == 2
+
+
+def test_an_option_inside_of_a_mapping_is_seen_to_change(make_trainer):
+    trainer = make_trainer(max_steps=2, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-6})
+    trainer.args.lr_scheduler_kwargs["min_lr"] = 1e-5
+    with pytest.raises(InputError, match=r"got args with lr_scheduler_kwargs=\{'min_lr': 1e-05\}"):
+        trainer.train()
+
+
+def test_what_a_run_shows_evaluates_and_saves_may_change_meanwhile(make_trainer, tmp_path):
+    trainer = make_trainer(max_steps=2, save_strategy="no")
+    trainer.args.save_strategy, trainer.args.save_steps, trainer.args.logging_steps = "steps", 1, 1
+    trainer.train()
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+    assert [entry["step"] for entry in trainer.state.log_history if "reward" in entry] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["args", "model", "train_dataset", "beta", "reward_funcs", "optimizer", "state"])
+def test_parts_of_a_trainer_that_would_be_ignored_cannot_be_replaced(make_trainer, name):
+    trainer = make_trainer(max_steps=1)
+    before = getattr(trainer, name)
+    with pytest.raises(InputError, match=r"got another value for .*, want the one .*; fix: a new GRPOTrainer"):
+        setattr(trainer, name, None)
+    assert getattr(trainer, name) is before or getattr(trainer, name) == before
 
 
 @pytest.mark.parametrize(("saved", "here"), itertools.permutations(("off", "unequal_rewards"), 2))
