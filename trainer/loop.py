@@ -151,7 +151,7 @@ class GRPOTrainer(TransformersFace):
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or start.engine_name != "transformers"
             policy, learner = make_learner(start, optimizers, corrected=own_weights)
-            super().__init__(start, policy, learner, self._training_state)
+            super().__init__(start, policy, learner)
             self.max_steps, self.epochs = start.max_steps, start.epochs
             self.collector = Collector(start, self.sampler, learner, self.events)
             self.weight_check = WeightCheck(self.args, policy, accelerator.device, own_weights=own_weights)
@@ -272,7 +272,6 @@ class GRPOTrainer(TransformersFace):
         # Gradients that the model already has are no part of the first step.
         self.learner.policy.zero_grad()
         self._begin_again()
-        self.start.check_environments()
         with all_ranks_succeed(self.accelerator, "making the output directory"):
             if is_main:
                 undo = prepare_output_dir(

@@ -37,11 +37,6 @@ class BatchQueue(deque[Prefetched]):
 
     is_closed = False  # True: what has not begun is not sampled any more
 
-    @property
-    def is_sampling(self) -> bool:
-        """Whether a batch is not sampled yet."""
-        return not all(batch.samples.done() for batch in self)
-
     def in_turn(self, sample: Complete, load: Load) -> Future[list[Sample]]:
         """What `sample` returns in a thread, behind all that was requested before; `load`, if given, comes first."""
         earlier = self[-1].samples if self else None

@@ -295,7 +295,7 @@ class Collector:
         # Each generation to come needs one batch at least: none is left at the end.
         later = -(-(self.learner.max_steps - self.learner.step) // self.steps_per_batch) - 1
         for _ in range(min(self.pace.batches, later) - len(self.queue)):
-            is_free = not any_rank(self.accelerator, self.queue.is_sampling)
+            is_free = not any_rank(self.accelerator, not all(batch.samples.done() for batch in self.queue))
             if is_free:
                 sync()
             with all_ranks_succeed(self.accelerator, "requesting a batch"):

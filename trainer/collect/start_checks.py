@@ -166,25 +166,25 @@ class Start:
         has_cache = self.engine is None and self.engine_name != "transformers"  # of ours
         return longest - self.args.max_completion_length if longest is not None and has_cache else self.limit.tokens
 
-    def check_environments(self) -> None:
-        """DataError for a row that names an environment which there is not."""
-        if self.rules is not None and self.rules.environments is not None:
-            for name, rows in self.sets.items():
-                self.rules.environments.check_rows(rows, name=name)
-
     def planned(self) -> tuple[int, Epochs]:
         """The optimizer steps and the epochs that the options ask for."""
         rows = self.train_dataset
         return planned_steps(self.args, len(rows) if hasattr(rows, "__len__") else None, self.processes)
 
     def check_again(self, model: Any) -> None:
-        """In `train`: UnsupportedError without gradients, InputError for another number of steps than at the start."""
+        """In `train`: UnsupportedError without gradients, InputError for another number of steps than at the start.
+
+        DataError for a row that names an environment which there is not.
+        """
         check_gradients(model)
         if (steps := self.planned()[0]) != self.max_steps:
             raise InputError(
                 f"got options of {steps} optimizer steps, want the {self.max_steps} that this trainer was made for; "
                 "fix: a new GRPOTrainer, with resume_from_checkpoint=True to go on"
             )
+        if self.rules is not None and self.rules.environments is not None:
+            for name, rows in self.sets.items():
+                self.rules.environments.check_rows(rows, name=name)
 
     def is_saved(self, step: int) -> bool:
         """Whether `save_strategy` makes a checkpoint of that step, or may make one."""
