@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fused_grpo.trainer.common.threads import in_thread
@@ -29,7 +28,7 @@ class Prefetched(NamedTuple):
     samples: Future[list[Sample]]
     before: dict[str, Any]  # the position of the collector before the rows were drawn
     weight_version: int  # the optimizer step whose weights sample it
-    sync_metrics: Mapping[str, float] = MappingProxyType({})  # of the sync that the engine got them by, once sampled
+    sync_metrics: Mapping[str, float]  # of the sync that the engine got them by, once sampled
 
 
 class BatchQueue(deque[Prefetched]):

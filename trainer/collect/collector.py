@@ -227,7 +227,7 @@ class Collector:
             self.generate_calls += 1
             sampled = Future[list[Sample]]()
             sampled.set_result(self._with_greedy(samples, from_tensors(greedy)) if self.has_greedy else samples)
-            self.queue.append(Prefetched(rows, sampled, before, version))
+            self.queue.append(Prefetched(rows, sampled, before, version, {}))
 
     def next_pass(self, passes: int) -> None:
         """Leave out the rest of a pass over the data, so that so many are over, and what is in flight of it."""
