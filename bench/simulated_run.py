@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -39,7 +39,7 @@ from fused_grpo.bench.accuracy import ROOT, commit
 from fused_grpo.env import environment
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
-from fused_grpo.trainer.throughput import BINS, ModelSize, Rates, Run, step, survivors, token_seconds, train_seconds
+from fused_grpo.trainer.throughput import BINS, ModelSize, Rates, Run, Step, survivors, token_seconds, train_seconds
 
 # On one H100: 22 ms for a token of one sequence, and 0.4 ms more for each further one. All of it takes `SLOWER` times
 # as long: what eight trainers and four servers really compute on two cores, up to a second a step, is not predicted.
@@ -264,9 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows, ranks = [], 2 if options.small else RANKS
     for mode, (run, servers) in ({"small": (SMALL, 2)} if options.small else MODES).items():
-        predicted = step(run, servers, ranks, 1)
+        predicted = Step(run, servers, ranks, 1)
         times = measured(run, ranks=ranks, servers=servers, steps=options.steps)
-        rows.append({"mode": mode, "predicted": asdict(predicted) | {"seconds": predicted.seconds}, "steps": times})
+        rows.append({"mode": mode, "predicted": predicted.phases | {"seconds": predicted.seconds}, "steps": times})
         print(f"{mode}: predicted {predicted.seconds:.2f} s, measured {statistics.mean(times):.2f} s", flush=True)
     if options.small:
         return

@@ -70,8 +70,8 @@ BUGS = {
     ),
     "rewards are free while the next batch is sampled": (
         MODEL,
-        "max(self.rollouts, learning)",
-        "max(self.rollouts, self.training)",
+        "max(rollouts, rewards + training)",
+        "max(rollouts, training)",
         PHASES,
     ),
     "tools are free": (

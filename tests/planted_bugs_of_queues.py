@@ -11,17 +11,17 @@ PACE = "tests/trainer/collect/test_pace.py"
 
 BUGS = {
     "one batch too many is in flight": (
-        "trainer/loop.py",
-        "range(min(self.collector.pace.batches, later) - len(queue))",
-        "range(min(self.collector.pace.batches + 1, later) - len(queue))",
+        "trainer/collect/collector.py",
+        "range(min(self.pace.batches, later) - len(self.queue))",
+        "range(min(self.pace.batches + 1, later) - len(self.queue))",
         [
             "tests/trainer/collect/test_batch_queue.py::test_a_batch_is_as_many_generations_old_as_the_option_says[1-slow]"
         ],
     ),
     "batches are requested that no step is left for": (
-        "trainer/loop.py",
-        "range(min(self.collector.pace.batches, later) - len(queue))",
-        "range(self.collector.pace.batches - len(queue))",
+        "trainer/collect/collector.py",
+        "range(min(self.pace.batches, later) - len(self.queue))",
+        "range(self.pace.batches - len(self.queue))",
         [
             "tests/trainer/collect/test_batch_queue.py::test_a_batch_is_as_many_generations_old_as_the_option_says[1-slow]"
         ],
@@ -100,9 +100,10 @@ BUGS = {
     ),
     "further rounds are sampled anew while a queue waits": (
         "trainer/collect/collector.py",
-        "more = self._with_unequal_rewards(self._round(engine, phases, draw()))",
-        "drawn = (lambda rows, complete: (rows, complete()))(*self._next_batch(engine))\n"
-        "                more = self._with_unequal_rewards(self._round(engine, phases, drawn))",
+        "more = self._with_unequal_rewards(self._round(engine, phases, sync))",
+        "self._draw_and_request = lambda *_: (lambda rows, of: (rows, of()))(*self._next_batch(engine))\n"
+        "                more = self._with_unequal_rewards(self._round(engine, phases, sync))\n"
+        "                del self._draw_and_request",
         [TESTS, "-k", "stopped_after_any_step and 4 and dynamic"],
     ),
     "a checkpoint has the first batch of the queue alone": (

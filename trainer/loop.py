@@ -38,7 +38,6 @@ from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore, training_state
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
-from fused_grpo.trainer.collect.batch_queue import Drawn
 from fused_grpo.trainer.collect.collector import Collector
 from fused_grpo.trainer.collect.plan import Plan
 from fused_grpo.trainer.collect.scoring import LOSS_METRICS, check_best_metric
@@ -152,7 +151,7 @@ class GRPOTrainer(TransformersFace):
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or start.engine_name != "transformers"
             policy, learner = make_learner(start, optimizers, corrected=own_weights)
-            super().__init__(start, policy, learner, self._training_state)
+            super().__init__(start, policy, learner)
             self.max_steps, self.epochs = start.max_steps, start.epochs
             self.collector = Collector(start, self.sampler, learner, self.events)
             self.weight_check = WeightCheck(self.args, policy, accelerator.device, own_weights=own_weights)
@@ -273,7 +272,6 @@ class GRPOTrainer(TransformersFace):
         # Gradients that the model already has are no part of the first step.
         self.learner.policy.zero_grad()
         self._begin_again()
-        self.start.check_environments()
         with all_ranks_succeed(self.accelerator, "making the output directory"):
             if is_main:
                 undo = prepare_output_dir(
@@ -337,32 +335,13 @@ class GRPOTrainer(TransformersFace):
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, and more where `dynamic_sampling` replaces groups."""
         self._open_engine()
-        scored = self.scored = self.collector.collect(self.engine, phases, draw=partial(self._draw, phases))
+        scored = self.scored = self.collector.collect(self.engine, phases, sync=partial(self._sync_engine, phases))
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
             if not self.collector.queue:
                 self.engine.sleep()
             self._undo.pop_all()  # the run has made something
             self.output.rollouts(self.step + 1, scored.records)
         return self.collector.buffer(scored, phases)
-
-    def _draw(self, phases: Phases) -> Drawn | None:
-        """With `generate_ahead` the oldest batch of the queue, or a first one, and requests in its place."""
-        queue = self.collector.queue
-        if not queue:
-            self._sync_engine(phases)
-        if not self.args.generate_ahead:
-            return None
-        with all_ranks_succeed(self.accelerator, "sampling"):
-            drawn = self.collector.draw(self.engine, phases)
-        # Each generation to come needs one batch at least: none is left at the end.
-        later = -(-(self.max_steps - self.step) // self.collector.steps_per_batch) - 1
-        for _ in range(min(self.collector.pace.batches, later) - len(queue)):
-            is_free = not any_rank(self.accelerator, queue.is_sampling)
-            if is_free:
-                self._sync_engine(phases)
-            with all_ranks_succeed(self.accelerator, "requesting a batch"):
-                self.collector.prefetch(self.engine, phases, is_free=is_free)
-        return drawn
 
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
         on_policy, sampling = buffer.weight_version == self.step, self.args.sampling(seed=0)

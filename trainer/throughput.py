@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from fused_grpo.config import check_ranges
 from fused_grpo.errors import InputError
@@ -201,33 +201,42 @@ class Run:
         return self.prompts * self.num_generations
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Step:
-    """A step on one split of the GPUs: seconds, and completion tokens. In process the same GPUs sample and train."""
+    """A step on one split of the GPUs, whether or not the optimizer's state fits.
 
+    In process (`colocate`) the same GPUs sample and train.
+    """
+
+    run: Run
     rollout_gpus: int
     train_gpus: int
     tensor_parallel: int
-    colocate: bool
-    prefetched: bool
-    rollouts: float
-    rewards: float
-    training: float
-    sync: float
-    tokens: float
+    colocate: bool = False
 
     @property
     def replicas(self) -> int:
         return self.rollout_gpus // self.tensor_parallel
 
+    @cached_property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each."""
+        return {
+            "rollouts": rollout_seconds(self.run, self.rollout_gpus, self.tensor_parallel, colocate=self.colocate),
+            "rewards": self.run.reward_seconds,
+            "training": train_seconds(self.run, self.train_gpus),
+            "sync": 2 * self.run.size.model_params / self.run.sync_bandwidth,
+        }
+
     @property
     def seconds(self) -> float:
-        learning = self.rewards + self.training
-        return self.sync + (max(self.rollouts, learning) if self.prefetched else self.rollouts + learning)
+        rollouts, rewards, training, sync = self.phases.values()
+        is_prefetched = self.run.generate_ahead > 0 and not self.colocate
+        return sync + (max(rollouts, rewards + training) if is_prefetched else rollouts + rewards + training)
 
     @property
     def bottleneck(self) -> str:
-        return max(("rollouts", "rewards", "training", "sync"), key=lambda name: float(getattr(self, name)))
+        return max(self.phases, key=lambda name: self.phases[name])
 
 
 @lru_cache
@@ -323,22 +332,6 @@ def train_seconds(run: Run, gpus: int) -> float:
     return (products / mfu + attention / rates.mfu) / (gpus * gpu.flops * gpu.reached)
 
 
-def step(run: Run, rollout_gpus: int, train_gpus: int, tensor_parallel: int, *, colocate: bool = False) -> Step:
-    """A step on this split, whether or not the optimizer's state fits."""
-    return Step(
-        rollout_gpus=rollout_gpus,
-        train_gpus=train_gpus,
-        tensor_parallel=tensor_parallel,
-        colocate=colocate,
-        prefetched=run.generate_ahead > 0 and not colocate,
-        rollouts=rollout_seconds(run, rollout_gpus, tensor_parallel, colocate=colocate),
-        rewards=run.reward_seconds,
-        training=train_seconds(run, train_gpus),
-        sync=2 * run.size.model_params / run.sync_bandwidth,
-        tokens=run.completions * run.completion_length,
-    )
-
-
 def splits(run: Run) -> list[Step]:
     """The best step of every split that fits into the GPUs' memory, the fastest first; InputError if none does.
 
@@ -351,11 +344,11 @@ def splits(run: Run) -> list[Step]:
             # Of a width that leaves GPUs over, those would train.
             powers = (2**power for power in range(rollout_gpus.bit_length()))
             widths = [width for width in powers if rollout_gpus % width == 0]
-            steps = [step(run, rollout_gpus, run.gpus - rollout_gpus, width) for width in widths]
+            steps = [Step(run, rollout_gpus, run.gpus - rollout_gpus, width) for width in widths]
             possible.append(min(steps, key=lambda one: one.seconds))
     utilization = run.gpu_memory_utilization or COLOCATED
     if not run.generate_ahead and run.gpus * (1 - utilization) * memory >= needed:
-        possible.append(step(run, run.gpus, run.gpus, 1, colocate=True))
+        possible.append(Step(run, run.gpus, run.gpus, 1, colocate=True))
     found = sorted((one for one in possible if one.seconds < math.inf), key=lambda one: one.seconds)
     if not found:
         raise InputError(

@@ -54,12 +54,13 @@ class TransformersFace:
     """Callbacks, log, saving, data loaders and copied options, under transformers' and TRL's names."""
 
     eval_dataset: Any  # as the user gave it
+    _training_state: Callable[[], TrainingFiles]  # of the loop, as a checkpoint has it
 
-    def __init__(self, start: Start, model: Any, learner: Learner, training_state: Callable[[], TrainingFiles]) -> None:
+    def __init__(self, start: Start, model: Any, learner: Learner) -> None:
         start.options = start.args.to_dict()
         self.start, self.learner, self.accelerator = start, learner, learner.accelerator
         self._model, self.model_path, self.dataset = model, start.model_path, start.train_dataset
-        self.rewards, self.sampler, self._state_to_save = start.rewards, make_sampler(start), training_state
+        self.rewards, self.sampler = start.rewards, make_sampler(start)
         self.processing_class = start.tokenizer  # is saved beside the model
         self.events = Events(
             self.args,
@@ -183,7 +184,7 @@ class TransformersFace:
         directory = self.output_dir / f"checkpoint-{step}"
         if state.best_global_step == step:
             state.best_model_checkpoint = str(directory)
-        self._save(directory, self._state_to_save() if resumable else None)
+        self._save(directory, self._training_state() if resumable else None)
         with all_ranks_succeed(self.accelerator, "removing old checkpoints"):
             if self.accelerator.is_main_process:
                 keep, best = self.args.save_total_limit, state.best_model_checkpoint

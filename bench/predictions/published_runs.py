@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fused_grpo.bench.report import tables
-from fused_grpo.trainer.throughput import ModelSize, Run, Step, step
+from fused_grpo.trainer.throughput import ModelSize, Run, Step
 
 BOUND = 0.2
 
@@ -26,12 +26,12 @@ BOUND = 0.2
 def predicted(row: Mapping[str, Any], sizes: Mapping[str, Any]) -> Step:
     """The step of a published run. Without GPUs for rollouts it is that of a trainer alone."""
     run = Run(size=ModelSize(**sizes[row["model"]]), **row["run"])
-    return step(run, row["rollout_gpus"], row["train_gpus"], row["tensor_parallel"], colocate=row["colocate"])
+    return Step(run, row["rollout_gpus"], row["train_gpus"], row["tensor_parallel"], colocate=row["colocate"])
 
 
 def seconds(row: Mapping[str, Any], sizes: Mapping[str, Any]) -> float:
     found = predicted(row, sizes)
-    return found.seconds if row["rollout_gpus"] else found.training + found.sync
+    return found.seconds if row["rollout_gpus"] else found.phases["training"] + found.phases["sync"]
 
 
 def error(row: Mapping[str, Any], sizes: Mapping[str, Any]) -> float:

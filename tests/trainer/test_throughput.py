@@ -14,9 +14,9 @@ from fused_grpo.trainer.throughput import (
     ModelSize,
     Rates,
     Run,
+    Step,
     rollout_seconds,
     splits,
-    step,
     survivors,
     token_seconds,
     train_seconds,
@@ -74,9 +74,9 @@ def test_more_work_is_never_faster(run, name):
 @settings(max_examples=40, deadline=None)
 @given(runs)
 def test_training_meanwhile_is_never_slower_than_in_turn(run):
-    waits, meanwhile = (step(replace(run, generate_ahead=k, in_flight=False), 4, 8, 1) for k in (0, 1))
+    waits, meanwhile = (Step(replace(run, generate_ahead=k, in_flight=False), 4, 8, 1) for k in (0, 1))
     assert meanwhile.seconds <= waits.seconds
-    assert meanwhile.seconds >= max(waits.rollouts, waits.training)
+    assert meanwhile.seconds >= max(waits.phases["rollouts"], waits.phases["training"])
 
 
 @pytest.mark.parametrize("mean", [3.0, 200.0, 500.0, 940.0, 1000.0])
@@ -164,19 +164,19 @@ def test_a_split_needs_memory_for_the_optimizer_and_for_an_engine():
 
 def test_a_step_is_the_sum_of_its_phases_or_the_longer_of_two():
     run = replace(RUN, reward_seconds=3.0, tool_seconds=5.0, sync_bandwidth=1.6e9)
-    one = step(run, 8, 8, 1)
-    assert one.sync == pytest.approx(10)
-    assert one.rollouts == pytest.approx(step(replace(run, tool_seconds=0), 8, 8, 1).rollouts + 5)
-    assert one.seconds == pytest.approx(one.rollouts + 3 + one.training + 10)
-    assert step(replace(run, generate_ahead=1), 8, 8, 1).seconds == pytest.approx(
-        max(one.rollouts, 3 + one.training) + 10
+    one = Step(run, 8, 8, 1)
+    assert one.phases["sync"] == pytest.approx(10)
+    assert one.phases["rollouts"] == pytest.approx(Step(replace(run, tool_seconds=0), 8, 8, 1).phases["rollouts"] + 5)
+    assert one.seconds == pytest.approx(one.phases["rollouts"] + 3 + one.phases["training"] + 10)
+    assert Step(replace(run, generate_ahead=1), 8, 8, 1).seconds == pytest.approx(
+        max(one.phases["rollouts"], 3 + one.phases["training"]) + 10
     )
-    learning = step(
+    learning = Step(
         replace(run, generate_ahead=1, max_completion_length=1024, tool_seconds=0, reward_seconds=90), 8, 8, 1
     )
-    assert learning.seconds == pytest.approx(90 + learning.training + 10)
-    assert replace(one, rollouts=1.0, training=2.0).bottleneck == "sync"
-    assert step(run, 8, 8, 2).replicas == 4
+    assert learning.seconds == pytest.approx(90 + learning.phases["training"] + 10)
+    assert Step(replace(run, sync_bandwidth=1.0), 8, 8, 1).bottleneck == "sync"
+    assert Step(run, 8, 8, 2).replicas == 4
 
 
 @pytest.mark.parametrize(

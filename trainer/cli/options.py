@@ -344,7 +344,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         if isinstance(node, yaml.CollectionNode) and id(node) not in seen:  # it may contain itself
             seen.add(id(node))
             pairs = node.value if isinstance(node, yaml.MappingNode) else [(None, one) for one in node.value]
-            refuse_repeated([key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)], f"in {path}")
+            keys = [key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
+            if twice := [key for key in keys if keys.count(key) > 1]:  # the first time in vain
+                count = f"{twice[0]} {keys.count(twice[0])} times"
+                raise InputError(f"got {count} in {path}, want it once; fix: leave one out")
             nodes += [one for _, one in pairs]
     if not isinstance(values, dict):
         raise InputError(f"got {path} holding {type(values).__name__}, want a mapping of option names to values")
@@ -356,14 +359,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
         hint = f"did you mean {close[0]!r}?" if close else "see fused-grpo train --help"
         raise InputError(f"got unknown option(s) {', '.join(map(repr, unknown))} in {path}; {hint}")
     return values
-
-
-def refuse_repeated(names: Sequence[str], where: str) -> None:
-    """InputError for a name that is given twice, the first time in vain."""
-    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise InputError(
-            f"got {repeated[0]} {names.count(repeated[0])} times {where}, want it once; fix: leave one out"
-        )
 
 
 def field_docstrings(cls: type) -> dict[str, str]:

@@ -79,7 +79,7 @@ def answer(run: Run) -> str:
         "",
     ]
     best = steps[0]
-    share = getattr(best, best.bottleneck) / best.seconds
+    share = best.phases[best.bottleneck] / best.seconds
     lines.append(f"bottleneck: {best.bottleneck}, {share:.0%} of the step; instead of {best.seconds:,.1f} s:")
     changes = {
         f"--gpus {2 * run.gpus}": replace(run, gpus=2 * run.gpus),
@@ -96,5 +96,7 @@ def answer(run: Run) -> str:
 def _line(one: Step) -> str:
     sampling = f"{one.replicas} x TP {one.tensor_parallel} sample"
     where = f"{one.rollout_gpus} sample and train in turn" if one.colocate else f"{sampling}, {one.train_gpus} train"
-    parts = f"{one.rollouts:8,.1f} {one.rewards:7,.1f} {one.training:8,.1f} {one.sync:6,.1f} {one.seconds:9,.1f}"
-    return f"{where:30} {parts} {short_number(one.tokens / one.seconds):>8}"
+    rollouts, rewards, training, sync = one.phases.values()
+    parts = f"{rollouts:8,.1f} {rewards:7,.1f} {training:8,.1f} {sync:6,.1f} {one.seconds:9,.1f}"
+    tokens = one.run.completions * one.run.completion_length
+    return f"{where:30} {parts} {short_number(tokens / one.seconds):>8}"

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fused_grpo.trainer.common.threads import in_thread
@@ -29,18 +28,13 @@ class Prefetched(NamedTuple):
     samples: Future[list[Sample]]
     before: dict[str, Any]  # the position of the collector before the rows were drawn
     weight_version: int  # the optimizer step whose weights sample it
-    sync_metrics: Mapping[str, float] = MappingProxyType({})  # of the sync that the engine got them by, once sampled
+    sync_metrics: Mapping[str, float]  # of the sync that the engine got them by, once sampled
 
 
 class BatchQueue(deque[Prefetched]):
     """Batches in flight, the oldest first."""
 
     is_closed = False  # True: what has not begun is not sampled any more
-
-    @property
-    def is_sampling(self) -> bool:
-        """Whether a batch is not sampled yet."""
-        return not all(batch.samples.done() for batch in self)
 
     def in_turn(self, sample: Complete, load: Load) -> Future[list[Sample]]:
         """What `sample` returns in a thread, behind all that was requested before; `load`, if given, comes first."""

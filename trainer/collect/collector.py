@@ -12,9 +12,9 @@ and each samples its part. Rewards are gathered, so advantages are always those 
 For ReMax, a second `generate` call gives a greedy completion of each prompt, to the rank with the first part of its
 group: the `greedy` of the samples.
 
-With `generate_ahead` each round takes the oldest batch of a `BatchQueue`. Ranks may share a server, and their threads
-meet in `load_weights`, in the same order; so a rank whose batch failed loads weights for the others, and nothing more
-is sampled on it.
+With `generate_ahead` each round takes the oldest batch of a `BatchQueue`, and requests others. Ranks may share a
+server, and their threads meet in `load_weights`, in the same order; so a rank whose batch failed loads weights for the
+others, and nothing more is sampled on it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from fused_grpo.trainer.logging.console import Phases
 from fused_grpo.trainer.models.weight_stream import copied
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
 
-Draw = Callable[[], Drawn | None]  # None: there is no queue
+Sync = Callable[[], object]  # sends the current weights to the engine, if it has older ones
 
 
 class Collector:
@@ -82,32 +82,22 @@ class Collector:
         self.sync_metrics: Mapping[str, float] = {}  # of the sync whose weights sampled what was drawn last
         self.rules, self.longest_prompt = start.rules, start.longest_prompt  # of episodes; None: no tools
 
-    def draw(self, engine: RolloutEngine, phases: Phases) -> Drawn:
-        """Rows of the dataset and their completions: the oldest of the queue, or new ones."""
-        with phases("generate"), process_kept(), self._in_place():
-            if self.queue:
-                self.sync_metrics = self.queue[0].sync_metrics
-                return self.queue.take()
-            rows, complete = self._next_batch(engine)
-            self.sync_metrics = dict(getattr(engine, "sync_metrics", {}))
-            return rows, complete()
-
-    def collect(self, engine: RolloutEngine, phases: Phases, *, draw: Draw = lambda: None) -> Scored:
+    def collect(self, engine: RolloutEngine, phases: Phases, *, sync: Sync = lambda: None) -> Scored:
         """The samples of a batch, with rewards, advantages and the metrics of all ranks.
 
-        They are of one generation, or with `dynamic_sampling` of as many as fill the batch. `draw` is called before
-        each round, on all ranks. It may return what `Collector.draw` has; otherwise that is called.
+        They are of one generation, or with `dynamic_sampling` of as many as fill the batch. `sync` is called on all
+        ranks, before an engine that has nothing to do samples.
 
         Raises:
             RewardError: a reward function failed and `reward_failure` is not "drop", or no group is left.
             UnavailableError: the engine failed and `rollout_failure` is not "drop", or no group is left.
         """
-        scored, of_rounds = self._round(engine, phases, draw()), dict[str, float]()
+        scored, of_rounds = self._round(engine, phases, sync), dict[str, float]()
         if self.args.dynamic_sampling:
             wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
             # All ranks go on alike: they draw from one sequence of prompts.
             while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, len(scored.samples) < wanted):
-                more = self._with_unequal_rewards(self._round(engine, phases, draw()))
+                more = self._with_unequal_rewards(self._round(engine, phases, sync))
                 scored, rounds = Scored.joined([scored, more]), rounds + 1
             scored = replace(scored, samples=scored.samples[:wanted])
             of_rounds["dynamic_sampling/rounds"] = float(rounds)
@@ -237,7 +227,7 @@ class Collector:
             self.generate_calls += 1
             sampled = Future[list[Sample]]()
             sampled.set_result(self._with_greedy(samples, from_tensors(greedy)) if self.has_greedy else samples)
-            self.queue.append(Prefetched(rows, sampled, before, version))
+            self.queue.append(Prefetched(rows, sampled, before, version, {}))
 
     def next_pass(self, passes: int) -> None:
         """Leave out the rest of a pass over the data, so that so many are over, and what is in flight of it."""
@@ -257,9 +247,12 @@ class Collector:
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}
 
-    def _round(self, engine: RolloutEngine, phases: Phases, drawn: Drawn | None) -> Scored:
+    def _round(self, engine: RolloutEngine, phases: Phases, sync: Sync) -> Scored:
+        if not self.queue:
+            sync()
+        drawn = self._draw_and_request(engine, phases, sync) if self.args.generate_ahead else None
         with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"):
-            rows, samples = drawn or self.draw(engine, phases)
+            rows, samples = drawn or self._draw(engine, phases)
             with phases("reward"), self._in_place():
                 scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=self.events.state)
                 if self.has_greedy:
@@ -284,6 +277,30 @@ class Collector:
         at_once = bool(self.queue) and self.rules is not None  # tools of a batch in flight may be elsewhere for a while
         with drawing_from(self._seed()), nullcontext() if at_once else place_kept():
             yield
+
+    def _draw(self, engine: RolloutEngine, phases: Phases) -> Drawn:
+        """Rows of the dataset and their completions: the oldest of the queue, or new ones."""
+        with phases("generate"), process_kept(), self._in_place():
+            if self.queue:
+                self.sync_metrics = self.queue[0].sync_metrics
+                return self.queue.take()
+            rows, complete = self._next_batch(engine)
+            self.sync_metrics = dict(getattr(engine, "sync_metrics", {}))
+            return rows, complete()
+
+    def _draw_and_request(self, engine: RolloutEngine, phases: Phases, sync: Sync) -> Drawn:
+        """With `generate_ahead` the oldest batch of the queue, or a first one, and requests in its place."""
+        with all_ranks_succeed(self.accelerator, "sampling"):
+            drawn = self._draw(engine, phases)
+        # Each generation to come needs one batch at least: none is left at the end.
+        later = -(-(self.learner.max_steps - self.learner.step) // self.steps_per_batch) - 1
+        for _ in range(min(self.pace.batches, later) - len(self.queue)):
+            is_free = not any_rank(self.accelerator, not all(batch.samples.done() for batch in self.queue))
+            if is_free:
+                sync()
+            with all_ranks_succeed(self.accelerator, "requesting a batch"):
+                self.prefetch(engine, phases, is_free=is_free)
+        return drawn
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
         """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""

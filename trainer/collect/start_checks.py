@@ -170,14 +170,11 @@ class Start:
         has_cache = self.engine is None and self.engine_name != "transformers"  # of ours
         return longest - self.args.max_completion_length if longest is not None and has_cache else self.limit.tokens
 
-    def check_environments(self) -> None:
-        """DataError for a row that names an environment which there is not."""
-        if self.rules is not None and self.rules.environments is not None:
-            for name, rows in self.sets.items():
-                self.rules.environments.check_rows(rows, name=name)
-
     def check_again(self, model: Any) -> None:
-        """In `train`: UnsupportedError without gradients, InputError for options that have changed since the start."""
+        """In `train`: UnsupportedError without gradients, InputError for options that have changed since the start.
+
+        DataError for a row that names an environment which there is not.
+        """
         check_gradients(model)
         now, made = self.args.to_dict(), self.options
         changed = [name for name in now if now[name] != made[name] and not _LATER.match(name)]
@@ -187,6 +184,9 @@ class Start:
                 f"got args with {got}, want {want}, with which this trainer was made; "
                 "fix: a new GRPOTrainer, with resume_from_checkpoint=True to go on"
             )
+        if self.rules is not None and self.rules.environments is not None:
+            for name, rows in self.sets.items():
+                self.rules.environments.check_rows(rows, name=name)
 
     def is_saved(self, step: int) -> bool:
         """Whether `save_strategy` makes a checkpoint of that step, or may make one."""
@@ -199,16 +199,7 @@ def check_given(start: Start) -> None:
     """The arguments go together, and the datasets can be used; environments write prompts where there are none."""
     args, factory = start.args, start.environment_factory
     check_gradients(start.model)
-    check_arguments(
-        args,
-        rollout_func=start.rollout_func,
-        rollout_engine=start.rollout_engine,
-        eval_dataset=start.eval_dataset,
-        teacher_model=start.teacher_model,
-        tools=start.tools,
-        environment_factory=factory,
-        quantization_config=start.quantization_config,
-    )
+    check_arguments(start)
     train = rows_of_environments(start.train_dataset, factory, args)
     start.eval_dataset = with_prompts(start.eval_dataset, factory)
     start.train_dataset = check_dataset(train, name="train_dataset")

@@ -162,7 +162,10 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
     scale = _as_bool(args.scale_rewards)
     args.scale_rewards = ("group" if scale else "none") if isinstance(scale, bool) else scale
     args.resume_from_checkpoint = _as_bool(args.resume_from_checkpoint)
-    args.report_to = _listed(args.report_to)
+    if not isinstance(args.report_to, str | list | tuple | None):
+        raise InputError(f"got report_to={args.report_to!r}, want the names of trackers")
+    trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    args.report_to = [name for name in trackers if name != "none"]
     for name in ("output_dir", "resume_from_checkpoint"):
         if isinstance(getattr(args, name), os.PathLike):
             setattr(args, name, os.fspath(getattr(args, name)))
@@ -227,14 +230,6 @@ def whole_steps(steps: float, max_steps: int) -> int:
 def _as_bool(value: Any) -> Any:
     """True or False for their text, and any other value as it is."""
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
-
-
-def _listed(names: str | list[str] | None) -> list[str]:
-    """`report_to` as a list: a name, several, or "none"."""
-    if not isinstance(names, str | list | tuple | None):
-        raise InputError(f"got report_to={names!r}, want the names of trackers")
-    listed = [names] if isinstance(names, str) else names or []
-    return [name for name in listed if name != "none"]
 
 
 def mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:

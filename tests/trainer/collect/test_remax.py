@@ -14,6 +14,7 @@ from numerics import logprobs_of
 from fused_grpo.errors import InputError, RewardError, UnavailableError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.collect.plan import batch_table
+from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 
@@ -279,9 +280,9 @@ def test_a_dry_run_names_the_greedy_completions():
 
 
 def test_what_it_does_not_go_with_is_refused(make_trainer):
-    given = {"eval_dataset": None, "teacher_model": None, "rollout_func": lambda prompts, trainer: None}
+    start = Start(args=GRPOConfig(**REMAX), model=None, train_dataset=[], reward_funcs=None, rollout_func=len)
     with pytest.raises(InputError, match="got advantage_estimator='remax' with rollout_func, want an engine that samp"):
-        check_arguments(GRPOConfig(**REMAX), **given)
+        check_arguments(start)
     with pytest.raises(InputError, match="got scale_rewards='batch' with advantage_estimator='remax'"):
         GRPOConfig(**REMAX, scale_rewards="batch")
     with pytest.raises(InputError, match=r"advantage_estimator='remax' without reward_funcs.* fix: advantage"):
