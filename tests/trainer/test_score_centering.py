@@ -8,7 +8,6 @@ import torch
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer import policy
-from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.engines.sampling import Completion
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
@@ -219,6 +218,5 @@ def test_an_engine_without_logprobs_ends_the_run(make_trainer):
 
 def test_a_rollout_func_is_refused_with_score_centering(make_trainer):
     args = make_trainer(**KINDS["topk"]).args
-    start = Start(args=args, model=None, train_dataset=[], reward_funcs=None, rollout_func=len)
     with pytest.raises(InputError, match=r"score_centering='topk' with rollout_func.*fix:"):
-        check_arguments(start)
+        check_arguments(args, rollout_func=lambda *_: {}, eval_dataset=None, teacher_model=None)

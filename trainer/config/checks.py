@@ -78,51 +78,65 @@ def check_config(args: Any) -> None:
     _check_optimizer(args)
     _check_engine(args)
     _check_best_model(args)
-    _check_advantages(args)
+    _check_estimator(args)
     _check_terms(args)
+    _check_curriculum(args)
     resumes_here = not (args.resume_from_checkpoint and args.overwrite_output_dir)
     wanted = "one of the two: overwriting would remove the checkpoint; fix: leave one out"
     want(args, "resume_from_checkpoint overwrite_output_dir", resumes_here, wanted)
 
 
-def check_arguments(start: Any) -> None:
-    """Check arguments of the trainer, fields of a `Start`, against its options; InputError for what clashes.
+def check_arguments(
+    args: Any,
+    *,
+    rollout_func: Any,
+    eval_dataset: Any,
+    teacher_model: Any,
+    tools: Any = None,
+    environment_factory: Any = None,
+    quantization_config: Any = None,
+    rollout_engine: Any = None,
+) -> None:
+    """Check arguments of the trainer against its options; InputError for what does not go together.
 
     Warns of losses with another ratio than in their paper.
     """
-    args, function, engine = start.args, start.rollout_func, start.rollout_engine
-    if start.quantization_config and "quantization_config" in (args.model_init_kwargs or {}):
+    if quantization_config and "quantization_config" in (args.model_init_kwargs or {}):
         raise InputError(
             "got quantization_config twice, as an argument and in model_init_kwargs, want it once; fix: the argument"
         )
-    check_teacher(args, start.teacher_model)
-    if args.generate_ahead:  # the trainer, and the sampling of a later batch, would use these at the same time
-        # It would sample from the model while that is trained.
-        want(args, "generate_ahead rollout_func", function is None, "vLLM alone; fix: leave one of them out")
-        # Its object is scored while the next batch is played.
-        alone = start.environment_factory is None
-        want(args, "generate_ahead environment_factory", alone, "one of them; fix: generate_ahead=0")
-        wanted = "vLLM awake: it samples while the trainer learns; fix: leave one of them out"
-        want(args, "generate_ahead vllm_enable_sleep_mode", not args.vllm_enable_sleep_mode, wanted)
-        own = getattr(engine, "has_own_weights", True) and getattr(engine, "samples_in_background", False)
-        if engine is not None and not own:
-            raise InputError(
-                f"got generate_ahead={args.generate_ahead} with a {type(engine).__name__}, want weights of its own, "
-                "and `generate` and `load_weights` that may run in another thread than the trainer's; fix: "
-                "samples_in_background = True where that is so, or generate_ahead=0"
-            )
-    if function is not None:
+    check_teacher(args, teacher_model)
+    if args.generate_ahead:
+        _check_generate_ahead(args, rollout_func, rollout_engine, environment_factory)
+    if rollout_func is not None:
         wanted = "an engine with log-probs of tokens that were not drawn; fix: score_centering='off', or such an engine"
         want(args, "score_centering rollout_func", args.score_centering == "off", wanted)
         wanted = "an engine that samples greedily when it is asked to; fix: another estimator, or a rollout_engine"
         want(args, "advantage_estimator rollout_func", args.advantage_estimator != "remax", wanted)
         wanted = "one way to play episodes; fix: call the tools in the function, with an env_mask, or leave it out"
-        want(args, "rollout_func tools", not start.tools, wanted)
-        want(args, "rollout_func environment_factory", start.environment_factory is None, wanted)
+        want(args, "rollout_func tools", not tools, wanted)
+        want(args, "rollout_func environment_factory", environment_factory is None, wanted)
     evaluates = args.eval_on_start or args.eval_strategy in ("steps", "epoch")
     wanted = "an eval_dataset, which is missing; fix: pass it, or leave both out"
-    want(args, "eval_strategy eval_on_start", start.eval_dataset is not None or not evaluates, wanted)
+    want(args, "eval_strategy eval_on_start", eval_dataset is not None or not evaluates, wanted)
     _warn_of_unusual_losses(args)
+
+
+def _check_generate_ahead(args: Any, rollout_func: Any, rollout_engine: Any, environment_factory: Any) -> None:
+    """Raise InputError for what would be used by the trainer and by the sampling of a later batch at the same time."""
+    # It would sample from the model while that is trained.
+    want(args, "generate_ahead rollout_func", rollout_func is None, "vLLM alone; fix: leave one of them out")
+    # Its object is scored while the next batch is played.
+    want(args, "generate_ahead environment_factory", environment_factory is None, "one of them; fix: generate_ahead=0")
+    wanted = "vLLM awake: it samples while the trainer learns; fix: leave one of them out"
+    want(args, "generate_ahead vllm_enable_sleep_mode", not args.vllm_enable_sleep_mode, wanted)
+    own = getattr(rollout_engine, "has_own_weights", True) and getattr(rollout_engine, "samples_in_background", False)
+    if rollout_engine is not None and not own:
+        raise InputError(
+            f"got generate_ahead={args.generate_ahead} with a {type(rollout_engine).__name__}, want weights of its "
+            "own, and `generate` and `load_weights` that may run in another thread than the trainer's; fix: "
+            "samples_in_background = True where that is so, or generate_ahead=0"
+        )
 
 
 def check_teacher(args: Any, teacher_model: Any) -> None:
@@ -230,9 +244,9 @@ def _check_best_model(args: Any) -> None:
     want(args, names, saves_evaluated, wanted)
 
 
-def _check_advantages(args: Any) -> None:
-    """Estimators have scales of their own, and a curriculum is an order that rewards decide."""
-    if args.advantage_estimator != "grpo":  # which alone knows an order of scaling and adding rewards
+def _check_estimator(args: Any) -> None:
+    """An estimator other than GRPO's has its own scale, and knows no order of scaling and adding rewards."""
+    if args.advantage_estimator != "grpo":
         scales = ("group", "none") if args.advantage_estimator == "dr_grpo" else ("group",)
         wanted = "the default: that has a formula of its own; fix: leave it out, or advantage_estimator='grpo'"
         want(args, "scale_rewards advantage_estimator", args.scale_rewards in scales, wanted)
@@ -241,13 +255,6 @@ def _check_advantages(args: Any) -> None:
     if args.advantage_estimator == "pkpo":
         wanted = "a number from 2 to that; fix: more generations, or advantage_estimator='rloo' for the mean reward"
         want(args, "pkpo_k num_generations", 2 <= args.pkpo_k <= args.num_generations, wanted)
-    if args.curriculum != "off":
-        wanted = "the rewards of a batch before the next one is drawn; fix: generate_ahead=0, or curriculum='off'"
-        want(args, "generate_ahead curriculum", args.generate_ahead == 0, wanted)
-        wanted = "an order that the rewards decide; fix: shuffle_dataset=True, or curriculum='off'"
-        want(args, "shuffle_dataset curriculum", args.shuffle_dataset, wanted)
-        wanted = "at least 2, whose rewards differ; fix: num_generations=2, or curriculum='off'"
-        want(args, "num_generations curriculum", args.num_generations >= 2, wanted)
 
 
 def _check_terms(args: Any) -> None:
@@ -277,3 +284,14 @@ def _check_terms(args: Any) -> None:
     want(args, names, within_kept or kind != "kept", f"{wanted}score_centering='topk'")
     wanted = "log-probs over the whole vocabulary; fix: score_centering='kept', or sampling_support='off'"
     want(args, names, not within_kept or kind != "topk", wanted)
+
+
+def _check_curriculum(args: Any) -> None:
+    if args.curriculum == "off":
+        return
+    wanted = "the rewards of a batch before the next one is drawn; fix: generate_ahead=0, or curriculum='off'"
+    want(args, "generate_ahead curriculum", args.generate_ahead == 0, wanted)
+    wanted = "an order that the rewards decide; fix: shuffle_dataset=True, or curriculum='off'"
+    want(args, "shuffle_dataset curriculum", args.shuffle_dataset, wanted)
+    wanted = "at least 2, whose rewards differ; fix: num_generations=2, or curriculum='off'"
+    want(args, "num_generations curriculum", args.num_generations >= 2, wanted)

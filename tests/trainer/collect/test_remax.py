@@ -14,7 +14,6 @@ from numerics import logprobs_of
 from fused_grpo.errors import InputError, RewardError, UnavailableError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.collect.plan import batch_table
-from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 
@@ -280,9 +279,9 @@ def test_a_dry_run_names_the_greedy_completions():
 
 
 def test_what_it_does_not_go_with_is_refused(make_trainer):
-    start = Start(args=GRPOConfig(**REMAX), model=None, train_dataset=[], reward_funcs=None, rollout_func=len)
+    given = {"eval_dataset": None, "teacher_model": None, "rollout_func": lambda prompts, trainer: None}
     with pytest.raises(InputError, match="got advantage_estimator='remax' with rollout_func, want an engine that samp"):
-        check_arguments(start)
+        check_arguments(GRPOConfig(**REMAX), **given)
     with pytest.raises(InputError, match="got scale_rewards='batch' with advantage_estimator='remax'"):
         GRPOConfig(**REMAX, scale_rewards="batch")
     with pytest.raises(InputError, match=r"advantage_estimator='remax' without reward_funcs.* fix: advantage"):

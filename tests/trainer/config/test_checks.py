@@ -4,7 +4,6 @@ import pytest
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import _warn_of_unusual_losses, check_arguments
 
@@ -174,6 +173,6 @@ def test_a_default_that_is_not_the_papers_gets_a_warning(warning, options, caplo
 
 @pytest.mark.parametrize("given", [{"tools": [len]}, {"environment_factory": object}])
 def test_a_function_beside_tools_or_environments_says_which(given):
-    start = Start(args=GRPOConfig(), model=None, train_dataset=[], reward_funcs=None, rollout_func=len, **given)
+    alone = {"rollout_func": len, "eval_dataset": None, "teacher_model": None}
     with pytest.raises(InputError, match=f"got rollout_func with {next(iter(given))}, want one way to .*fix: "):
-        check_arguments(start)
+        check_arguments(GRPOConfig(), **alone, **given)
