@@ -34,7 +34,6 @@ from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, open_regular, read_json, read_manifest, refuse_unusable
 from fused_grpo.trainer.engines.checked_engine import wrong_completion, wrong_logprob, wrong_tokens
-from fused_grpo.trainer.engines.sampling import wrong_experts
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_tensors, is_adapted
 
 _log = logging.getLogger(__name__)
@@ -374,8 +373,8 @@ def _check_sequences(part: dict[str, Tensor], where: str, learner: Any) -> None:
     for sample in samples:
         wrong = wrong_tokens(sample.prompt_ids, learner.vocab_size)
         if sample.completion_ids or sample.failure is None:
-            wrong = wrong or wrong_completion(sample, vocab_size=learner.vocab_size, nan_allowed=True)
-            wrong = wrong or wrong_experts(sample, learner.routers)
+            size = learner.vocab_size
+            wrong = wrong or wrong_completion(sample, learner.routers, vocab_size=size, nan_allowed=True)
         # The policy and the reference have seen only what goes through the model.
         allowed = {sample.num_own} if sample.in_forward else {0, sample.num_own}
         for values in (sample.old_logprobs, sample.ref_logprobs):

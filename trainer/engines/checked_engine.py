@@ -88,8 +88,7 @@ def checked_generate(
         for index, sample in enumerate(samples):
             is_long = len(sample.completion_ids) > sampling.max_tokens
             what = f"{len(sample.completion_ids)} tokens" if is_long else None
-            what = what or wrong_completion(sample, vocab_size=vocab_size, nan_allowed=by_user)
-            if what := what or wrong_experts(sample, routers):
+            if what := what or wrong_completion(sample, routers, vocab_size=vocab_size, nan_allowed=by_user):
                 number = index // size
                 wrong[index] = (
                     f"got {what} in completion {index % size} of prompt {number} (token ids "
@@ -300,7 +299,7 @@ def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: in
     return None if own_prompts or same else "completions of other prompts"
 
 
-def wrong_completion(sample: Sample, *, vocab_size: int, nan_allowed: bool) -> str | None:
+def wrong_completion(sample: Sample, routers: Routers | None, *, vocab_size: int, nan_allowed: bool) -> str | None:
     """Why a completion cannot be trained on; None if it can. `nan_allowed`: log-probs of the sampler may be unknown."""
     ids, mask, logprobs = sample.completion_ids, sample.completion_mask, sample.sampling_logprobs
     if wrong := wrong_tokens(ids, vocab_size):
@@ -316,8 +315,9 @@ def wrong_completion(sample: Sample, *, vocab_size: int, nan_allowed: bool) -> s
         return wrong
     if sample.listed_tokens is not None:
         wrong = wrong_listed(sample.listed_tokens, ids, vocab_size)
-    known = sample.finish_reason in get_args(FinishReason)
-    return wrong or (None if known else f"finish reason {sample.finish_reason!r}")
+    if sample.finish_reason not in get_args(FinishReason):
+        wrong = wrong or f"finish reason {sample.finish_reason!r}"
+    return wrong or wrong_experts(sample, routers)
 
 
 def wrong_tokens(ids: list[int], vocab_size: int) -> str | None:

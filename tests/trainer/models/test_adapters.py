@@ -387,7 +387,7 @@ def test_a_rank_that_fails_at_its_base_takes_part_in_the_gathers_of_others(monke
     engine = VLLMAdapterEngine.__new__(VLLMAdapterEngine)
     vars(engine).update(_llm=None, _asleep=False, _adapter=SimpleNamespace(model=None), weight_dtype=None)
     with pytest.raises(UnavailableError, match="closed"):
-        engine.load_weights([], version=1)
+        engine._load_first(torch.nn.Identity())
     assert not list(base)
 
 

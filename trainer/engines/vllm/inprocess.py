@@ -212,14 +212,14 @@ class VLLMEngine(RolloutEngine):
             vocab_size=self._vocab_size,
         )
         VLLMEngine._running.add(self)
-        checked_load_weights(self, self._first_weights(model), version=0)
+        self._load_first(model)
 
     def _start(self, model: Any, tokenizer: Any, arguments: dict[str, Any], resources: ExitStack) -> Any:
         folder = config_folder(model, tokenizer, untie=self._tie is not None)
         return start_vllm(folder, options=arguments, on_cpu=self._on_cpu, resources=resources)
 
-    def _first_weights(self, model: Any) -> WeightStream:
-        return checkpoint_weights(model, self.weight_dtype)
+    def _load_first(self, model: Any) -> None:
+        checked_load_weights(self, checkpoint_weights(model, self.weight_dtype), version=0)
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams) -> Rollouts:
         """Sample `sampling.n` completions for each prompt, in one call of vLLM; see RolloutEngine.
@@ -258,9 +258,6 @@ class VLLMEngine(RolloutEngine):
             UnsupportedError: experts that vLLM cannot load on a CPU; it is closed.
             UnavailableError: the engine is closed.
         """
-        if self._asleep:
-            # vLLM would write to memory that it has freed.
-            raise WeightSyncError("got load_weights on a sleeping vllm engine, want it awake; fix: wake() before")
         want = "every weight of the model, whole, under its checkpoint name; fix: pass checkpoint_weights(model), or "
         want += "use_vllm=False where vLLM cannot load this model at its start"
         with self._loading(f"weight version {version}", version, want=want) as llm:
@@ -320,6 +317,9 @@ class VLLMEngine(RolloutEngine):
     @contextmanager
     def _loading(self, what: str, version: int, *, want: str) -> Iterator[Any]:
         """vLLM's `LLM`, to load weights into; an error of it closes the engine, which cannot load again after that."""
+        if self._asleep:
+            # vLLM would write to memory that it has freed.
+            raise WeightSyncError("got load_weights on a sleeping vllm engine, want it awake; fix: wake() before")
         llm = self._engine()
         try:
             with preserved_state():
@@ -374,7 +374,6 @@ class VLLMAdapterEngine(VLLMEngine):
 
     # Level 1 keeps the base model in the CPU's memory. Level 2 would discard it, and it is sent once.
     _sleep_level = 1
-    _has_base = False
     takes_adapter = True
 
     def __init__(self, model: Any, tokenizer: Any, options: VLLMOptions) -> None:
@@ -384,26 +383,25 @@ class VLLMAdapterEngine(VLLMEngine):
     def _start(self, model: Any, tokenizer: Any, arguments: dict[str, Any], resources: ExitStack) -> Any:
         if not layers_in_4bit(model):
             return super()._start(model, tokenizer, arguments, resources)
-        self._has_base = True  # it is read at the start, and never again
+        # They are read at the start, and never again.
         codes = base_codes(self._adapter.model, self.weight_dtype)
         with temporary_folder(codes.nbytes) as folder:
             write_checkpoint(codes, model, tokenizer, folder=folder, quantized=True)
             return start_vllm(str(folder), options=arguments, on_cpu=self._on_cpu, resources=resources)
 
-    def _first_weights(self, model: Any) -> WeightStream:
-        return adapter_stream(self._adapter.model, self.weight_dtype)
-
-    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy the adapter into the engine; after the start, the base model too. It raises what VLLMEngine raises."""
-        from vllm.lora.request import LoRARequest
-
-        if not self._has_base or self._asleep:
+    def _load_first(self, model: Any) -> None:
+        if not layers_in_4bit(model):
             base = base_weights(self._adapter.model, self.weight_dtype)
             try:
-                super().load_weights(base, version)
+                super().load_weights(base, version=0)
             finally:
                 finish(base)
-            self._has_base = True
+        checked_load_weights(self, adapter_stream(self._adapter.model, self.weight_dtype), version=0)
+
+    def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy the adapter into the engine. It raises what VLLMEngine raises."""
+        from vllm.lora.request import LoRARequest
+
         self.weight_version = -1
         want = "an adapter that vLLM can serve; fix: vllm_adapter_sync=False"
         with self._loading(f"the adapter of version {version}", version, want=want) as llm:
