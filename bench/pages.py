@@ -60,6 +60,7 @@ PAGES = (
     "docs/benchmarks.md",
     "docs/accuracy.md",
     "bench/predictions/README.md",
+    "bench/predictions/measured.md",
     "docs/gpu.md",
     "docs/planning.md",
 )
