@@ -62,7 +62,6 @@ PAGES = (
     "bench/predictions/README.md",
     "bench/predictions/measured.md",
     "docs/gpu.md",
-    "docs/planning.md",
 )
 START = re.compile(r"<!-- figures: (?P<what>\S+)(?: of (?P<group>.+?))? from (?P<path>\S+) -->")
 END = "<!-- end of figures -->"
