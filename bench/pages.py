@@ -60,8 +60,8 @@ PAGES = (
     "docs/benchmarks.md",
     "docs/accuracy.md",
     "bench/predictions/README.md",
+    "bench/predictions/measured.md",
     "docs/gpu.md",
-    "docs/planning.md",
 )
 START = re.compile(r"<!-- figures: (?P<what>\S+)(?: of (?P<group>.+?))? from (?P<path>\S+) -->")
 END = "<!-- end of figures -->"
@@ -154,8 +154,8 @@ def gpu_text(path: Path, section: str | None) -> str:
         case "promises":
             text = tables.promises_text(result, title="")
         case "peers":
-            parts = [(f"### {group.name}", tables.table(group, GPU), tables.absent_text(group)) for group in heads]
-            text = "\n\n".join(text for part in parts for text in part if text)
+            parts = [text for group in heads for text in (f"### {group.name}", tables.table(group, GPU))]
+            text = "\n\n".join(text for text in (*parts, tables.absent_text(*heads)) if text)
         case "training":
             text = trainer_text(result, None) if len(heads) < len(groups_of(result)) else ""
         case _:

@@ -81,7 +81,8 @@ def surface() -> str:
     absent: dict[str, list[str]] = {}
     for name in sorted(theirs - ours):
         in_args = name in trl_fields() and not callable(getattr(trainer, name, None))
-        absent.setdefault(why.get(name, "`args` has it" if in_args else UNMEASURED), []).append(name)
+        if name in why or not in_args:  # the page says of the others that `args` has them
+            absent.setdefault(why.get(name, UNMEASURED), []).append(name)
     rows = [(quoted(names), reason) for reason, names in sorted(absent.items(), key=lambda item: item[1])]
     return "\n\n".join(
         [

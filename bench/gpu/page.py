@@ -1,4 +1,4 @@
-"""docs/gpu.md, docs/gpu-predicted.md and charts from the results of a GPU: `... -m fused_grpo.bench.gpu.page FILE`.
+"""docs/gpu.md, predictions/measured.md and charts from the results of a GPU: `... -m fused_grpo.bench.gpu.page FILE`.
 
 Words of the pages stay as they are; their blocks of figures, and the charts in README.md and there, are of this file
 then.
@@ -20,7 +20,7 @@ NEW = """\
 # On a GPU
 
 What [scripts/gpu_first.py](../scripts/gpu_first.py) found on a real GPU: its tests, and times beside those of other
-projects, and beside [the predicted ones](gpu-predicted.md). How to run it: [benchmarks](benchmarks.md).
+projects ([beside the predicted ones](../bench/predictions/measured.md)). How to run it: [benchmarks](benchmarks.md).
 
 {machine}
 
@@ -45,7 +45,7 @@ Sorted by time; the best is bold, ours or not. Each is timed in interleaved roun
 PREDICTED = """\
 # Measured and predicted
 
-What was measured [on a GPU](gpu.md), beside [what was predicted](../bench/predictions/README.md).
+What was measured [on a GPU](../../docs/gpu.md), beside [what was predicted](README.md).
 
 {predictions}
 """
@@ -56,8 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="bench/results/<machine>/<date>.jsonl")
     parser.add_argument("--page", type=Path, default=Path("docs/gpu.md"), help="the page (default: docs/gpu.md)")
+    measured = Path("bench/predictions/measured.md")
+    parser.add_argument("--beside", type=Path, default=measured, help=f"measured and predicted (default: {measured})")
     given = parser.parse_args(argv)
-    for page, new in ((given.page, NEW), (given.page.with_stem(f"{given.page.stem}-predicted"), PREDICTED)):
+    for page, new in ((given.page, NEW), (given.beside, PREDICTED)):
         text = page.read_text() if page.exists() else new_page(new)
         path = os.path.relpath(given.results, page.parent)
         text = START.sub(rf"\g<1>{path}\2", text)

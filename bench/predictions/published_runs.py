@@ -1,4 +1,4 @@
-"""What others published about their runs, beside what trainer/throughput.py predicts: the tables of docs/planning.md.
+"""What others published about their runs, beside what trainer/throughput.py predicts: the tables of measured.md.
 
 published_runs.json has the sizes of the models, and of every run the batch, the GPUs and the published seconds of a
 step. `fitted` names the rate that was chosen with that run; `why` is the reason for an error of more than 20 %.

@@ -190,8 +190,10 @@ def shared_value(value: Any) -> str:
     return number_text(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def absent_text(group: Group) -> str:
-    return "\n".join(f"- {name} was not measured: {escaped(why)}" for name, why in group.absent.items())
+def absent_text(*groups: Group) -> str:
+    """What was not measured in one of these groups or more, each reason once."""
+    reasons = dict.fromkeys((name, why) for group in groups for name, why in group.absent.items())
+    return "\n".join(f"- {name} was not measured: {escaped(why)}" for name, why in reasons)
 
 
 def longest_text(result: Result) -> str:

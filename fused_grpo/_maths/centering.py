@@ -11,9 +11,10 @@ that is left; since sum_v p_v grad log p_v = 0, what the tail contributes is a s
 
     c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v        rho = max(1 - sum_H q, 1e-6) / max(1 - sum_H p, 1e-6)
 
-and rho = 0 where H is all that the sampler kept. For f(x) = min(x, C), c_v = min(p_v, C q_v) - min(1, C rho) p_v. Where
-the policy is over H as well, p_v times the sum of all c is subtracted: the gradient is the same, for the same reason,
-and on policy (p = q) all c_v are 0.
+and rho = 0 where H is all that the sampler kept. (The paper has the 1e-6 under p alone, so that c is not 0 for a
+certain token on policy; that changes gradients by 1e-6 A at most.) For f(x) = min(x, C), c_v = min(p_v, C q_v) - min(1,
+C rho) p_v. Where the policy is over H as well, p_v times the sum of all c is subtracted: the gradient is the same, for
+the same reason, and on policy (p = q) all c_v are 0.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ def results(tmp_path):
 
 
 def test_the_page_has_what_was_found_and_where_from(results, tmp_path):
-    made = tmp_path / "gpu.md"
-    page.main([str(results), "--page", str(made)])
-    text, predicted = made.read_text(), (tmp_path / "gpu-predicted.md").read_text()
+    made, beside = tmp_path / "gpu.md", tmp_path / "measured.md"
+    page.main([str(results), "--page", str(made), "--beside", str(beside)])
+    text, predicted = made.read_text(), beside.read_text()
     assert "NVIDIA H200 (140 GiB" in text
     assert "trl 1.16.0; commit `abc1234`." in text
     assert "| `device` | 12 | 1 | 0 | 3 |" in text
@@ -100,10 +100,11 @@ def test_a_group_has_the_rounds_and_the_work_that_was_measured(results):
 
 def test_a_page_keeps_its_words_and_gets_the_figures_of_the_new_file(results, tmp_path):
     made, later = tmp_path / "gpu.md", results.with_name("2026-11-27.jsonl")
-    page.main([str(results), "--page", str(made)])
+    beside = ["--beside", str(tmp_path / "measured.md")]
+    page.main([str(results), "--page", str(made), *beside])
     made.write_text(made.read_text().replace("## Correctness", "## Correctness\n\nOur words."))
     later.write_text(results.read_text().replace("12 passed", "13 passed"))
-    page.main([str(later), "--page", str(made)])
+    page.main([str(later), "--page", str(made), *beside])
     assert "Our words." in made.read_text()
     assert "| `device` | 13 | 1 | 0 | 3 |" in made.read_text()
     assert "2026-11-26.jsonl" not in made.read_text()
