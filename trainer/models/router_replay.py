@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from fused_grpo.errors import UnavailableError, UnsupportedError
 
 _TOPK = (torch.topk, Tensor.topk)
-ROUTED = ("routed_sum", "rerouted_sum")  # of `counts`
+ROUTING = "sampling/routing_disagreement"
 
 
 class RouterReplay:
@@ -65,7 +65,7 @@ class RouterReplay:
         self._experts, self._counts = experts, []
 
     def counts(self) -> dict[str, Tensor]:
-        """Since `start`: tokens times layers with experts, and those where the router's own are another set.
+        """ROUTING since `start`: of tokens times layers those where the router's own experts are another set, and all.
 
         UnsupportedError where not every router has been replayed once, as `check` has seen it do in another mode.
         """
@@ -74,9 +74,7 @@ class RouterReplay:
                 f"{len(self._counts)} topk of scores in a step through {len(self.layers)} layers with experts, want "
                 "one in each, in training mode, too"
             )
-        if not self._counts:
-            return {}
-        return dict(zip(ROUTED, torch.stack(self._counts).sum(0), strict=True))
+        return {ROUTING: torch.stack(self._counts).sum(0)} if self._counts else {}
 
     def _enter(self, layer: int, block: nn.Module, inputs: Any) -> None:
         if self._experts is not None or self._seen is not None:
@@ -99,7 +97,7 @@ class RouterReplay:
             )
         known = given[:, 0] >= 0
         other = (given.sort().values != own.indices.sort().values).any(1) & known
-        self._counts.append(torch.stack([known.sum(), other.sum()]))
+        self._counts.append(torch.stack([other.sum(), known.sum()]))
         if not self.replaces:
             return own
         indices = given.where(known[:, None], own.indices)
