@@ -85,14 +85,11 @@ def tree_length(batch: Sequence[Sample], tree: Sequence[int]) -> int:
 def cut_by_tokens(lengths: Sequence[int], max_tokens: int, packing: Packing, agree: Agree = int) -> list[list[int]]:
     """Micro-batches of one row each, as few as fit: the costliest sequence first, each to where there is least."""
     costs = [tree_cost(length, 1, packing.attention) for length in lengths]
-
-    def fits(cut: list[int]) -> bool:
-        return len(cut) <= 1 or sum(lengths[index] for index in cut) <= max_tokens
-
-    fewest = max(1, -(-sum(lengths) // max_tokens))
-    while not all(map(fits, longest_first(costs, range(len(costs)), fewest))):
-        fewest += 1
-    return longest_first(costs, range(len(costs)), agree(fewest))
+    number = max(1, -(-sum(lengths) // max_tokens))
+    cuts = partial(longest_first, costs, range(len(costs)))
+    while any(len(cut) > 1 and sum(lengths[index] for index in cut) > max_tokens for cut in cuts(number)):
+        number += 1
+    return cuts(agree(number))
 
 
 def longest_first(costs: Sequence[float], chosen: Iterable[int], bins: int, most: int | None = None) -> list[list[int]]:

@@ -26,6 +26,7 @@ from fused_grpo.trainer.models.loading import SELF, wants_bf16
 from fused_grpo.trainer.models.memory_estimate import (
     LEFT_OUT,
     ModelShape,
+    Term,
     device_memory,
     memory_terms,
     planned_shape,
@@ -84,12 +85,12 @@ class Plan:
         if start.teacher_model is not None and start.teacher_model != SELF:
             config = load_config("teacher_model", start.teacher_model, start.args, start.args.teacher_model_init_kwargs)
             self._teacher = planned_shape(config, start.teacher_model)
-        self._terms = None  # of the memory of one device
+        self._terms: list[Term] | None = None  # of the memory of one device
         if start.shape is not None and not is_stream(start.train_dataset):
             # Of this process, without the model that it may have loaded already; on a GPU that is not known.
             held = process_memory() if device_memory(start.args) is None else None
             weights = sum(p.nbytes for p in start.model.parameters()) if isinstance(start.model, nn.Module) else 0
-            self._terms = memory_terms(
+            terms = memory_terms(
                 start.shape,
                 start.args,
                 prompt_tokens=start.limit.longest,
@@ -99,6 +100,7 @@ class Plan:
                 held=None if held is None else max(0, held - weights),
                 teacher=self._teacher,
             )
+            self._terms = list(terms)
 
     def print(self) -> dict[str, str]:
         """Print banner and warnings, on the first process. Returns the banner."""

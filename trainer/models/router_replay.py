@@ -78,12 +78,12 @@ class RouterReplay:
 
     def _enter(self, layer: int, block: nn.Module, inputs: Any) -> None:
         if self._experts is not None or self._seen is not None:
-            self._mode.enter_context(_ReplacedTopK(partial(self._choose, layer), self.layers[layer]))
+            self._mode.enter_context(_ReplacedTopK(self, layer))
 
     def _leave(self, block: nn.Module, inputs: Any, output: Any) -> None:
         self._mode.close()
 
-    def _choose(self, layer: int, scores: Tensor, own: Any) -> Any:
+    def choose(self, layer: int, scores: Tensor, own: Any) -> Any:
         """The result of `topk` of the scores [T, E] of a layer, of which `own` is the router's."""
         if self._seen is not None:
             self._seen.setdefault(layer, []).append((scores, own.indices))
@@ -149,14 +149,14 @@ class RouterReplay:
 
 
 class _ReplacedTopK(TorchFunctionMode):
-    """Passes the result of each `topk` of scores [T, E] through `choose`."""
+    """Passes the result of each `topk` of scores [T, E] of a layer through `choose`."""
 
-    def __init__(self, choose: Callable[[Tensor, Any], Any], num_experts: int) -> None:
+    def __init__(self, replay: RouterReplay, layer: int) -> None:
         super().__init__()
-        self._choose, self._num_experts = choose, num_experts
+        self._replay, self._layer = replay, layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _TOPK and args[0].ndim == 2 and args[0].shape[1] == self._num_experts:
-            return self._choose(args[0], result)
+        if func in _TOPK and args[0].ndim == 2 and args[0].shape[1] == self._replay.layers[self._layer]:
+            return self._replay.choose(self._layer, args[0], result)
         return result
