@@ -103,11 +103,11 @@ def _mean(values: Tensor, counts: Tensor) -> Tensor:
 def _clip_sums(low: Tensor, high: Tensor, counts: Tensor, config: GRPOLossConfig) -> Sums:
     """Of sequences with so many tokens, from the shares [b] of these that are clipped on either side."""
     weights = torch.ones_like(counts) if config.ratio_of_sequence else counts
-    means = [_mean(share * weights, weights) for share in (low, high)]
+    of_low, of_high = (_mean(share * weights, weights) for share in (low, high))
     if config.loss_type in (*BOUNDED, "gmpo"):
-        sums = {f"clip_ratio/{side}_mean": mean for side, mean in zip(("low", "high"), means, strict=True)}
-        return sums | {"clip_ratio/low_min": low.amin(), "clip_ratio/high_max": high.amax()}
-    return {"cispo_clip_ratio": means[1]} if config.loss_type == "cispo" else {}
+        sums = {"clip_ratio/low_mean": of_low, "clip_ratio/low_min": low.amin()}
+        return sums | {"clip_ratio/high_mean": of_high, "clip_ratio/high_max": high.amax()}
+    return {"cispo_clip_ratio": of_high} if config.loss_type == "cispo" else {}
 
 
 def inputs_of(part: MicroBatch, config: GRPOLossConfig) -> LossInputs:
