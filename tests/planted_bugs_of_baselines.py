@@ -103,8 +103,8 @@ BUGS = {
     ),
     "an effective sample size is one of weights": (
         METRICS,
-        'rho.square().sum(), "rhos_sum"',
-        'rho.sum(), "rhos_sum"',
+        "_mean(rho.square(), each)",
+        "_mean(rho, each)",
         ["tests/trainer/batching/test_ratio_metrics.py"],
     ),
 }

@@ -43,14 +43,14 @@ BUGS = {
     ),
     "almost equal is bit-equal": (
         METRICS,
-        "(old == sampling).sum()",
-        "old.isclose(sampling, atol=0.3).sum()",
+        "_mean(old == sampling,",
+        "_mean(old.isclose(sampling, atol=0.3),",
         RATIOS,
     ),
     "an unknown log-prob counts as one that differs": (
         METRICS,
-        'BIT_EQUAL: ("equal", "known")',
-        'BIT_EQUAL: ("equal", "tokens")',
+        "BIT_EQUAL: _mean(old == sampling, is_known)",
+        "BIT_EQUAL: _mean(old == sampling, counts)",
         RATIOS,
     ),
     "the console says bit-equal at any share": (

@@ -139,7 +139,7 @@ class Learner:
         needs_copy = (args.beta > 0 or teacher == SELF) and not is_adapted(model)
         # What no checkpoint has, and a resumed run reads again: a reference that stays, or the base of an adapter.
         is_read_again = is_adapted(model) or (needs_copy and not args.sync_ref_model)
-        self.frozen_weights = self._fingerprint(model) if is_read_again else None
+        self.frozen_weights = self._of_first_rank(lambda: fingerprint(model)) if is_read_again else None
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
@@ -152,9 +152,7 @@ class Learner:
 
     def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[Packing, bool]:
         """How rows may be shared, and whether the policy in training mode is random."""
-        # By rank 0: under FSDP2 it may be the only one that has read the weights.
-        checks = list(map(self_check, policies)) if self.accelerator.is_main_process else []
-        measured = broadcast_object_list([checks])[0]
+        measured = self._of_first_rank(lambda: list(map(self_check, policies)))
         if self.args.disable_dropout and measured[0].is_random:
             raise UnsupportedError(
                 f"got disable_dropout=True and a {type(base_model(policies[0].model)).__name__} that is random in "
@@ -169,15 +167,14 @@ class Learner:
         lend: Any = self._reference_policy
         weights, args = SELF, self.args
         if alone is not None:
-            weights = self._fingerprint(alone.model)
+            weights = self._of_first_rank(lambda: fingerprint(alone.model))
             lend = functools.partial(nullcontext, shard_frozen(self.accelerator, alone.eval()))
         options = {"coef": args.distillation_coef, "kind": args.distillation_kind, "beta": args.distillation_beta}
         return Teacher(lend=lend, vocab_size=vocab_size, options=options, identity=options | {"model": weights})
 
-    def _fingerprint(self, model: PreTrainedModel) -> str:
-        """By rank 0: under FSDP2 it may be the only one that has read the weights."""
-        fingerprints = [fingerprint(model) if self.accelerator.is_main_process else ""]
-        return str(broadcast_object_list(fingerprints)[0])
+    def _of_first_rank(self, make: Callable[[], Any]) -> Any:
+        """What rank 0 makes: under FSDP2 it may be the only one that has read the weights."""
+        return broadcast_object_list([make() if self.accelerator.is_main_process else None])[0]
 
     def restart(self) -> None:
         """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""

@@ -79,8 +79,22 @@ class PolicyLoss(nn.Module):
         self.model.tie_weights()
 
     def forward(self, batch: MicroBatch, what: What = "loss", **step: Any) -> Any:
-        """What the method of that name returns: whatever runs the model comes through here, where FSDP gathers it."""
-        return getattr(self, f"_{what}")(batch, **step)
+        """What `measure` returns, or `_head_inputs`: all that runs the model comes through here, where FSDP gathers it.
+
+        With gradients. `step` has the further arguments of a loss.
+        """
+        if what == "loss":
+            return self._loss(batch, **step)
+        hidden, weight, options = self._head_inputs(batch)
+        if what == "head_inputs":
+            return hidden, weight, options
+        if what == "entropies":
+            return linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy
+        if what == "logprobs":
+            return linear_logprobs(hidden, weight, batch.targets, **options)
+        out = linear_logprobs(hidden, weight, batch.targets, outputs=("sum_squared_probs",), **options)
+        assert out.sum_squared_probs is not None
+        return out.logprobs, score_norms(out.logprobs, out.sum_squared_probs)
 
     def _loss(
         self,
@@ -146,27 +160,10 @@ class PolicyLoss(nn.Module):
 
     @torch.no_grad()
     def measure(self, batch: MicroBatch, what: What, **step: Any) -> Any:
-        """The loss, log-probs [N] of the completion tokens, these and score norms, or entropies [N] in nats of what
-        they were drawn from, without gradients."""
+        """Without gradients: the loss, log-probs [N] of the completion tokens, these and the squared norms [N] of their
+        gradients in the logits ("scores"), or entropies [N] in nats of what they were drawn from."""
         with nullcontext() if self.routing is None else self.routing:
             return self(batch, what, **step)
-
-    def _logprobs(self, batch: MicroBatch) -> Tensor:
-        hidden, weight, options = self._head_inputs(batch)
-        logprobs: Tensor = linear_logprobs(hidden, weight, batch.targets, **options)
-        return logprobs
-
-    def _scores(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs and squared norms of their gradients in the logits, [N] each."""
-        hidden, weight, options = self._head_inputs(batch)
-        out = linear_logprobs(hidden, weight, batch.targets, outputs=("sum_squared_probs",), **options)
-        assert out.sum_squared_probs is not None
-        return out.logprobs, score_norms(out.logprobs, out.sum_squared_probs)
-
-    def _entropies(self, batch: MicroBatch) -> Tensor:
-        hidden, weight, options = self._head_inputs(batch)
-        entropies: Tensor = linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy
-        return entropies
 
     def run(self, batch: MicroBatch, **options: Any) -> tuple[Tensor, Any]:
         """The states [R, L, D] that the model gives its head, and its output."""

@@ -1,7 +1,7 @@
 """What the log-probs of micro-batches say of a whole optimizer step: its metrics, and the tokens that Clip-Cov selects.
 
-`merge_metrics` merges the micro-batches of a step and of all ranks. `ratio_sums` and `ratio_metrics` are what TRL
-measures of ratios that the loss op does not: by sequence, times the ratio, or of the sampler. The ratio of a sequence
+`merge_metrics` merges the micro-batches of a step and of all ranks. `ratio_sums` are what TRL measures of ratios that
+the loss op does not: by sequence, times the ratio, or of the sampler. The ratio of a sequence
 (`importance_sampling_level="sequence"`, "gmpo") counts once, the ratio of a token once for each token.
 
     clip_ratio/low_min, high_max           extremes over sequences of the share of a sequence's tokens that is clipped
@@ -23,8 +23,9 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from math import sqrt
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,14 +38,13 @@ from fused_grpo._maths.formulas import LossInputs, kl_term, sampling_weights
 from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
 from fused_grpo.loss import GRPOLossOutput, LossArguments, loss_inputs
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, joined_rows
-from fused_grpo.trainer.models.router_replay import ROUTED
 from fused_grpo.trainer.types import MicroBatch, Sample
 
 Sums = dict[str, Tensor]
 # Each is a count, or divided by a count of the whole step.
 SUMMED = frozenset({"loss_tokens", "loss", "policy_term", "aux_loss"})
 DIFFERENCE, RATIO = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
-BIT_EQUAL, ROUTING = "sampling/bit_equal_fraction", "sampling/routing_disagreement"
+BIT_EQUAL, SAMPLE_SIZE = "sampling/bit_equal_fraction", "sampling/effective_sample_size"
 MISMATCH = "sampling/mismatch_kl"
 MOST_TURNS = 8  # with metrics of their own
 
@@ -56,19 +56,17 @@ def step_metrics(
     reports = "squared_gradients" in outputs[0].metrics  # not of an evaluation
     squared = [output.metrics.pop("squared_gradients") for output in outputs if reports]
     of_gradient = variance_report(batch, packed, squared) if reports else {}
-    routed = [{name: output.metrics.pop(name) for name in ROUTED if name in output.metrics} for output in outputs]
     of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
     logprobs = [output.logprobs for output in outputs]
-    parts = zip(packed, logprobs, routed, strict=True)
-    of_ratios = merge_metrics([ratio_sums(part, own, config) | sums for part, own, sums in parts])
+    of_ratios = merge_metrics([ratio_sums(part, own, config) for part, own in zip(packed, logprobs, strict=True)])
     own = [(of_loss, of_ratios | turn_sums(batch, packed, logprobs)), skipped_metrics(batch, config)]
     losses, ratios = zip(*gather_object(own), strict=True)
-    return merge_metrics(losses) | ratio_metrics(merge_metrics(ratios), config.loss_type) | of_gradient
+    return means(merge_metrics(losses) | merge_metrics(ratios)) | of_gradient
 
 
 @torch.no_grad()
 def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Sums:
-    """Sums and extremes over a micro-batch, 0-d, from the policy's log-probs [N]; empty for one without sequences."""
+    """TRL's metrics of a micro-batch, to be merged, from the policy's log-probs [N]; none of one without sequences."""
     if not len(part.advantages):
         return {}
     inputs = inputs_of(part, config)
@@ -77,26 +75,39 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
     ratio, clipped = ratio_and_clipped(current, inputs, config)
     low, high = (sequences.mean(clipped & side, tokens.mask) for side in (tokens.advantages < 0, tokens.advantages > 0))
     counts = sequences.sum(tokens.mask)
-    weights = torch.ones_like(counts) if config.ratio_of_sequence else counts
-    sums = {"low_sum": (low * weights).sum(), "low_min": low.amin()}
-    sums |= {"high_sum": (high * weights).sum(), "high_max": high.amax(), "ratios_sum": weights.sum()}
-    sums |= {"tokens_sum": counts.sum(), "sequences_sum": (counts > 0).sum()}
+    sums = _clip_sums(low, high, counts, config)
     if tokens.ref_logprobs is not None:
         kl = kl_term(tokens.ref_logprobs - current, terms.kl_estimator)
-        sums["kl_sum"] = (kl * ratio if terms.bias_correction_kl else kl).sum()
+        sums["kl"] = _mean(kl * ratio if terms.bias_correction_kl else kl, counts)
     if config.loss_type == "vespo":
-        sums["phi_sum"] = sequences.mean(vespo_weights(current, old, inputs, config), tokens.mask).sum()
+        phi = sequences.mean(vespo_weights(current, old, inputs, config), tokens.mask)
+        sums["vespo/phi_seq_mean"] = _mean(phi, counts > 0)
     if (sampling := tokens.sampling_logprobs) is not None:
         is_known = ~sampling.isnan()
-        difference = torch.where(is_known, (old - sampling).abs(), 0.0)
-        sums |= {"difference_sum": difference.sum(), "difference_max": difference.amax()}
-        sums |= {"known_sum": is_known.sum(), "equal_sum": (old == sampling).sum()}
-        sums["mismatch_sum"] = kl_term(torch.where(is_known, old - sampling, 0.0), "k3").sum()
+        apart = torch.where(is_known, old - sampling, 0.0)
+        sums |= {f"{DIFFERENCE}/mean": _mean(apart.abs(), is_known), f"{DIFFERENCE}/max": apart.abs().amax()}
+        sums |= {MISMATCH: _mean(kl_term(apart, "k3"), is_known), BIT_EQUAL: _mean(old == sampling, is_known)}
         if config.sampling_correction is not None:
             rho = _rho(old, inputs, config)
-            sums |= {"rho_sum": rho.sum(), "rho_squares_sum": rho.square().sum(), "rhos_sum": rho.new_tensor(len(rho))}
-            sums |= {"rho_min": rho.amin(), "rho_max": rho.amax()}
+            each = torch.ones_like(rho)
+            sums |= {f"{RATIO}/mean": _mean(rho, each), SAMPLE_SIZE: _mean(rho.square(), each)}
+            sums |= {f"{RATIO}/min": rho.amin(), f"{RATIO}/max": rho.amax()}
     return sums
+
+
+def _mean(values: Tensor, counts: Tensor) -> Tensor:
+    """[2]: a sum, and the count that it goes over."""
+    return torch.stack([values.sum().float(), counts.sum().float()])
+
+
+def _clip_sums(low: Tensor, high: Tensor, counts: Tensor, config: GRPOLossConfig) -> Sums:
+    """Of sequences with so many tokens, from the shares [b] of these that are clipped on either side."""
+    weights = torch.ones_like(counts) if config.ratio_of_sequence else counts
+    of_low, of_high = (_mean(share * weights, weights) for share in (low, high))
+    if config.loss_type in (*BOUNDED, "gmpo"):
+        sums = {"clip_ratio/low_mean": of_low, "clip_ratio/low_min": low.amin()}
+        return sums | {"clip_ratio/high_mean": of_high, "clip_ratio/high_max": high.amax()}
+    return {"cispo_clip_ratio": of_high} if config.loss_type == "cispo" else {}
 
 
 def inputs_of(part: MicroBatch, config: GRPOLossConfig) -> LossInputs:
@@ -111,36 +122,15 @@ def inputs_of(part: MicroBatch, config: GRPOLossConfig) -> LossInputs:
     return loss_inputs(given, part.targets.shape, config, dtype=torch.float32, device=part.targets.device)
 
 
-def ratio_metrics(sums: Mapping[str, float], loss_type: str) -> dict[str, float]:
-    """TRL's metrics from the merged sums of a step; none of a step without sequences."""
-    if "sequences_sum" not in sums:
-        return {}
-    means = {  # of what over which count
-        "kl": ("kl", "tokens"),
-        "vespo/phi_seq_mean": ("phi", "sequences"),
-        f"{DIFFERENCE}/mean": ("difference", "known"),
-        MISMATCH: ("mismatch", "known"),
-        BIT_EQUAL: ("equal", "known"),
-        f"{RATIO}/mean": ("rho", "rhos"),
-        ROUTING: ("rerouted", "routed"),
-    }
-    extremes = {f"{DIFFERENCE}/max": "difference_max", f"{RATIO}/min": "rho_min", f"{RATIO}/max": "rho_max"}
-    for turn in (f"turn_{number}" for number in range(1, MOST_TURNS + 1)):
-        means[f"{DIFFERENCE}/{turn}/mean"] = turn, f"{turn}_known"
-        extremes[f"{DIFFERENCE}/{turn}/max"] = f"{turn}_max"
-    if loss_type in (*BOUNDED, "gmpo"):
-        means |= {f"clip_ratio/{side}_mean": (side, "ratios") for side in ("low", "high")}
-        extremes |= {"clip_ratio/low_min": "low_min", "clip_ratio/high_max": "high_max"}
-    elif loss_type == "cispo":
-        means["cispo_clip_ratio"] = "high", "ratios"
-    known = {name: (f"{what}_sum", f"{count}_sum") for name, (what, count) in means.items() if f"{what}_sum" in sums}
-    metrics = {name: sums[what] / max(1.0, sums[count]) for name, (what, count) in known.items()}
-    metrics |= {name: sums[extreme] for name, extreme in extremes.items() if extreme in sums}
+def means(merged: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a step, each pair as its quotient, and two more that are made of them."""
+    pairs = {name: value for name, value in merged.items() if isinstance(value, tuple)}
+    metrics = {**merged} | {name: total / max(1.0, count) for name, (total, count) in pairs.items()}
     if "clip_ratio/low_mean" in metrics:
         metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
-    if "rho_sum" in sums:
-        squares = sums["rho_squares_sum"] * sums["rhos_sum"]
-        metrics["sampling/effective_sample_size"] = sums["rho_sum"] ** 2 / squares if squares else 0.0
+    if SAMPLE_SIZE in pairs:
+        squares, count = pairs[SAMPLE_SIZE]
+        metrics[SAMPLE_SIZE] = pairs[f"{RATIO}/mean"][0] ** 2 / (squares * count) if squares else 0.0
     return metrics
 
 
@@ -162,8 +152,8 @@ def correction_weights(old: Tensor, part: MicroBatch, config: GRPOLossConfig) ->
     return inputs.sequences.spread(rho, len(old)) if config.corrects_sequences else rho
 
 
-def turn_sums(batch: Sequence[Sample], packed: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> dict[str, float]:
-    """What `ratio_metrics` says of turns, from the policy's log-probs [N] of each micro-batch; empty without masks."""
+def turn_sums(batch: Sequence[Sample], packed: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> dict[str, Any]:
+    """`ratio_sums` of turns, from the policy's log-probs [N] of each micro-batch; empty without masks."""
     turns, differences = list[Tensor](), list[Tensor]()
     if not any(sample.completion_mask for sample in batch):
         return {}
@@ -177,12 +167,12 @@ def turn_sums(batch: Sequence[Sample], packed: Sequence[MicroBatch], logprobs: S
         differences.append((old - torch.tensor(sample.sampling_logprobs, dtype=torch.float32)[own]).abs())
     if not turns:
         return {}
-    sums, numbers, values = dict[str, float](), torch.cat(turns), torch.cat(differences)
+    sums, numbers, values = dict[str, Any](), torch.cat(turns), torch.cat(differences)
     for turn in range(1, int(numbers.max()) + 1):
         known = values[(numbers == turn) & ~values.isnan()]
         if len(known):
-            sums |= {f"turn_{turn}_sum": known.sum().item(), f"turn_{turn}_max": known.max().item()}
-            sums[f"turn_{turn}_known_sum"] = float(len(known))
+            name = f"{DIFFERENCE}/turn_{turn}"
+            sums |= {f"{name}/mean": (known.sum().item(), len(known)), f"{name}/max": known.max().item()}
     return sums
 
 
@@ -193,13 +183,14 @@ def turn_differences(metrics: Mapping[str, float]) -> list[tuple[float, float]]:
     return [(metrics[f"{name}/mean"], metrics[f"{name}/max"]) for name in known]
 
 
-def merge_metrics(given: Sequence[Mapping[str, Tensor | float]]) -> dict[str, float]:
+def merge_metrics(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The metrics of an optimizer step from those of its micro-batches, or of ranks, with one wait for the device.
 
-    Those in SUMMED and `*_sum` are summed, `*_max` and `*_min` are extremes, all others are means weighted by
-    `loss_tokens`. A micro-batch without tokens has no weight in a mean, whatever its value is. A metric that a
-    micro-batch lacks is merged over the others. The order is that in which the names first appear. They are floats or
-    0-d tensors of one device, with `loss_tokens` among them where there are means.
+    Those in SUMMED are summed, as are pairs [2] of a sum and the count that it is to go over; those that end with
+    "max" and "min" are extremes, all others are means weighted by `loss_tokens`. A micro-batch without tokens has no
+    weight in a mean, whatever its value is. A metric that a micro-batch lacks is merged over the others. The order is
+    that in which the names first appear. They are floats, pairs or tensors of one device, with `loss_tokens` among them
+    where there are means.
     """
     as_number = functools.partial(torch.as_tensor, dtype=torch.float32)
     parts = [{name: as_number(value).detach() for name, value in part.items()} for part in given]
@@ -207,16 +198,18 @@ def merge_metrics(given: Sequence[Mapping[str, Tensor | float]]) -> dict[str, fl
     if not names:
         return {}
     merged = [_merge(name, [part for part in parts if name in part]) for name in names]
-    return dict(zip(names, torch.stack(merged).tolist(), strict=True))
+    numbers = iter(torch.cat([value.flatten() for value in merged]).tolist())
+    values = [tuple(islice(numbers, 2)) if value.ndim else next(numbers) for value in merged]
+    return dict(zip(names, values, strict=True))
 
 
 def _merge(name: str, parts: list[Sums]) -> Tensor:
     values = torch.stack([part[name] for part in parts])
-    if name in SUMMED or name.endswith("_sum"):
-        return values.sum()
-    if name.endswith("_max"):
+    if name in SUMMED or values.ndim > 1:
+        return values.sum(0)
+    if name.endswith("max"):
         return values.amax()
-    if name.endswith("_min"):
+    if name.endswith("min"):
         return values.amin()
     weights = torch.stack([part["loss_tokens"] for part in parts])
     return torch.where(weights > 0, values * weights, 0.0).sum() / weights.sum().clamp(min=1.0)
@@ -263,15 +256,14 @@ def evidence(batch: list[Sample], packed: Sequence[MicroBatch], outputs: Sequenc
     return as_tensors(batch) | joined_rows("logprobs", logprobs, torch.float32)
 
 
-def skipped_metrics(batch: Sequence[Sample], config: GRPOLossConfig) -> tuple[dict[str, float], dict[str, float]]:
+def skipped_metrics(batch: Sequence[Sample], config: GRPOLossConfig) -> tuple[dict[str, float], Sums]:
     """(metrics, `ratio_sums`) of a micro-batch of this rank's skipped completions: none of their tokens is clipped."""
-    lengths = [sample.num_own for sample in batch if sample.skipped]
-    if not lengths:
+    lengths = torch.tensor([float(sample.num_own) for sample in batch if sample.skipped])
+    if not len(lengths):
         return {}, {}
-    tokens, of_sequence = float(sum(lengths)), config.ratio_of_sequence
-    unclipped = dict.fromkeys(("low_sum", "low_min", "high_sum", "high_max"), 0.0)
-    ratios = {**unclipped, "ratios_sum": float(len(lengths)) if of_sequence else tokens}
-    return {"loss_tokens": tokens, "zero_gradient_fraction": 1.0}, ratios
+    unclipped = torch.zeros_like(lengths)
+    metrics = {"loss_tokens": lengths.sum().item(), "zero_gradient_fraction": 1.0}
+    return metrics, _clip_sums(unclipped, unclipped, lengths, config)
 
 
 def variance_report(batch: list[Sample], packed: Sequence[MicroBatch], squared: list[Tensor]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from itertools import accumulate, chain
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from torch import Tensor
 
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
@@ -85,14 +85,11 @@ def tree_length(batch: Sequence[Sample], tree: Sequence[int]) -> int:
 def cut_by_tokens(lengths: Sequence[int], max_tokens: int, packing: Packing, agree: Agree = int) -> list[list[int]]:
     """Micro-batches of one row each, as few as fit: the costliest sequence first, each to where there is least."""
     costs = [tree_cost(length, 1, packing.attention) for length in lengths]
-
-    def fits(cut: list[int]) -> bool:
-        return len(cut) <= 1 or sum(lengths[index] for index in cut) <= max_tokens
-
-    fewest = max(1, -(-sum(lengths) // max_tokens))
-    while not all(map(fits, longest_first(costs, range(len(costs)), fewest))):
-        fewest += 1
-    return longest_first(costs, range(len(costs)), agree(fewest))
+    number = max(1, -(-sum(lengths) // max_tokens))
+    cuts = partial(longest_first, costs, range(len(costs)))
+    while any(len(cut) > 1 and sum(lengths[index] for index in cut) > max_tokens for cut in cuts(number)):
+        number += 1
+    return cuts(agree(number))
 
 
 def longest_first(costs: Sequence[float], chosen: Iterable[int], bins: int, most: int | None = None) -> list[list[int]]:
@@ -148,26 +145,22 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
     one_row, share = packing.one_row, packing.share_rows
     row_length = max(1, sum(lengths) if one_row else max(lengths, default=1))
     starts, num_rows = ([0, *accumulate(lengths)][:-1], 1) if one_row else place(lengths, row_length, share=share)
-    input_ids = torch.zeros(num_rows * row_length, dtype=torch.int64)
+    input_ids, places = torch.zeros(num_rows * row_length, dtype=torch.int64), torch.arange(num_rows * row_length)
     position_ids, attention_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
     # Where trees have several completions there is a mask, in which padding sees itself alone. Else padding continues
     # the sequence before it, which never attends to it: rows of one sequence need no mask.
     has_mask = any(len(tree) > 1 for tree in trees)
-    seen_until = torch.arange(1, row_length + 1).repeat(num_rows)
-    predictors: list[Sequence[int]] = [()] * len(trees)
-    for number in sorted(range(len(trees)), key=starts.__getitem__):
-        start, stop = starts[number], starts[number] + lengths[number]
-        row_start = start - start % row_length
-        ids, positions, ends, predicting = _tree([batch[index] for index in trees[number]])
-        input_ids[start:stop] = torch.tensor(ids)
-        attention_mask[start:stop] = 1
-        if not has_mask:
-            position_ids[start : row_start + row_length] = torch.arange(row_start + row_length - start)
-        position_ids[start:stop] = torch.tensor(positions)
-        seen_until[start:stop] = torch.tensor(ends) + start - row_start
-        predictors[number] = [start + place for place in predicting]
+    if not has_mask:
+        begins = torch.zeros_like(places).index_put((torch.tensor(starts, dtype=torch.int64),), places[starts])
+        position_ids = places - begins.cummax(0).values
+    seen_until, predictors = places % row_length + 1, list[int]()
+    for start, length, tree in zip(starts, lengths, trees, strict=True):
+        ids, positions, ends, predicting = _tree([batch[index] for index in tree])
+        here = slice(start, start + length)
+        input_ids[here], position_ids[here], attention_mask[here] = torch.tensor(ids), torch.tensor(positions), 1
+        seen_until[here] = torch.tensor(ends) + start % row_length
+        predictors += [start + place for place in predicting]
     targets = (sample.own(sample.completion_ids) for sample in samples)
-    row_ends = [0, *accumulate(lengths or [1])]
 
     def per_token(name: str) -> Tensor | None:
         """A number for each predicted token, end to end, [N] fp32."""
@@ -176,20 +169,20 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
         rows = [getattr(sample, name) for sample in samples]
         if name == "sampling_logprobs":  # those of the trainer's models are of the model's own tokens already
             rows = [sample.own(row) for sample, row in zip(samples, rows, strict=True)]
-        return torch.cat([torch.zeros(0), *(torch.as_tensor(row, dtype=torch.float32) for row in rows)]).to(device)
+        return torch.cat([torch.zeros(0), *(torch.as_tensor(row, dtype=torch.float32) for row in rows)])
 
     advantages = per_token("token_advantages")
     if advantages is None:
-        advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32, device=device)
-    support, centering = _support(batch, chosen, device)
-    return MicroBatch(
-        input_ids=input_ids.view(num_rows, row_length).to(device),
-        position_ids=position_ids.view(num_rows, row_length).to(device),
-        attention_mask=attention_mask.view(num_rows, row_length).to(device),
-        seen_until=seen_until.view(num_rows, row_length).to(device) if has_mask else None,
-        predictors=torch.tensor(list(chain.from_iterable(predictors)), dtype=torch.int64, device=device),
-        targets=torch.tensor(list(chain.from_iterable(targets)), dtype=torch.int64, device=device),
-        cu_seqlens=torch.tensor([0, *accumulate(s.num_own for s in samples)], dtype=torch.int32, device=device),
+        advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
+    support, centering = _support(batch, chosen)
+    packed = MicroBatch(
+        input_ids=input_ids.view(num_rows, row_length),
+        position_ids=position_ids.view(num_rows, row_length),
+        attention_mask=attention_mask.view(num_rows, row_length),
+        seen_until=seen_until.view(num_rows, row_length) if has_mask else None,
+        predictors=torch.tensor(predictors, dtype=torch.int64),
+        targets=torch.tensor(list(chain.from_iterable(targets)), dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, *accumulate(s.num_own for s in samples)], dtype=torch.int32),
         sequence_index=torch.tensor(chosen, dtype=torch.int64),
         advantages=advantages,
         sampling_logprobs=per_token("sampling_logprobs"),
@@ -197,10 +190,11 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
         ref_logprobs=per_token("ref_logprobs"),
         support=support,
         centering=centering,
-        routed_experts=_experts(batch, zip(starts, trees, strict=True), len(input_ids), device),
-        row_cu_seqlens=torch.tensor(row_ends, dtype=torch.int32, device=device) if one_row else None,
+        routed_experts=_experts(batch, zip(starts, trees, strict=True), len(input_ids)),
+        row_cu_seqlens=torch.tensor([0, *accumulate(lengths or [1])], dtype=torch.int32) if one_row else None,
         longest=max(lengths, default=1),
     )
+    return replace(packed, **send_to_device(vars(packed), device, skip_keys="sequence_index"))
 
 
 def _tree(samples: Sequence[Sample]) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -219,7 +213,7 @@ def _tree(samples: Sequence[Sample]) -> tuple[list[int], list[int], list[int], l
 
 
 def _support(
-    batch: Sequence[Sample], chosen: Sequence[int], device: torch.device
+    batch: Sequence[Sample], chosen: Sequence[int]
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor | None, Tensor] | None]:
     """`support` and `centering` of all predicted tokens of the chosen samples, end to end."""
     known = [sample.listed_tokens for sample in batch if sample.listed_tokens is not None]
@@ -237,15 +231,12 @@ def _support(
         filled = torch.arange(max(1, most)) < listed.sizes[:, None]
         rows, values = torch.full(filled.shape, -1, dtype=torch.int64), torch.zeros(filled.shape)
         rows[filled], values[filled] = listed.ids.long(), logprobs
-        return None, (rows.to(device), values.to(device))
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int32), listed.sizes]).cumsum(0)
-    support = listed.ids.to(device), offsets.to(device)
-    return support, None if logprobs is None else (None, logprobs.to(device))
+        return None, (rows, values)
+    support = listed.ids, torch.cat([torch.zeros(1, dtype=torch.int32), listed.sizes]).cumsum(0)
+    return support, None if logprobs is None else (None, logprobs)
 
 
-def _experts(
-    batch: Sequence[Sample], placed: Iterable[tuple[int, Sequence[int]]], places: int, device: torch.device
-) -> Tensor | None:
+def _experts(batch: Sequence[Sample], placed: Iterable[tuple[int, Sequence[int]]], places: int) -> Tensor | None:
     """`routed_experts` of trees that start at these places."""
     if not batch or any(sample.routed_experts is None for sample in batch):
         return None
@@ -263,7 +254,7 @@ def _experts(
     known = torch.cat(rows).to(torch.int16)  # which takes no other k, where an assignment of slices would repeat it
     table = known.new_full((places, *known.shape[1:]), -1)
     table[torch.cat(where)] = known
-    return table.to(device)
+    return table
 
 
 def place(lengths: Sequence[int], row_length: int, *, share: bool = True) -> tuple[list[int], int]:

@@ -26,6 +26,7 @@ from fused_grpo.trainer.models.loading import SELF, wants_bf16
 from fused_grpo.trainer.models.memory_estimate import (
     LEFT_OUT,
     ModelShape,
+    Term,
     device_memory,
     memory_terms,
     planned_shape,
@@ -83,13 +84,13 @@ class Plan:
         self._teacher: ModelShape | str | None = SELF if start.teacher_model == SELF else None
         if start.teacher_model is not None and start.teacher_model != SELF:
             config = load_config("teacher_model", start.teacher_model, start.args, start.args.teacher_model_init_kwargs)
-            self._teacher = planned_shape(config, start.teacher_model, None)
-        self._terms = None  # of the memory of one device
+            self._teacher = planned_shape(config, start.teacher_model)
+        self._terms: list[Term] | None = None  # of the memory of one device
         if start.shape is not None and not is_stream(start.train_dataset):
             # Of this process, without the model that it may have loaded already; on a GPU that is not known.
             held = process_memory() if device_memory(start.args) is None else None
             weights = sum(p.nbytes for p in start.model.parameters()) if isinstance(start.model, nn.Module) else 0
-            self._terms = memory_terms(
+            terms = memory_terms(
                 start.shape,
                 start.args,
                 prompt_tokens=start.limit.longest,
@@ -99,6 +100,7 @@ class Plan:
                 held=None if held is None else max(0, held - weights),
                 teacher=self._teacher,
             )
+            self._terms = list(terms)
 
     def print(self) -> dict[str, str]:
         """Print banner and warnings, on the first process. Returns the banner."""
@@ -131,7 +133,7 @@ class Plan:
             name = "the reference model" if start.teacher_model == SELF else name
             facts["teacher"] = f"{name}, {args.distillation_kind} x {args.distillation_coef}"
         if self._terms is not None:
-            size, device = self._total(), device_memory(args)
+            size, device = bytes_text(sum(term.size for term in self._terms)), device_memory(args)
             of_device = "" if device is None else f" of {bytes_text(device)}"
             facts["memory"] = f"about {size}{of_device} per device, an estimate (see --dry-run)"
         return facts | {"output": args.output_dir}
@@ -150,18 +152,12 @@ class Plan:
             f"I = {shape.intermediate}, V = {shape.vocabulary:,}" + f", Q = {shape.quantized:,}" * bool(shape.quantized)
         )
         rows = [(term.name, bytes_text(term.size), term.formula) for term in self._terms]
-        rows.append(("sum", self._total(), ""))
+        rows.append(("sum", bytes_text(sum(term.size for term in self._terms)), ""))
         rows += [] if device is None else [("this device has", bytes_text(device), "")]
         lines = [f"{name:26} {size:>9}   {formula}".rstrip() for name, size, formula in rows]
         assumed = f"prompts of at most {self._start.limit.longest} tokens"
         title = "memory of one device, an estimate"
         return "\n".join([title, *(f"  {line}" for line in (letters, assumed, *lines)), *textwrap.wrap(LEFT_OUT, 80)])
-
-    def _total(self) -> str:
-        """The sum of the terms, and what it lacks."""
-        terms = self._terms or []
-        unknown = [term.name for term in terms if term.size is None]
-        return " and that of ".join([bytes_text(sum(term.size or 0 for term in terms)), *unknown])
 
     def warnings(self) -> list[str]:
         corrected = self._engine != "transformers" and self._args.vllm_importance_sampling_correction

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.batching.micro_batch_metrics import MOST_TURNS, ROUTING
+from fused_grpo.trainer.batching.micro_batch_metrics import MOST_TURNS
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
@@ -38,6 +38,7 @@ from fused_grpo.trainer.engines.sampling import (
 )
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.quantized import layers_in_4bit
+from fused_grpo.trainer.models.router_replay import ROUTING
 from fused_grpo.trainer.models.weight_stream import finish
 from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
 

@@ -236,8 +236,7 @@ def check_teacher_model(teacher: Any, policy: Any) -> None:
             "got the model that is trained as its teacher_model, too, want one that stays; fix: teacher_model='self' "
             "for the model as it is now, or load it a second time"
         )
-    heads = [base_model(model).get_output_embeddings().weight for model in (policy, teacher)]
-    policy_tokens, teacher_tokens = map(len, heads)
+    policy_tokens, teacher_tokens = (len(base_model(m).get_output_embeddings().weight) for m in (policy, teacher))
     if policy_tokens > teacher_tokens:
         raise InputError(
             f"got a teacher_model with a vocabulary of {teacher_tokens} and a policy with one of {policy_tokens}, want "
@@ -270,5 +269,5 @@ def positions(text_config: Any) -> int | None:
         return None
     rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, Mapping)]  # one for each kind of layer
-    original = [kind.get("original_max_position_embeddings") or most for kind in kinds]
-    return max([most, *(int(n * (kind.get("factor") or 1)) for n, kind in zip(original, kinds, strict=True))])
+    scaled = [(kind.get("original_max_position_embeddings") or most) * (kind.get("factor") or 1) for kind in kinds]
+    return max([most, *map(int, scaled)])

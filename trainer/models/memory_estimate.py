@@ -16,10 +16,10 @@ vocabulary, N tokens of a micro-batch, C completion tokens of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil  # which Accelerate needs
 import torch
@@ -64,13 +64,12 @@ class ModelShape:
     shares_prompts: bool = False  # completions of one prompt, in a micro-batch
 
 
-@dataclass(frozen=True)
-class Term:
-    """One part of the estimate. `size` in bytes; None where it is unknown."""
+class Term(NamedTuple):
+    """One part of the estimate. `size` in bytes."""
 
     name: str
     formula: str
-    size: int | None
+    size: int
 
 
 def device_memory(args: GRPOConfig) -> int | None:
@@ -102,20 +101,14 @@ def kv_width(text: Any) -> int:
     return heads * size
 
 
-def shape_of(
-    model: Any,
-    *,
-    lora_r: int | None = None,
-    lora_targets: Collection[str] | None = None,
-    in_4bit: bool = False,
-) -> ModelShape:
+def shape_of(model: Any, peft_config: Any = None, quantization: Mapping[str, Any] | None = None) -> ModelShape:
     """The shape of a causal LM.
 
     Args:
         model: of transformers, or a PeftModel; or a config, from which one is built on the meta device.
-        lora_r: rank of the adapter that is going to be added, where only that is trained.
-        lora_targets: names of the modules that get one. None: every linear layer but the head.
-        in_4bit: whether bitsandbytes is going to quantise every linear layer but the head.
+        peft_config: of the adapter that it is going to get, and that alone is trained. Where its targets are no list of
+            names, all linear layers but the head get one.
+        quantization: where it says `load_in_4bit`, bitsandbytes is going to quantise all linear layers but the head.
     """
     if not isinstance(model, nn.Module):
         with torch.device("meta"):
@@ -127,14 +120,16 @@ def shape_of(
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     modules = model.named_modules()
     linear = {name: layer for name, layer in modules if isinstance(layer, nn.Linear) and layer is not head}
-    adapted = [linear[name] for name in linear if lora_targets is None or name.rpartition(".")[2] in lora_targets]
-    adapter = sum((lora_r or 0) * (layer.in_features + layer.out_features) for layer in adapted)
+    rank, targets = getattr(peft_config, "r", 0), getattr(peft_config, "target_modules", None)
+    adapted = [linear[name] for name in linear if isinstance(targets, str | None) or name.rpartition(".")[2] in targets]
+    adapter = sum(rank * (layer.in_features + layer.out_features) for layer in adapted)
+    in_4bit = bool((quantization or {}).get("load_in_4bit"))
     matrices = sum(layer.weight.numel() for layer in linear.values())
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return ModelShape(
         parameters=parameters + adapter,
         quantized=quantized or (matrices if in_4bit else 0),
-        trained=trained if lora_r is None else adapter,
+        trained=trained if peft_config is None else adapter,
         matrices=0 if quantized or in_4bit else matrices,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -144,22 +139,16 @@ def shape_of(
         head_tied=head.weight is model.get_input_embeddings().weight,
         # The loss of routers is of whole sequences.
         shares_prompts=sees_all(model) and not hasattr(text, "output_router_logits"),
-        head_trained=lora_r is None and all(parameter.requires_grad for parameter in head.parameters()),
+        head_trained=peft_config is None and all(parameter.requires_grad for parameter in head.parameters()),
     )
 
 
 def planned_shape(
-    config: Any, model: Any, peft_config: Any, quantization: Mapping[str, Any] | None = None
+    config: Any, model: Any, peft_config: Any = None, quantization: Mapping[str, Any] | None = None
 ) -> ModelShape | None:
-    """The shape of a model that is loaded or not, with the adapter that it is going to get."""
-    targets = getattr(peft_config, "target_modules", None)
-    with suppress(Exception):  # of a config's own code: loading the model raises it again
-        return shape_of(
-            model if isinstance(model, nn.Module) else config,
-            lora_r=None if peft_config is None else getattr(peft_config, "r", 0),
-            lora_targets=None if isinstance(targets, str) else targets,
-            in_4bit=bool((quantization or {}).get("load_in_4bit")),
-        )
+    """`shape_of` a model that is loaded or not; None where its config's own code fails, which loading raises again."""
+    with suppress(Exception):
+        return shape_of(model if isinstance(model, nn.Module) else config, peft_config, quantization)
     return None
 
 
@@ -173,7 +162,7 @@ def memory_terms(
     sampling_dtype: torch.dtype = torch.float32,
     held: int | None = None,
     teacher: ModelShape | str | None = None,
-) -> list[Term]:
+) -> Iterator[Term]:
     """All parts of the estimate, for one device; on a CPU, for one process.
 
     Args:
@@ -184,41 +173,39 @@ def memory_terms(
         held: bytes of this process without the model; None: unknown, and on a GPU.
         teacher: the shape of a teacher; "self": the reference.
     """
-    trained, bf16 = shape.trained, wants_bf16(args)
+    bf16 = wants_bf16(args)
     tokens, completion_tokens = micro_batch_tokens(args, prompt_tokens, shape)
     sequences = args.prompts_per_process(processes) * args.group_part(processes)  # generated at a time
-    weights = "4 (P - Q)" if shape.quantized else "4 P"
-    terms = [
-        Term("weights, fp32", weights, 4 * (shape.parameters - shape.quantized)),
-        # A scale for each 64 codes, in fp32 where it is not quantised again.
-        *([Term("weights in 4 bits", "9/16 Q at most", shape.quantized * 9 // 16)] if shape.quantized else []),
-        Term("gradients, fp32", "4 T", 4 * trained),
-        Term("AdamW state, fp32", "8 T", 8 * trained),
-    ]
     if held is not None:
-        own = Term("the process so far", "Python, its libraries, the data", held)
-        terms = [own, Term("loaded later, or kept free", "measured", _KEPT_FREE), *terms]
+        yield Term("the process so far", "Python, its libraries, the data", held)
+        yield Term("loaded later, or kept free", "measured", _KEPT_FREE)
+    weights = "4 (P - Q)" if shape.quantized else "4 P"
+    yield Term("weights, fp32", weights, 4 * (shape.parameters - shape.quantized))
+    if shape.quantized:  # a scale for each 64 codes, in fp32 where it is not quantised again
+        yield Term("weights in 4 bits", "9/16 Q at most", shape.quantized * 9 // 16)
+    yield Term("gradients, fp32", "4 T", 4 * shape.trained)
+    yield Term("AdamW state, fp32", "8 T", 8 * shape.trained)
     if (args.beta > 0 or teacher == "self") and shape.head_trained:
         why = "beta > 0" if args.beta > 0 else "the teacher"
-        terms.append(Term("reference model, fp32", f"4 P ({why})", 4 * shape.parameters))
+        yield Term("reference model, fp32", f"4 P ({why})", 4 * shape.parameters)
     if isinstance(teacher, ModelShape):
         given = str((args.teacher_model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
-        named = getattr(torch, given, None)
-        dtype = named if isinstance(named, torch.dtype) else torch.float32
-        size = dtype.itemsize * teacher.parameters
-        terms.append(Term(f"teacher, {str(dtype)[6:]}", f"{dtype.itemsize} P of the teacher", size))
+        dtype = named if isinstance(named := getattr(torch, given, None), torch.dtype) else torch.float32
+        formula = f"{dtype.itemsize} P of the teacher"
+        yield Term(f"teacher, {str(dtype)[6:]}", formula, dtype.itemsize * teacher.parameters)
     if bf16:
-        terms.append(Term("bf16 copies of matrices", "2 P without embeddings", 2 * shape.matrices))
-    terms += _activations(shape, tokens, bf16=bf16, checkpointing=args.gradient_checkpointing)
+        yield Term("bf16 copies of matrices", "2 P without embeddings", 2 * shape.matrices)
+    yield from _activations(shape, tokens, bf16=bf16, checkpointing=args.gradient_checkpointing)
     if held is not None and args.gradient_checkpointing:
         holes = tokens * shape.layers * (5 * shape.hidden + 3 * shape.intermediate)
-        terms.append(Term("holes in the heap", "N L (5 D + 3 I), measured", holes))
-    terms += _loss(shape, shape if isinstance(teacher, str) else teacher, completion_tokens, args.chunk_bytes)
+        yield Term("holes in the heap", "N L (5 D + 3 I), measured", holes)
+    yield from _loss(shape, shape if isinstance(teacher, str) else teacher, completion_tokens, args.chunk_bytes)
     if engine == "vllm":
-        return terms + _vllm(shape, args, prompt_tokens + args.max_completion_length, sequences, sampling_dtype)
-    generated = sequences * (prompt_tokens + args.max_completion_length) * (engine == "transformers")
-    size = (2 if bf16 else 4) * 2 * shape.layers * shape.kv_width * generated
-    return [*terms, Term("KV cache while generating", "2 L (width of keys), each token generated at a time", size)]
+        yield from _vllm(shape, args, prompt_tokens + args.max_completion_length, sequences, sampling_dtype)
+    else:
+        generated = sequences * (prompt_tokens + args.max_completion_length) * (engine == "transformers")
+        size = (2 if bf16 else 4) * 2 * shape.layers * shape.kv_width * generated
+        yield Term("KV cache while generating", "2 L (width of keys), each token generated at a time", size)
 
 
 def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int, shape: ModelShape | None = None) -> tuple[int, int]:
@@ -238,60 +225,50 @@ def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int, shape: ModelShape |
     return largest, math.ceil(largest * sequences * completion / tokens)
 
 
-def _activations(shape: ModelShape, tokens: int, *, bf16: bool, checkpointing: bool) -> list[Term]:
+def _activations(shape: ModelShape, tokens: int, *, bf16: bool, checkpointing: bool) -> Iterator[Term]:
     hidden, intermediate = shape.hidden, shape.intermediate
-    layer = 34 * hidden + 8 * intermediate if bf16 else 38 * hidden + 16 * intermediate
-    inside = "34 D + 8 I" if bf16 else "38 D + 16 I"
+    numbers, three = ((34, 8), 6) if bf16 else ((38, 16), 12)  # at most three gradients of each width exist at a time
+    layer, inside = numbers[0] * hidden + numbers[1] * intermediate, f"{numbers[0]} D + {numbers[1]} I"
     if checkpointing:
         size, formula = tokens * (4 * hidden * (shape.layers + 2) + layer), f"N (4 D (L + 2) + {inside})"
     else:
         size, formula = tokens * (8 * hidden + layer * shape.layers), f"N (8 D + L ({inside}))"
-    three = 6 if bf16 else 12  # bytes: at most three gradients of each width exist at a time
-    return [
-        Term("activations, roughly", f"{formula}, N = {tokens:,}", size),
-        Term("their gradients, one layer", f"{three} N (D + I)", three * tokens * (hidden + intermediate)),
-    ]
+    yield Term("activations, roughly", f"{formula}, N = {tokens:,}", size)
+    yield Term("their gradients, one layer", f"{three} N (D + I)", three * tokens * (hidden + intermediate))
 
 
-def _chunk(shape: ModelShape, tokens: int, chunk_bytes: int | None) -> int:
-    budget = chunk_budget(chunk_bytes, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return min(budget, 4 * tokens * shape.vocabulary)
-
-
-def _loss(shape: ModelShape, teacher: ModelShape | None, tokens: int, chunk_bytes: int | None) -> list[Term]:
+def _loss(shape: ModelShape, teacher: ModelShape | None, tokens: int, chunk_bytes: int | None) -> Iterator[Term]:
     """What the head's part of a step takes; `chunk_bytes` is for the chunks of both models."""
-    terms = [
-        Term("one chunk of logits", f"min(chunk_bytes, 4 C V), C = {tokens:,}", _chunk(shape, tokens, chunk_bytes)),
-        Term("gradient of hidden states", "4 C D", 4 * tokens * shape.hidden),
-    ]
+    budget = chunk_budget(chunk_bytes, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    formula = f"min(chunk_bytes, 4 C V), C = {tokens:,}"
+    yield Term("one chunk of logits", formula, min(budget, 4 * tokens * shape.vocabulary))
+    yield Term("gradient of hidden states", "4 C D", 4 * tokens * shape.hidden)
     if shape.head_trained:
         # Computed in the forward pass, and kept beside the accumulated one until the backward pass.
-        terms.append(Term("the head's new gradient", "4 V D", 4 * shape.vocabulary * shape.hidden))
+        yield Term("the head's new gradient", "4 V D", 4 * shape.vocabulary * shape.hidden)
     if teacher is not None:
-        terms.append(Term("hidden states of the teacher", "4 C D of the teacher", 4 * tokens * teacher.hidden))
+        yield Term("hidden states of the teacher", "4 C D of the teacher", 4 * tokens * teacher.hidden)
         if chunk_bytes is None:
-            terms.append(Term("one chunk of its logits", "4 C V at most", _chunk(teacher, tokens, None)))
-    return terms
+            yield Term("one chunk of its logits", "4 C V at most", min(budget, 4 * tokens * teacher.vocabulary))
 
 
-def _vllm(shape: ModelShape, args: GRPOConfig, tokens: int, sequences: int, dtype: torch.dtype) -> list[Term]:
+def _vllm(shape: ModelShape, args: GRPOConfig, tokens: int, sequences: int, dtype: torch.dtype) -> Iterator[Term]:
     """vLLM in process, or in one beside it with `generate_ahead`, for so many sequences of at most so many tokens."""
     share = args.vllm_gpu_memory_utilization
     if (total := device_memory(args)) is not None:
-        return [Term("vLLM", f"{share} of the GPU (vllm_gpu_memory_utilization)", int(share * total))]
-    # vLLM's CPU build packs the head beside its weight, and never updates a tied one, so that the engine has its own.
-    heads = 1 + shape.head_tied
-    parameters = shape.parameters + heads * shape.vocabulary * shape.hidden
-    token_bytes = 2 * shape.layers * shape.kv_width * dtype.itemsize
-    cache = cpu_cache_bytes(token_bytes, args.vllm_max_model_length or tokens, sequences)
-    cache = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes", cache)
+        yield Term("vLLM", f"{share} of the GPU (vllm_gpu_memory_utilization)", int(share * total))
+        return
     name, size, copies = str(dtype).removeprefix("torch."), dtype.itemsize, int(args.generate_ahead)
     # In shared memory while a server beside the trainer reads them, and a copy for each further batch in flight.
     copies = min(copies, 1) if args.vllm_adapter_sync else copies
-    sent = Term(f"weights on their way, {name}", f"{size * copies} P", size * copies * shape.parameters)
-    return [
-        *([sent] if copies else []),
-        Term("vLLM's libraries", "measured", _VLLM_LIBRARIES),
-        Term(f"vLLM's weights, {name}", f"{size} P + {size * heads} V D", size * parameters),
-        Term(f"vLLM's KV cache, {name}", "2 L (width of keys) a token, kv_cache_memory_bytes", cache),
-    ]
+    if copies:
+        yield Term(f"weights on their way, {name}", f"{size * copies} P", size * copies * shape.parameters)
+    yield Term("vLLM's libraries", "measured", _VLLM_LIBRARIES)
+    # vLLM's CPU build packs the head beside its weight, and never updates a tied one, so that the engine has its own.
+    heads = 1 + shape.head_tied
+    parameters = shape.parameters + heads * shape.vocabulary * shape.hidden
+    yield Term(f"vLLM's weights, {name}", f"{size} P + {size * heads} V D", size * parameters)
+    token_bytes = 2 * shape.layers * shape.kv_width * size
+    cache = cpu_cache_bytes(token_bytes, args.vllm_max_model_length or tokens, sequences)
+    cache = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes", cache)
+    yield Term(f"vLLM's KV cache, {name}", "2 L (width of keys) a token, kv_cache_memory_bytes", cache)

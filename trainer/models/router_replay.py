@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from fused_grpo.errors import UnavailableError, UnsupportedError
 
 _TOPK = (torch.topk, Tensor.topk)
-ROUTED = ("routed_sum", "rerouted_sum")  # of `counts`
+ROUTING = "sampling/routing_disagreement"
 
 
 class RouterReplay:
@@ -65,7 +65,7 @@ class RouterReplay:
         self._experts, self._counts = experts, []
 
     def counts(self) -> dict[str, Tensor]:
-        """Since `start`: tokens times layers with experts, and those where the router's own are another set.
+        """ROUTING since `start`: of tokens times layers those where the router's own experts are another set, and all.
 
         UnsupportedError where not every router has been replayed once, as `check` has seen it do in another mode.
         """
@@ -74,18 +74,16 @@ class RouterReplay:
                 f"{len(self._counts)} topk of scores in a step through {len(self.layers)} layers with experts, want "
                 "one in each, in training mode, too"
             )
-        if not self._counts:
-            return {}
-        return dict(zip(ROUTED, torch.stack(self._counts).sum(0), strict=True))
+        return {ROUTING: torch.stack(self._counts).sum(0)} if self._counts else {}
 
     def _enter(self, layer: int, block: nn.Module, inputs: Any) -> None:
         if self._experts is not None or self._seen is not None:
-            self._mode.enter_context(_ReplacedTopK(partial(self._choose, layer), self.layers[layer]))
+            self._mode.enter_context(_ReplacedTopK(self, layer))
 
     def _leave(self, block: nn.Module, inputs: Any, output: Any) -> None:
         self._mode.close()
 
-    def _choose(self, layer: int, scores: Tensor, own: Any) -> Any:
+    def choose(self, layer: int, scores: Tensor, own: Any) -> Any:
         """The result of `topk` of the scores [T, E] of a layer, of which `own` is the router's."""
         if self._seen is not None:
             self._seen.setdefault(layer, []).append((scores, own.indices))
@@ -99,7 +97,7 @@ class RouterReplay:
             )
         known = given[:, 0] >= 0
         other = (given.sort().values != own.indices.sort().values).any(1) & known
-        self._counts.append(torch.stack([known.sum(), other.sum()]))
+        self._counts.append(torch.stack([other.sum(), known.sum()]))
         if not self.replaces:
             return own
         indices = given.where(known[:, None], own.indices)
@@ -151,14 +149,14 @@ class RouterReplay:
 
 
 class _ReplacedTopK(TorchFunctionMode):
-    """Passes the result of each `topk` of scores [T, E] through `choose`."""
+    """Passes the result of each `topk` of scores [T, E] of a layer through `choose`."""
 
-    def __init__(self, choose: Callable[[Tensor, Any], Any], num_experts: int) -> None:
+    def __init__(self, replay: RouterReplay, layer: int) -> None:
         super().__init__()
-        self._choose, self._num_experts = choose, num_experts
+        self._replay, self._layer = replay, layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _TOPK and args[0].ndim == 2 and args[0].shape[1] == self._num_experts:
-            return self._choose(args[0], result)
+        if func in _TOPK and args[0].ndim == 2 and args[0].shape[1] == self._replay.layers[self._layer]:
+            return self._replay.choose(self._layer, args[0], result)
         return result

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -168,11 +168,10 @@ def _joined(parts: Sequence[Part], converted: Callable[[dict[str, Tensor]], dict
         return {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
 
     whole = described(converted(_shapes(parts)))
-    for place in (id, _layer):
-        groups: dict[Hashable, list[Part]] = {}
-        for part in parts:
-            groups.setdefault(place(part), []).append(part)
-        joined = list(map(_union, groups.values()))
+    by_layer = defaultdict[str, list[Part]](list)
+    for part in parts:
+        by_layer[_layer(part)].append(part)
+    for joined in (list(parts), list(map(_union, by_layer.values()))):
         with suppress(Exception):  # of many types, where a conversion misses its other half
             layouts = [described(converted(dict(part.shapes))) for part in joined]
             if {name: value for layout in layouts for name, value in layout.items()} == whole:
@@ -189,7 +188,7 @@ def _union(parts: Sequence[Part]) -> Part:
     def make() -> dict[str, Tensor]:
         return {name: weight for part in parts for name, weight in part.make().items()}
 
-    return parts[0] if len(parts) == 1 else Part(_shapes(parts), make)
+    return Part(_shapes(parts), make)
 
 
 def _shapes(parts: Sequence[Part]) -> dict[str, Tensor]:

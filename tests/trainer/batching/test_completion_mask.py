@@ -13,7 +13,7 @@ from batches import batch_of, column
 
 from fused_grpo import GRPOLossConfig
 from fused_grpo.errors import UnavailableError
-from fused_grpo.trainer.batching.micro_batch_metrics import ratio_metrics, turn_differences, turn_sums
+from fused_grpo.trainer.batching.micro_batch_metrics import means, turn_differences, turn_sums
 from fused_grpo.trainer.batching.micro_batches import Packing, micro_batches, pack, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.engines.checked_engine import checked_generate
@@ -93,7 +93,7 @@ def test_the_sampler_is_compared_by_turn_however_the_step_is_cut():
         rows = [
             torch.tensor([value for index in part.sequence_index.tolist() for value in OLD[index]]) for part in parts
         ]
-        found = ratio_metrics({"sequences_sum": 3.0, **turn_sums(batch, parts, rows)}, "vespo")
+        found = means(turn_sums(batch, parts, rows))
         assert found == pytest.approx(
             {
                 "sampling/sampling_logp_difference/turn_1/mean": (0.1 * 4 + 0.2) / 5,

@@ -5,7 +5,7 @@ import torch
 from batches import batch_of
 
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.trainer.batching.micro_batch_metrics import merge_metrics, ratio_metrics, ratio_sums
+from fused_grpo.trainer.batching.micro_batch_metrics import means, merge_metrics, ratio_sums
 from fused_grpo.trainer.batching.micro_batches import Packing, micro_batches
 
 NAN = float("nan")
@@ -28,7 +28,7 @@ def measured(sequences: int, **options) -> dict[str, float]:
     )
     rows = [[value for index in part.sequence_index.tolist() for value in NEW[index]] for part in parts]
     sums = [ratio_sums(part, torch.tensor(row), config) for part, row in zip(parts, rows, strict=True)]
-    return ratio_metrics(merge_metrics(sums), config.loss_type)
+    return means(merge_metrics(sums))
 
 
 def test_shares_are_of_tokens_and_extremes_of_sequences():

@@ -107,17 +107,17 @@ def test_activations_are_what_the_layers_keep(make_model, bf16, checkpointing):
 
 
 def test_an_adapter_has_its_own_count_and_no_reference(make_model):
-    from peft import get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     options = TrainOptions(use_peft=True, lora_r=4, beta=0.1)
     model = make_model()
-    shape = shape_of(model.config, lora_r=4)
+    shape = shape_of(model.config, options.peft_config())
     wrapped = get_peft_model(copy.deepcopy(model), options.peft_config())
     assert shape.trained == wrapped.get_nb_trainable_parameters()[0]
     estimate = sizes(shape, options)
     assert "reference model, fp32" not in estimate
     assert "the head's new gradient" not in estimate
-    only_queries = shape_of(model.config, lora_r=4, lora_targets=["q_proj"])
+    only_queries = shape_of(model.config, LoraConfig(r=4, target_modules=["q_proj"]))
     assert only_queries.trained == 2 * 4 * (32 + 32)
 
 
