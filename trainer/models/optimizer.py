@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -52,21 +53,36 @@ class EntropyController:
 
 
 def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:
-    """The optimizer called `args.optim`, as transformers' Trainer makes it, without empty groups of parameters.
+    """The optimizer called `args.optim`, over the groups of parameters that transformers' Trainer makes.
 
     Biases and the parameters of norms do not decay. An optimizer with low-rank groups of its own (GaLore, APOLLO) has
-    those. With 8-bit states, those of embeddings stay in 32 bits, since 8 would make them unstable.
+    those.
 
     Raises:
         InputError: a model without trained parameters.
         UnavailableError: the package of that optimizer is not installed, or `optim_args` are not its own.
     """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    # The rule is transformers', which reads nothing of a trainer for it.
+    decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    trained = [(name in decaying, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
         raise InputError("got a model without trained parameters, want some; fix: model.requires_grad_(True) of a part")
-    trainer: Any = Trainer.__new__(Trainer)  # without the rest of it, which this needs nothing of
-    trainer.model, trainer.args, trainer.optimizer, trainer.optimizer_cls_and_kwargs = model, args, None, None
+    groups = [
+        {"params": [parameter for decays, parameter in trained if decays is wanted], "weight_decay": weight_decay}
+        for wanted, weight_decay in ((True, args.weight_decay), (False, 0.0))
+    ]
     try:
-        optimizer: torch.optim.Optimizer = trainer.create_optimizer()
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+            optimizer = kind(options.pop("params", groups), **options)
+        else:  # a factory, of an optimizer that is made of several
+            optimizer = kind()(model, **options)
+        if options.get("optim_bits") == 8 and "bitsandbytes" in str(kind):
+            # The states of embeddings stay in 32 bits, since 8 would make them unstable.
+            manager = import_module("bitsandbytes").optim.GlobalOptimManager.get_instance()
+            for module in model.modules():
+                if isinstance(module, torch.nn.Embedding):
+                    manager.register_module_override(module, "weight", {"optim_bits": 32})
     except (ImportError, ValueError, TypeError, RuntimeError) as error:
         raise UnavailableError(
             f"got optim={args.optim!r} with optim_args={args.optim_args!r}, which cannot be made: {error}; "
