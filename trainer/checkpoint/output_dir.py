@@ -205,10 +205,9 @@ class RunLock:
         while self._descriptor is None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+                descriptor = _locked(directory, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
             except OSError as error:
                 raise unwritable(directory, error) from error
-            _lock(descriptor, fcntl.LOCK_EX, directory)
             # The run before may have removed the file between the two calls: then this lock is of nothing.
             if self._path.exists() and os.path.samestat(os.fstat(descriptor), self._path.stat()):
                 self._descriptor = descriptor
@@ -234,22 +233,21 @@ class RunLock:
 def refuse_alive(directory: Path) -> None:
     """Raise CheckpointError where a run is alive in `directory`, or its lock cannot be read; without locking it."""
     try:
-        descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.close(_locked(directory, os.O_RDONLY, fcntl.LOCK_SH))
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise unwritable(directory, error) from error
-    _lock(descriptor, fcntl.LOCK_SH, directory)
-    os.close(descriptor)
 
 
-def _lock(descriptor: int, kind: int, directory: Path) -> None:
-    """Lock an open file, or close it and raise."""
+def _locked(directory: Path, flags: int, kind: int) -> int:
+    """Open and lock the file of `directory`; OSError where it cannot be opened."""
+    descriptor = os.open(directory / LOCK_FILE, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     failure = unwritable(directory, OSError(errno.EINVAL, f"{LOCK_FILE} is no regular file"))
     for _ in range(_TRIES if stat.S_ISREG(os.fstat(descriptor).st_mode) else 0):
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return
+            return descriptor
         except BlockingIOError:
             failure = CheckpointError(
                 f"got {directory}, where another run is being trained now ({_owner(descriptor)}); want an output "

@@ -150,7 +150,7 @@ def _numbers(learner: Any, place: dict[str, Any], optimizer: Any, scheduler: Any
         "scheduler": scheduler,
         "collector": place,
         "entropy": learner.entropy.state(),
-        "skipped": learner.nonfinite.state(),
+        "skipped": dict(learner.nonfinite.skipped),
     }
 
 
@@ -178,7 +178,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             left = dict(tensors)
             numbers |= {name: unpack(value, left) for name, value in packed.items()}
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
-            files.check_numbers(numbers, here, collector.sampler.stream_form)
+            known = files.check_numbers(numbers, here, collector.sampler.stream_form)
             state = files.read_trainer_state(checkpoint, numbers["step"])
             files.check_cursors(numbers, state.epoch, learner)
         if numbers["step"] > learner.max_steps:
@@ -203,9 +203,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             unused = 0 if saved is None else saved["batches"] * saved["iterations"] - saved["done"]
             collector.load_state(numbers["collector"], prefetched, step=numbers["step"] + unused)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
-            schedule = files.known_part(here["scheduler"], numbers["scheduler"])
-            counters = {name: numbers[name] for name in ("step", "skipped", "entropy")}
-            learner.load_state(scheduler=schedule, **counters)
+            learner.load_state(**{name: known[name] for name in ("step", "scheduler", "skipped", "entropy")})
     _set_weights(learner, weights)
     with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
         load_optimizer_state(learner.policy, optimizer, packed["optimizer"], tensors)

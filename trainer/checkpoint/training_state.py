@@ -224,25 +224,31 @@ def set_random_state(state: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} is no state of that generator")
 
 
-def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, counts: bool = False) -> None:
+def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, counts: bool = False) -> Any:
     """Compare saved values with what this run has in their place: keys, lengths, kinds of values.
 
     Nothing is known of what is None or empty here. Flags may be missing, which a later version of PyTorch has added.
     With `exact`, ints are counts; what something `counts` may have any sign, and its lists any length. TypeError for
     another form, a number that is not finite, or a negative one where this run's is not.
+
+    Returns what this run would have saved in its place: no other name is loaded into its objects.
     """
-    if here is None or (saved is None and isinstance(here, bool)):
-        return
+    if here is None:
+        return None if isinstance(saved, dict | list) else saved
+    if saved is None and isinstance(here, bool):
+        return None
     options = {"exact": exact, "counts": counts}
     if isinstance(here, dict) and isinstance(saved, dict):
-        for name, value in here.items():
-            check_alike(value, saved.get(name, saved.get(str(name))), f"{where}.{name}", **options)
-    elif isinstance(here, list | tuple) and isinstance(saved, list | tuple):
+        there = {name: saved.get(name, saved.get(str(name))) for name in here}  # JSON has no numbers as names
+        known = {name: check_alike(here[name], value, f"{where}.{name}", **options) for name, value in there.items()}
+        return {name: value for name, value in known.items() if here[name] is None or value is not None}
+    if isinstance(here, list | tuple) and isinstance(saved, list | tuple):
         if len(here) not in (0, len(saved)) and not (counts and isinstance(here, list)):
             raise TypeError(f"{where} has {len(saved)} values, want {len(here)}")
-        for index, pair in enumerate(zip(here, saved, strict=False)):
-            check_alike(*pair, f"{where}[{index}]", **options)
-    elif isinstance(here, Tensor) and isinstance(saved, Tensor):
+        pairs = enumerate(zip(here, saved, strict=False))
+        values = [check_alike(*pair, f"{where}[{index}]", **options) for index, pair in pairs]
+        return (tuple(values) if isinstance(here, tuple) else values) if here else saved
+    if isinstance(here, Tensor) and isinstance(saved, Tensor):
         check_tensors({where: here}, {where: saved})
     elif is_number(here) and is_number(saved):
         whole = not (exact and isinstance(here, int)) or (isinstance(saved, int) and saved <= 2**53)
@@ -250,18 +256,7 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, count
             raise TypeError(f"{where} is {saved}")
     elif not isinstance(here, str | bool) or type(here) is not type(saved):
         raise TypeError(f"{where} is {reprlib.repr(saved)}, want a value such as {reprlib.repr(here)}")
-
-
-def known_part(here: Any, saved: Any) -> Any:
-    """Of saved JSON what this run would have saved in its place: no other name is loaded into its objects."""
-    if isinstance(here, dict):
-        there = {name: saved.get(name, saved.get(str(name))) for name in here}  # JSON has no numbers as names
-        there = {name: value for name, value in there.items() if here[name] is None or value is not None}
-        return {name: known_part(here[name], value) for name, value in there.items()}
-    if isinstance(here, list | tuple) and here:
-        values = [known_part(*pair) for pair in zip(here, saved, strict=True)]
-        return tuple(values) if isinstance(here, tuple) else values
-    return None if here is None and isinstance(saved, dict | list) else saved
+    return saved
 
 
 def check_tensors(here: Tensors, saved: Tensors) -> None:
@@ -284,15 +279,16 @@ def _form(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: Any) -> None:
-    """Raise KeyError or TypeError where the content of training.json is not what this run would save there."""
-    check_alike(here, numbers, "content", exact=True)
+def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: Any) -> dict[str, Any]:
+    """Of the content of training.json what this run would save there; KeyError or TypeError where it is not that."""
+    known: dict[str, Any] = check_alike(here, numbers, "content", exact=True)
     place = numbers["collector"]["sampler"]
     stream_form = None if place.get("stream") is None else stream_form
     check_alike({"stream": stream_form}, place, "content.collector.sampler", exact=True)
     _check_log("eval_before", {} if numbers["eval_before"] is None else numbers["eval_before"])
     for name, values in numbers["unlogged"].items():
         _check_log(f"unlogged.{name}", dict(enumerate(values)))
+    return known
 
 
 def _check_log(where: str, log: Any) -> None:

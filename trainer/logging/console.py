@@ -116,9 +116,9 @@ class Console:
         """A warning with its fix, on as many lines as it takes."""
         self._rich.print(Text("warning: ", style="bold yellow") + Text(visible(text), style="yellow"))
 
-    def step(self, step: int, metrics: Mapping[str, object], phases: Mapping[str, float]) -> None:
-        """The line of one optimizer step, from its record in metrics.jsonl and the seconds of its phases."""
-        cells = self._cells(step, metrics, phases)
+    def step(self, step: int, metrics: Mapping[str, object]) -> None:
+        """The line of one optimizer step, from its record in metrics.jsonl."""
+        cells = self._cells(step, metrics)
         if not self._columns:
             self._columns = _fitting(cells, self._rich.width)
         if len(self._seconds) % HEADER_EVERY == 1:
@@ -150,14 +150,16 @@ class Console:
         if self._rich.width >= NARROW:
             self._rich.print(table)
 
-    def _cells(self, step: int, metrics: Mapping[str, object], phases: Mapping[str, float]) -> dict[str, str]:
-        total = sum(phases.values())
+    def _cells(self, step: int, metrics: Mapping[str, object]) -> dict[str, str]:
+        # Without the parts of a phase, such as time/reward/accuracy.
+        phases = [metric(metrics, f"time/{name}") or 0.0 for name in PHASES]
+        total = sum(phases)
         seconds = metric(metrics, "step_time") or total
         self._seconds.append(seconds)
         self._rewards.append(metric(metrics, "reward"))
         # Compilation and cold caches make the first step slow: a mean with it would be too high.
         warm = self._seconds[1:]
-        shares = (f"{100 * phases.get(name, 0.0) / total:3.0f}" for name in PHASES)
+        shares = (f"{100 * spent / total:3.0f}" for spent in phases)
         tokens, spread = metric(metrics, "completion_tokens"), metric(metrics, "reward_std")
         clipped = "cispo_clip_ratio" if "cispo_clip_ratio" in metrics else "clip_ratio/region_mean"
         cells = {column.title: short_number(metric(metrics, column.metric)) for column in COLUMNS} | {

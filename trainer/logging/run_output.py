@@ -28,7 +28,7 @@ from fused_grpo.trainer.common.formatting import from_here, short_number
 from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.console import PHASES, Console
+from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.report import parts_text, write_report
 from fused_grpo.trainer.logging.run_log import RunLog, metric
 
@@ -135,9 +135,7 @@ class RunOutput:
         is_due = step % self.console_steps == 0 or step == self.max_steps
         if step == 1 or is_due:
             shown = self.since_last_line.take() if is_due or self.args.logging_first_step else record
-            # Without the parts of a phase, such as time/reward/accuracy.
-            phases = {name: shown[f"time/{name}"] for name in PHASES if f"time/{name}" in shown}
-            self.console.step(step, shown, phases)
+            self.console.step(step, shown)
         for text in self.advice(record):
             self.console.warn(text)
         equal = metric(record, "sampling/bit_equal_fraction")

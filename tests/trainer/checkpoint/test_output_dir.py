@@ -298,15 +298,15 @@ def test_a_directory_without_locks_is_refused_by_that_reason(lock, tmp_path, mon
 
 
 def test_a_file_that_its_owner_removes_meanwhile_is_no_lock(lock, tmp_path, monkeypatch):
-    working, opened = output_dir._lock, []
+    working, opened = output_dir._locked, []
 
-    def removed_first(descriptor, kind, directory):
-        working(descriptor, kind, directory)
-        if not opened:
+    def removed_first(*given):
+        opened.append(working(*given))
+        if len(opened) == 1:
             (tmp_path / LOCK_FILE).unlink()
-        opened.append(descriptor)
+        return opened[-1]
 
-    monkeypatch.setattr(output_dir, "_lock", removed_first)
+    monkeypatch.setattr(output_dir, "_locked", removed_first)
     lock.acquire(tmp_path)
     assert len(opened) == 2
     monkeypatch.undo()

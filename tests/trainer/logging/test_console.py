@@ -9,7 +9,8 @@ from fused_grpo.errors import elide_middle, visible
 from fused_grpo.trainer.common.formatting import duration, short_number
 from fused_grpo.trainer.logging.console import Console, best_and_worst, sparkline
 
-PHASES = {"generate": 6.0, "reward": 1.0, "train": 2.5, "sync": 0.5}
+# Of which time/reward/digits is a part.
+PHASES = {"time/generate": 6.0, "time/reward": 1.0, "time/reward/digits": 0.5, "time/train": 2.5, "time/sync": 0.5}
 FULL = {
     "reward": 0.512,
     "reward_std": 0.24,
@@ -43,7 +44,7 @@ def lines_of(*records: dict[str, float], total: int = 200, phases: dict[str, flo
     out = io.StringIO()
     console = Console(total, file=out)
     for step, record in enumerate(records, start=1):
-        console.step(step, record, phases)
+        console.step(step, record | phases)
     return out.getvalue().splitlines()
 
 
@@ -76,8 +77,8 @@ def test_a_metric_that_goes_missing_or_mad_leaves_its_column_in_place() -> None:
 def test_the_first_step_without_a_sync_still_gets_a_sync_column() -> None:
     out = io.StringIO()
     console = Console(9, file=out)
-    console.step(1, FULL, {"generate": 3.0, "train": 1.0})
-    console.step(2, FULL, {"sync": 1.0, "generate": 2.0, "train": 1.0})
+    console.step(1, FULL | {"time/generate": 3.0, "time/train": 1.0})
+    console.step(2, FULL | {"time/sync": 1.0, "time/generate": 2.0, "time/train": 1.0})
     assert " 75   0  25   0" in out.getvalue()
     assert " 50   0  25  25" in out.getvalue()
 
@@ -96,7 +97,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_wrapped_lines(
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(200, file=terminal)
-    console.step(1, FULL, PHASES)
+    console.step(1, FULL | PHASES)
     header, line = (visible(text, keep="\x1b") for text in terminal.getvalue().splitlines())
     assert "reward" in header
     assert "ETA" in header
@@ -105,7 +106,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_no_wrapped_lines(
 
 
 def test_a_terminal_gets_colour_and_a_file_does_not(terminal: Terminal) -> None:
-    Console(5, file=terminal).step(1, FULL, PHASES)
+    Console(5, file=terminal).step(1, FULL | PHASES)
     assert "\x1b[" in terminal.getvalue()
     assert "\x1b" not in "".join(lines_of(FULL))
 
@@ -175,7 +176,7 @@ def test_an_output_without_unicode_does_not_end_the_run() -> None:
     out = io.TextIOWrapper(raw, encoding="ascii")
     console = Console(5, file=out)
     console.banner({"model": "modèle"})
-    console.step(1, FULL, PHASES)
+    console.step(1, FULL | PHASES)
     console.completions(1, [{"prompt": "é", "completion": "日本", "reward": 1.0}], limit=1)
     out.flush()
     assert rb"\u65e5\u672c" in raw.getvalue()
@@ -185,7 +186,7 @@ def test_quiet_writes_nothing() -> None:
     out = io.StringIO()
     console = Console(5, quiet=True, file=out)
     console.banner({"a": "b"})
-    console.step(1, FULL, PHASES)
+    console.step(1, FULL | PHASES)
     console.completions(1, [{"prompt": "p", "completion": "c", "reward": 1.0}], limit=1)
     console.note("n")
     assert out.getvalue() == ""
