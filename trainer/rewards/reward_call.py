@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -44,15 +44,14 @@ class RewardInputs:
 
     columns: Mapping[str, Sequence[Any]]  # B each: prompts, completions, completion_ids, and those of the dataset
     trainer_state: Any = None
-    environments: Sequence[Any] | None = None  # B objects, which are passed themselves; None: there are none
+    shared: frozenset[str] = frozenset()  # columns of objects that are passed themselves: environments
 
     def __len__(self) -> int:
         return len(self.columns["prompts"])
 
     def part(self, start: int, length: int = 1) -> RewardInputs:
         cut = {name: values[start : start + length] for name, values in self.columns.items()}
-        environments = None if self.environments is None else self.environments[start : start + length]
-        return RewardInputs(columns=cut, trainer_state=self.trainer_state, environments=environments)
+        return replace(self, columns=cut)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,7 @@ class RewardCaller:
         RewardError where the function raised, exceeded its timeout, or returned the wrong number of values, a NaN or
         no number; InputError where it has a parameter without a default that no column fills.
         """
-        self.check_columns([*inputs.columns, *([] if inputs.environments is None else ["environments"])])
+        self.check_columns(inputs.columns)
         prompts, logged = inputs.columns["prompts"], Scores()
         try:
             returned = self._run(inputs, logged)
@@ -131,12 +130,12 @@ class RewardCaller:
         given = {**inputs.columns, "trainer_state": inputs.trainer_state, **logs}
         arguments = {
             # One by one: the members of a group have the same prompt and row.
-            name: [own_copy(entry) for entry in value] if name in inputs.columns else own_copy(value)
+            name: list(value if name in inputs.shared else map(own_copy, value))
+            if name in inputs.columns
+            else own_copy(value)
             for name, value in given.items()
             if self.accepted is None or name in self.accepted
         }
-        if inputs.environments is not None and (self.accepted is None or "environments" in self.accepted):
-            arguments["environments"] = list(inputs.environments)
         call = functools.partial(self.function, **arguments)
         # A call of a coroutine function returns at once.
         directly = self.timeout is None or self.is_async

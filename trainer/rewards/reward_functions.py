@@ -6,7 +6,6 @@ what becomes of a call that fails, and why a group is dropped whole and for all 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
@@ -14,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal, get_args
 
@@ -94,7 +94,7 @@ class Rewards:
         if not self.weights.isfinite().all():
             raise InputError(f"got reward_weights={self.weights.tolist()}, want finite numbers")
         loading = {**(model_init_kwargs or {}), "trust_remote_code": trust_remote_code}
-        make_model = functools.partial(
+        make_model = partial(
             RewardModel, device=device, chat_template_kwargs=chat_template_kwargs, trust_remote_code=trust_remote_code
         )
         self.functions = [_resolve(one, make_model, cls, loading) for one, cls in zip(given, classes, strict=True)]
@@ -133,19 +133,19 @@ class Rewards:
                 f"got {len(rows)} rows, {len(completions)} completions and {len(completion_ids)} lists of ids, "
                 f"want equally many, in groups of num_generations={num_generations}"
             )
-        columns: Mapping[str, list[Any]] = {
+        columns: dict[str, list[Any]] = {
             **{name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
             "prompts": [row["prompt"] for row in rows],
             "completions": list(completions),
             "completion_ids": list(completion_ids),
         }
-        inputs = RewardInputs(columns=columns, trainer_state=trainer_state, environments=environments)
-        call = functools.partial(self._call, inputs=inputs, num_generations=num_generations)
-        asynchronous = [one for one in self._callers if one.is_async]
+        shared = dict[str, list[Any]]() if environments is None else {"environments": list(environments)}
+        inputs = RewardInputs(columns=columns | shared, trainer_state=trainer_state, shared=frozenset(shared))
+        call = partial(self._call, inputs=inputs, num_generations=num_generations)
         with process_kept():
-            pending = {one: in_thread(functools.partial(call, one), name="reward") for one in asynchronous}
-            outcome_of = {one: call(one) for one in self._callers if one not in pending}
-            outcomes = [pending[one].result() if one in pending else outcome_of[one] for one in self._callers]
+            pending = {one: in_thread(partial(call, one), name="reward") for one in self._callers if one.is_async}
+            done = {one: call(one) for one in self._callers if not one.is_async}
+            outcomes = [pending[one].result() if one.is_async else done[one] for one in self._callers]
         scores, seconds = zip(*outcomes, strict=True)
         return self._output(scores, dict(zip(self.names, seconds, strict=True)), num_generations)
 
@@ -214,7 +214,7 @@ def _call_dropping_groups(call: RewardCaller, inputs: RewardInputs, num_generati
         groups = [Scores(failures={0: error})]
     starts = range(0, len(inputs), num_generations)
     if len(starts) > 1 and call.is_async:
-        pending = [in_thread(functools.partial(attempt, start), name="reward") for start in starts]
+        pending = [in_thread(partial(attempt, start), name="reward") for start in starts]
         groups = [outcome.result() for outcome in pending]
     elif len(starts) > 1:
         groups = [attempt(start) for start in starts]
