@@ -180,7 +180,7 @@ class Learner:
         """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""
         groups, schedule = copy.deepcopy(self.beginning)
         self.step, self.entropy = 0, EntropyController(self.args)
-        self.nonfinite.skipped = {"in_a_row": 0, "total": 0}
+        self.nonfinite.load_state({"in_a_row": 0, "total": 0})
         self.optimizer.optimizer.state.clear()
         for group, first in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(first)
@@ -191,7 +191,7 @@ class Learner:
     ) -> None:
         """Go on from a checkpoint: its step, and the states of its schedule and counters."""
         self.scheduler.load_state_dict(scheduler)
-        self.nonfinite.skipped = skipped
+        self.nonfinite.load_state(skipped)
         if self.args.use_adaptive_entropy:
             self.entropy.load_state(entropy)
         self.step = step
@@ -237,7 +237,7 @@ class Learner:
         self.step += 1
         if self.args.torch_empty_cache_steps and self.step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
-        metrics |= {"skipped_steps": float(self.nonfinite.skipped["total"])} if self.nonfinite.limit else {}
+        metrics |= {"skipped_steps": float(self.nonfinite.total)} if self.nonfinite.limit else {}
         # The mean entropy of the tokens that the bonus is about.
         entropy = metrics.get("entropy", 0.0) if of_uncertain is None else of_uncertain
         of_router = self.router_coefficient * metrics.get("aux_loss", 0.0)

@@ -150,7 +150,7 @@ def _numbers(learner: Any, place: dict[str, Any], optimizer: Any, scheduler: Any
         "scheduler": scheduler,
         "collector": place,
         "entropy": learner.entropy.state(),
-        "skipped": dict(learner.nonfinite.skipped),
+        "skipped": learner.nonfinite.state(),
     }
 
 

@@ -196,7 +196,7 @@ class NonFiniteSteps:
 
     def __init__(self, output_dir: Path, rank: int, *, limit: int) -> None:
         self.output_dir, self.rank, self.limit = output_dir, rank, limit
-        self.skipped = {"in_a_row": 0, "total": 0}  # as a checkpoint has it
+        self.in_a_row = self.total = 0
 
     def may_update(self, metrics: Mapping[str, float], step: int, evidence: Callable[[], Mapping[str, Tensor]]) -> bool:
         """Whether the optimizer may make step `step`. `evidence` returns the tensors to keep of one that it may not.
@@ -204,21 +204,28 @@ class NonFiniteSteps:
         NonFiniteError where it may not, and `limit` steps before it were skipped already.
         """
         if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
-            self.skipped["in_a_row"] = 0
+            self.in_a_row = 0
             return True
         folder = self.output_dir / f"{NONFINITE_FOLDER}{step}"
         what = f"got loss {metrics['loss']} and gradient norm {metrics['grad_norm']} in step {step}"
         kept = self._keep(folder, {"step": step, "rank": self.rank, "metrics": dict(metrics)}, evidence)
-        in_a_row = self.skipped["in_a_row"]
-        if in_a_row >= self.limit:
-            before = f" and in {in_a_row} step(s) before it" if in_a_row else ""
+        if self.in_a_row >= self.limit:
+            before = f" and in {self.in_a_row} step(s) before it" if self.in_a_row else ""
             raise NonFiniteError(
                 f"{what}{before}, want finite ones; nothing was updated, and its batch is {kept}; fix: a lower "
                 "learning_rate, look at that batch, or skip a few such steps with max_skipped_steps"
             )
-        self.skipped = {"in_a_row": in_a_row + 1, "total": self.skipped["total"] + 1}
-        _log.warning("%s: skipped (%d in a row of at most %d), its batch is %s", what, in_a_row + 1, self.limit, kept)
+        self.in_a_row, self.total = self.in_a_row + 1, self.total + 1
+        _log.warning("%s: skipped (%d in a row of at most %d), its batch is %s", what, self.in_a_row, self.limit, kept)
         return False
+
+    def state(self) -> dict[str, int]:
+        """The counters, as JSON."""
+        return {"in_a_row": self.in_a_row, "total": self.total}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """The inverse of `state`."""
+        self.in_a_row, self.total = state["in_a_row"], state["total"]
 
     def _keep(self, folder: Path, facts: Mapping[str, object], evidence: Callable[[], Mapping[str, Tensor]]) -> str:
         """Write the batch; returns where it is. A full disk must neither hide the error nor make the ranks differ."""
