@@ -97,6 +97,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    import quick_accelerate
+
+    quick_accelerate.make_quick()
     gc.freeze()  # and where a test collects garbage, none of them is looked through
 
 

@@ -133,9 +133,12 @@ def import_torch() -> None:
 
 def import_libraries() -> None:
     """What tests import, but for this package; what is not installed is left out."""
+    from imported import quick_accelerate
+
     for name in LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    quick_accelerate.make_quick()
     with contextlib.suppress(ImportError):
         import transformers
 

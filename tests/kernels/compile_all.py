@@ -15,6 +15,7 @@ import heapq
 import itertools
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from fused_grpo.kernels import _device, tuning
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
 TARGETS = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in CAPABILITIES}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Descriptors can carry an "aligned" weight in 16 bits. The rows of an "odd" one start anywhere, and "columns" has its
 # columns where rows should be: those only pointers can read.
@@ -50,7 +51,7 @@ USUAL = (
     ("float32", "all", "aligned"),
 )
 POINTERS_BESIDE_TMA = ("bfloat16", "none", "odd"), ("float16", "all", "columns")
-# Whose listings tests read. The disassembler takes half a second for each.
+# Whose listings tests read.
 DISASSEMBLED = ("_logprob_forward_kernel", "_softmax_weights_forward_kernel", "_softmax_weights_kernel")
 BARRIER = re.compile(r"\b(?:ttg|gpu)\.barrier\b")  # Triton 3.6 says gpu
 # "dppo_tv", "ipo" and "gmpo" have no instruction that the others lack.
@@ -163,26 +164,45 @@ def measure(launch: Launch, arch: str) -> dict[str, Any]:
         keys = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
         registers, *spilled = (int(re.search(rf"\.{key}:\s*(\d+)", listing)[1]) for key in keys)
         return facts | {"reg": registers, "stack": sum(spilled), "hgmma": []}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = dump("--dump-resource-usage", file.name)
-        sass = dump("--dump-sass", file.name) if source.fn.__name__ in DISASSEMBLED else ""
-    facts |= {"hgmma": sorted(set(re.findall(r"HGMMA\.[\w.]+", sass))), "fp64": ".f64" in compiled.asm["ptx"]}
+    usage = said_of(compiled.asm["cubin"], "cuobjdump", "--dump-resource-usage")
+    facts |= {"hgmma": [], "fp64": ".f64" in compiled.asm["ptx"]}
     # Without a rounding mode: those that a compiler may fuse.
     facts["fusible"] = len(re.findall(r"\b(?:add|sub|mul)\.(?:ftz\.)?f32", compiled.asm["ptx"]))
-    if sass and (found := shortest_loop(sass)):
-        rows = launch[2].get("BLOCK_N", 1)
-        instructions, barriers = found
-        facts["per_logit"] = round(32 * launch[2]["num_warps"] * instructions / (rows * launch[2]["BLOCK_V"]), 1)
-        facts |= {"per_tile": barriers} if rows == 1 else {}
+    if source.fn.__name__ in DISASSEMBLED:
+        facts["code"] = code_of(compiled.asm["cubin"])
     return facts | {key.lower(): int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK")}
 
 
-def shortest_loop(sass: str) -> tuple[int, int] | None:
+def code_of(cubin: bytes) -> bytes:
+    """Of its one kernel: the section .text.* of this ELF file."""
+    (table,), (count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HH", cubin, 60)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + 64 * number) for number in range(count)]
+    named = [(cubin[sections[names][4] + name :], start, size) for name, _, _, _, start, size in sections]
+    (code,) = (cubin[start : start + size] for name, start, size in named if name.startswith(b".text."))
+    return code
+
+
+def add_instructions(arch: str, built: list[tuple[Launch, dict[str, Any]]]) -> None:
+    """What the listing of each "code" says. One of all of them: the disassembler takes half a second to start."""
+    number = arch.removeprefix("sm_")
+    suffix = "a" if int(number) >= 90 else ""
+    said = said_of(b"".join(facts["code"] for _, facts in built), "nvdisasm", "--binary", f"SM{number}{suffix}")
+    code = [(int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", said)]
+    end = 0
+    for (_, _, options), facts in built:
+        start, end = end, end + len(facts.pop("code"))
+        own = [(place, text) for place, text in code if start <= place < end]
+        assert own, f"no listing of {len(built)} kernels for {arch}"
+        facts["hgmma"] = sorted({found for _, text in own for found in re.findall(r"HGMMA\.[\w.]+", text)})
+        if found := shortest_loop(own):
+            rows, (instructions, barriers) = options.get("BLOCK_N", 1), found
+            facts["per_logit"] = round(32 * options["num_warps"] * instructions / (rows * options["BLOCK_V"]), 1)
+            facts |= {"per_tile": barriers} if rows == 1 else {}
+
+
+def shortest_loop(code: list[tuple[int, str]]) -> tuple[int, int] | None:
     """(instructions, barriers) of the shortest way through the longest loop, after the loop over products that may be
     in it; None without tensor cores, whose products are scattered over a loop of thousands of instructions."""
-    code = [(int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", sass)]
     at = {place: number for number, (place, _) in enumerate(code)}
     jumps = {}
     for number, (_, text) in enumerate(code):
@@ -212,8 +232,12 @@ def shortest_loop(sass: str) -> tuple[int, int] | None:
     return None
 
 
-def dump(what: str, path: str) -> str:
-    return subprocess.run([str(CUOBJDUMP), what, path], check=True, capture_output=True, text=True).stdout
+def said_of(content: bytes, tool: str, *options: str) -> str:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        command = [TOOLS / tool, *options, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def jobs(arch: str, which: str) -> Iterator[tuple[dict[str, Any], Launch]]:
@@ -234,13 +258,17 @@ def jobs(arch: str, which: str) -> Iterator[tuple[dict[str, Any], Launch]]:
 
 
 def main(which: str, *arches: str) -> None:
-    measured: dict[tuple[str, str, str], dict[str, Any]] = {}
     for arch in arches or TARGETS:
+        measured: dict[tuple[str, str], tuple[Launch, dict[str, Any]]] = {}
+        found = list[tuple[dict[str, Any], tuple[str, str]]]()
         for facts, launch in jobs(arch, which):
-            name, (_, _, key) = launch[0].__name__, specialise(launch, arch)
-            if (arch, name, key) not in measured:
-                measured[arch, name, key] = measure(launch, arch)
-            print(json.dumps(facts | {"name": name} | measured[arch, name, key]), flush=True)
+            found.append((facts, (launch[0].__name__, specialise(launch, arch)[2])))
+            if found[-1][1] not in measured:
+                measured[found[-1][1]] = launch, measure(launch, arch)
+        if listed := [each for each in measured.values() if "code" in each[1]]:
+            add_instructions(arch, listed)
+        for facts, key in found:
+            print(json.dumps(facts | {"name": key[0]} | measured[key][1]), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ secret.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -63,13 +64,13 @@ def redacted(value: object, key: str = "") -> object:
     if value and _is_secret(key, value):
         return REDACTED
     if isinstance(value, Mapping):
-        return {public_text(str(name)): redacted(item, str(name)) for name, item in value.items()}
+        return {_public_name(str(name)): redacted(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [redacted(item) for item in value]
-    plain, home = to_json(value), os.path.expanduser("~")
+    plain = to_json(value)
     if not isinstance(plain, str):
         return plain
-    text = public_text(plain)
+    text, home = public_text(plain), os.path.expanduser("~")
     if len(home) > 1:
         text = re.sub(rf"(?<![\w.~/-]){re.escape(home)}(?=/|$)", "~", text)
     return _HOME.sub("~", text)
@@ -90,6 +91,9 @@ def public_text(text: str) -> str:
     return "".join([*parts, text[end:]])
 
 
+_public_name = functools.lru_cache(maxsize=1024)(public_text)  # of options, which a run writes several times
+
+
 def without_secrets(environment: Mapping[str, str], *, keep: Collection[str] = ()) -> dict[str, str]:
     """The environment without variables whose names or values look like secrets, except for those to keep."""
     kept = {*keep, "PWD"}  # the working directory
@@ -101,9 +105,12 @@ def without_secrets(environment: Mapping[str, str], *, keep: Collection[str] = (
 
 
 def _is_secret(name: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return False
-    words, is_text = _snake_case(name), not isinstance(value, int | float)
+    return not isinstance(value, bool) and _names_a_secret(name, is_text=not isinstance(value, int | float))
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_a_secret(name: str, *, is_text: bool) -> bool:
+    words = _snake_case(name)
     patterns = [_SECRET_NAME, *([_SECRET_NAME_OF_TEXT] if is_text else [])]
     patterns += [_SECRET_NAME_IN_UPPER_CASE] if is_text and name.isupper() else []
     return any(pattern.search(words) for pattern in patterns)
