@@ -5,8 +5,8 @@ in seconds on one CPU core. Prints the reward as it rises and what the model wri
 Letters: B completions in a step, G of each prompt; P tokens of a prompt, T of the longest completion; V vocabulary.
 """
 
-import sys
 from itertools import takewhile
+from operator import eq
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -21,7 +21,7 @@ G, MICRO_BATCH, ITERATIONS, TEMPERATURE = 16, 40, 2, 1.0
 def reward(digit: int, written: list[int]) -> float:
     """The share of the answer before the first mistake; to write on after its end costs, too."""
     answer = [*range(digit + 1, 10), END]
-    return sum(takewhile(bool, map(int.__eq__, answer, written))) / max(len(answer), len(written))
+    return sum(takewhile(bool, map(eq, answer, written))) / max(len(answer), len(written))
 
 
 def main(steps: int = 80, seed: int = 0) -> list[float]:
@@ -77,4 +77,4 @@ def main(steps: int = 80, seed: int = 0) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))  # steps, seed
+    main()

@@ -62,7 +62,7 @@ OTHER_PROJECTS = [
 
 @pytest.mark.parametrize("path", [pytest.param(one, marks=MARKS.get(one.name, ()), id=one.name) for one in EXAMPLES])
 def test_an_example_runs_alone_and_leaves_nothing_unannounced(ran, path):
-    printed, folder = ran(path, *["3"] * (path == OWN_LOOP))  # steps; a test below has as many as learning takes
+    printed, folder = ran(path)
     assert printed.strip()
     announced = ast.get_docstring(ast.parse(path.read_text()))
     assert [left.name for left in folder.iterdir() if left.name not in announced] == []
