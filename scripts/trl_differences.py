@@ -111,6 +111,11 @@ BEHAVIOURS = [
     Behaviour("old log-probs cost another forward pass with vLLM", "on policy they are those of the step", "none"),
     Behaviour("the trainer is a subclass of `transformers.Trainer`", "its loop is its own, on Accelerate", "none"),
     Behaviour(
+        "some options count that are changed in `trainer.args` after the trainer is made, and so does another dataset",
+        "both are refused by name, but for options of logging, evaluation and saving",
+        "an error",
+    ),
+    Behaviour(
         "`entropy` and the metrics of the sampler are of all completions",
         "without those of advantage 0 where these have no gradient, unless `skip_zero_advantages=False`",
         "metrics only",
