@@ -1,6 +1,7 @@
 """How long a GRPO step takes on GPUs on which it has not run: from the sizes of the model, the batch and the GPUs.
 
-docs/planning.md has the phases of a step and what is left out, bench/predictions/measured.md what was predicted of published runs.
+docs/planning.md has the phases of a step and what is left out; bench/predictions/measured.md has how far off the
+predictions are.
 
 Lengths have the distribution of the largest entropy with this mean and maximum: exponential, cut off. An engine with
 fewer places than sequences refills them until none waits, and then drains: what is left of a sequence at that time has

@@ -1,7 +1,7 @@
 """From the samples of a step to packed micro-batches: what is left out, which rank learns from what, what fits in one.
 
-docs/packing.md has the rules. Ranks get equally many sequences, or equally many whole trees
-where the slowest rank has less to do then; a rank may have no sequence at all.
+docs/packing.md has the rules. Ranks get equally many sequences, or equally many whole trees where the slowest rank has
+less to do then; a rank may have no sequence at all.
 
 A tree is a prompt with completions of it behind, so that the prompt is computed once; a sequence alone is one, too.
 """
