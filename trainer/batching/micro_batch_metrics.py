@@ -125,7 +125,7 @@ def inputs_of(part: MicroBatch, config: GRPOLossConfig) -> LossInputs:
 def means(merged: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a step, each pair as its quotient, and two more that are made of them."""
     pairs = {name: value for name, value in merged.items() if isinstance(value, tuple)}
-    metrics = {**merged} | {name: total / max(1.0, count) for name, (total, count) in pairs.items()}
+    metrics = dict(merged) | {name: total / max(1.0, count) for name, (total, count) in pairs.items()}
     if "clip_ratio/low_mean" in metrics:
         metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
     if SAMPLE_SIZE in pairs:

@@ -247,7 +247,7 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, count
             raise TypeError(f"{where} has {len(saved)} values, want {len(here)}")
         pairs = enumerate(zip(here, saved, strict=False))
         values = [check_alike(*pair, f"{where}[{index}]", **options) for index, pair in pairs]
-        return (tuple(values) if isinstance(here, tuple) else values) if here else saved
+        return saved if len(values) != len(saved) else tuple(values) if isinstance(here, tuple) else values
     if isinstance(here, Tensor) and isinstance(saved, Tensor):
         check_tensors({where: here}, {where: saved})
     elif is_number(here) and is_number(saved):
