@@ -1,6 +1,7 @@
-"""What TRL's trainer does or has that ours does not: behaviour with the size of its effect, methods and attributes.
+"""What TRL's trainer does that ours does not: behaviour with the size of its effect.
 
-The tables in docs/from-trl.md are made from this file and from trainer/config/trl_fields.json, by trl_table.py.
+The tables in docs/from-trl.md are made from this file and from trainer/config/trl_fields.json and trl_names.json, by
+trl_table.py.
 """
 
 from __future__ import annotations
@@ -109,7 +110,11 @@ BEHAVIOURS = [
         "evaluations only",
     ),
     Behaviour("old log-probs cost another forward pass with vLLM", "on policy they are those of the step", "none"),
-    Behaviour("the trainer is a subclass of `transformers.Trainer`", "its loop is its own, on Accelerate", "none"),
+    Behaviour(
+        "the trainer is a subclass of `transformers.Trainer`",
+        "its loop is its own, on Accelerate; a subclass that overrides what it does not call is refused",
+        "none",
+    ),
     Behaviour(
         "some options count that are changed in `trainer.args` after the trainer is made, and so does another dataset",
         "both are refused by name, but for options of logging, evaluation and saving",
@@ -152,41 +157,3 @@ SIZES = {
     "use_vllm": "another sampler",
     "vllm_importance_sampling_mode": "vLLM's log-probs against the trainer's: none if they agree",
 }
-
-# By reason, the public methods and attributes of TRL's `GRPOTrainer` that ours does not have. Attributes that repeat an
-# option are not in here: `trainer.args` has them.
-ABSENT: dict[str, str] = {
-    "`learner` makes the steps: `learner.optimizer`, `learner.scheduler`, `learner.reference`": """
-        training_step compute_loss compute_loss_context_manager autocast_smart_context_manager create_optimizer
-        create_optimizer_and_scheduler create_scheduler get_learning_rates get_decay_parameter_names
-        get_optimizer_cls_and_kwargs get_optimizer_group optimizer_cls_and_kwargs model_wrapped
-        current_gradient_accumulation_steps compute_loss_func loss_is_scaled_for_ga
-        model_accepts_loss_kwargs""",
-    "the loss is `fused_grpo.loss`, its options `args.loss_config()`": """
-        get_gamma_weights label_smoother""",
-    "`sampler` draws the rows as they are needed": """
-        get_test_dataloader get_batch_samples get_total_train_batch_size
-        set_initial_training_values num_examples data_collator""",
-    "an evaluation samples and scores: there are no predictions": """
-        evaluation_loop predict prediction_step compute_metrics preprocess_logits_for_metrics gather_function
-        can_return_loss""",
-    "no search of hyperparameters": """
-        hyperparameter_search call_model_init model_init hp_name hp_search_backend hp_space objective
-        compute_objective""",
-    "FLOP are not counted; `num_tokens` is": "floating_point_ops store_flos current_flos",
-    "`accelerator` has it; DeepSpeed and model parallelism are not supported": """
-        create_accelerator_and_postprocess get_cp_size get_sp_size get_tp_size deepspeed is_deepspeed_enabled
-        is_fsdp_enabled is_fsdp_xla_enabled is_fsdp_xla_v1_enabled is_fsdp_xla_v2_enabled is_model_parallel
-        is_distributed_loading_by_transformers place_model_on_device""",
-    "`engine` samples": "vllm_generation generation_config continuous_batching_config eos_token_ids rollout_func",
-    "tools are called in threads of ours, by the tokenizer's chat template": """
-        tools environments environment_factories chat_template async_loop async_loop_thread async_loop_ready_event""",
-    "`push_to_hub` makes the repository": "init_hf_repo",
-    "no use for it": """
-        commit_scheduler is_in_train model_preparation_time neftune_hook_handle push_in_progress""",
-}
-
-
-def reasons() -> dict[str, str]:
-    """By name of a method or attribute, why it is not here."""
-    return {name: why for why, names in ABSENT.items() for name in names.split()}

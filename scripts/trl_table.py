@@ -1,4 +1,4 @@
-"""The tables of docs/from-trl.md, made from the installed TRL, trl_differences.py and trainer/config/trl_fields.json.
+"""The tables of docs/from-trl.md, made from the installed TRL, trl_differences.py, trl_fields.json and trl_names.json.
 
     python scripts/trl_table.py          write them
     python scripts/trl_table.py --check  say whether they are current (exit 1: they are not)
@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trl_differences import BEHAVIOURS, DIFFERENT, NO_NUMBERS, SIZES, UNMEASURED, reasons
+from trl_differences import BEHAVIOURS, DIFFERENT, NO_NUMBERS, SIZES, UNMEASURED
 
 from fused_grpo.trainer import GRPOTrainer
 from fused_grpo.trainer.cli.options import SECTIONS, TrainOptions
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
 from fused_grpo.trainer.config.trl_fields import MISSING
+from fused_grpo.trainer.config.trl_names import REASONS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-trl.md"
 
@@ -76,13 +77,10 @@ def by_section(same: list[str], theirs: Iterable[str]) -> Iterator[tuple[str, st
 
 def surface() -> str:
     """Public methods and attributes of TRL's `GRPOTrainer`, those of transformers' `Trainer` included."""
-    trainer = trl_trainer()
-    theirs, ours, why = public(trainer), public(GRPOTrainer), reasons()
+    theirs, ours = public(trl_trainer()), public(GRPOTrainer)
     absent: dict[str, list[str]] = {}
     for name in sorted(theirs - ours):
-        in_args = name in trl_fields() and not callable(getattr(trainer, name, None))
-        if name in why or not in_args:  # the page says of the others that `args` has them
-            absent.setdefault(why.get(name, UNMEASURED), []).append(name)
+        absent.setdefault(REASONS.get(name, UNMEASURED), []).append(name)
     rows = [(quoted(names), reason) for reason, names in sorted(absent.items(), key=lambda item: item[1])]
     return "\n\n".join(
         [

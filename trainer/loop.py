@@ -43,6 +43,7 @@ from fused_grpo.trainer.collect.plan import Plan
 from fused_grpo.trainer.collect.scoring import LOSS_METRICS, check_best_metric
 from fused_grpo.trainer.collect.start_checks import Start, check_given, check_start, make_learner
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.trl_names import check_replaced
 from fused_grpo.trainer.data.datasets import chosen_eval_sets
 from fused_grpo.trainer.distributed.failures import (
     StopOnSignal,
@@ -63,6 +64,10 @@ from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import LogEntry, Results, RunOutput, TrainResult
 from fused_grpo.trainer.models.loading import uncompiled
 from fused_grpo.trainer.transformers_face import TransformersFace
+
+# Attributes that a run goes on from, or that a script may set at any time.
+_MOVES = {"buffer", "results", "output", "scored", "engine", "engine_is_open", "eval_dataset", "hub_model_id"}
+_MOVES |= {"_is_stale", "_in_epoch", "_beginning", "_made"}
 
 
 class GRPOTrainer(TransformersFace):
@@ -140,6 +145,7 @@ class GRPOTrainer(TransformersFace):
             environment_factory=environment_factory,
         )
         # Everything is checked before anything is loaded, started or written.
+        check_replaced(self, {})
         check_given(start)
         self._train_dataset, self.eval_dataset = start.train_dataset, start.eval_dataset
         start.accelerator = accelerator = make_accelerator(start.args)
@@ -164,6 +170,7 @@ class GRPOTrainer(TransformersFace):
             with all_ranks_succeed(accelerator, "starting the engine"):
                 self.engine, self.engine_is_open = self._make_engine(), True
         self.events("on_init_end")
+        self._made = dict(vars(self))
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainResult:
         """Run all steps. Metrics, rollouts, the report and a checkpoint are in `args.output_dir` afterwards.
@@ -190,6 +197,7 @@ class GRPOTrainer(TransformersFace):
                         self._in_epoch = True
                         self.events("on_epoch_begin")
                     self.events("on_step_begin")
+                    self.start.check_options()
                     if self.buffer is None or self.buffer.is_exhausted:
                         self.buffer = self._collect(phases)
                     with phases("train"):
@@ -264,6 +272,7 @@ class GRPOTrainer(TransformersFace):
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
         self.start.check_again(self.model)
+        check_replaced(self, self._made, moves=_MOVES)
         is_main = self.accelerator.is_main_process
         with all_ranks_succeed(self.accelerator, "locking the output directory"):
             if is_main:  # keeps other runs out, before anything there is cut, moved or removed

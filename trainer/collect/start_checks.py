@@ -171,11 +171,15 @@ class Start:
         return longest - self.args.max_completion_length if longest is not None and has_cache else self.limit.tokens
 
     def check_again(self, model: Any) -> None:
-        """In `train`: UnsupportedError without gradients, InputError for options that have changed since the start.
-
-        DataError for a row that names an environment which there is not.
-        """
+        """In `train`: UnsupportedError without gradients, DataError for a row of an environment which there is not."""
         check_gradients(model)
+        self.check_options()
+        if self.rules is not None and self.rules.environments is not None:
+            for name, rows in self.sets.items():
+                self.rules.environments.check_rows(rows, name=name)
+
+    def check_options(self) -> None:
+        """InputError where options have changed since the start, by a script or in a callback."""
         now, made = self.args.to_dict(), self.options
         changed = [name for name in now if now[name] != made[name] and not _LATER.match(name)]
         if changed:
@@ -184,9 +188,6 @@ class Start:
                 f"got args with {got}, want {want}, with which this trainer was made; "
                 "fix: a new GRPOTrainer, with resume_from_checkpoint=True to go on"
             )
-        if self.rules is not None and self.rules.environments is not None:
-            for name, rows in self.sets.items():
-                self.rules.environments.check_rows(rows, name=name)
 
     def is_saved(self, step: int) -> bool:
         """Whether `save_strategy` makes a checkpoint of that step, or may make one."""

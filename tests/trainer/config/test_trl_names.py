@@ -1,0 +1,137 @@
+"""What a subclass or a script puts in the place of a part of the trainer: it counts, or it is refused by name."""
+
+import re
+
+import pytest
+from transformers import Trainer, TrainerCallback
+
+from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.config.trl_names import HOOKS, REASONS, check_replaced
+from fused_grpo.trainer.loop import _MOVES
+from fused_grpo.trainer.transformers_face import TransformersFace
+
+# Of TRL's trainer: what a model card and telemetry say, and what a reward function logs.
+NOT_OF_A_RUN = {"_name", "_paper", "_tag_names", "_template_file", "_send_telemetry", "_log_metric"}
+NOT_OF_A_RUN |= {"_log_completion_extra"}
+METHODS = sorted(name for name in vars(Trainer) if not name.startswith("__"))
+
+
+def made_by(kind):
+    """A trainer of that class, up to where it checks the class."""
+    return kind(model="nowhere", reward_funcs=len, args=GRPOConfig(output_dir="nowhere"), train_dataset=[])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_of_transformers_in_a_subclass_counts_or_is_refused(name):
+    kind = type("Mine", (GRPOTrainer,), {name: lambda self, *given, **named: None})
+    if name in HOOKS:
+        check_replaced(object.__new__(kind), {})
+        return
+    with pytest.raises(UnsupportedError, match=rf"^got Mine\.{name} \(.*\).*; fix: leave them out"):
+        made_by(kind)
+
+
+def test_every_method_of_trl_has_a_hook_or_a_reason():
+    trl = pytest.importorskip("trl")
+    kinds = [kind for kind in trl.GRPOTrainer.__mro__ if kind.__module__.startswith("trl.")]
+    named = {name for kind in kinds for name in vars(kind) if not name.startswith("__")} - vars(Trainer).keys()
+    assert named - HOOKS - NOT_OF_A_RUN <= REASONS.keys()
+
+
+@pytest.mark.parametrize(
+    "name", ["_finish", "_learn", "_card", "beta", "epsilon_high", "_logs", "environments", "step"]
+)
+def test_a_name_of_the_trainers_own_in_a_subclass_is_refused(name):
+    with pytest.raises(UnsupportedError, match=rf"got Mine\.{name} \(a name of transformers' or this trainer's own\)"):
+        made_by(type("Mine", (GRPOTrainer,), {name: 1.0}))
+
+
+def test_a_mixin_is_read_as_a_subclass_and_all_names_are_said_at_once():
+    class Mixin:
+        def compute_loss(self, model, inputs):
+            return 0.0
+
+        def create_optimizer(self):
+            return None
+
+    class Mine(Mixin, GRPOTrainer):
+        def helper(self):
+            return None
+
+    said = r"got Mixin\.compute_loss \(the loss is .*\); Mixin\.create_optimizer \(pass `optimizers=.*\): this trainer"
+    with pytest.raises(UnsupportedError, match=said):
+        made_by(Mine)
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, TransformersFace])
+def test_what_is_put_into_the_class_itself_is_refused(monkeypatch, kind):
+    monkeypatch.setattr(kind, "_get_per_token_logps", lambda self, *given: None, raising=False)
+    monkeypatch.setattr(kind, "save_model", lambda self, *given: None)
+    with pytest.raises(UnsupportedError, match=r"save_model \(the files of") as caught:
+        made_by(GRPOTrainer)
+    assert f"{kind.__name__}._get_per_token_logps (the loss is that of" in str(caught.value)
+
+
+def test_hooks_and_names_of_ones_own_run(make_trainer):
+    class Mine(GRPOTrainer):
+        calls = ()
+
+        def evaluate(self, *given, **named):
+            self.calls = (*self.calls, "evaluate")
+            return super().evaluate(*given, **named)
+
+        def save_checkpoint(self):
+            self.calls = (*self.calls, "save")
+            return super().save_checkpoint()
+
+    trainer = make_trainer(max_steps=2, save_steps=1, eval_dataset=[{"prompt": "1+1="}], eval_on_start=True)
+    trainer.__class__ = Mine
+    trainer.my_scale = 0.5
+    trainer.train()
+    assert {"evaluate", "save"} == set(trainer.calls)
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "generation_config", "data_collator", "mask_truncated_completions"])
+def test_an_attribute_that_nothing_would_read_is_refused(make_trainer, tmp_path, name):
+    trainer = make_trainer(max_steps=1)
+    setattr(trainer, name, print)
+    with pytest.raises(UnsupportedError, match=rf"got {name} \({re.escape(REASONS[name])}\)"):
+        trainer.train()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    delattr(trainer, name)
+    assert trainer.train().steps == 1
+
+
+def test_no_part_of_a_trainer_can_be_set_to_something_else(make_trainer):
+    trainer = make_trainer(max_steps=1)
+    parts = vars(trainer).keys() - _MOVES
+    assert {"rewards", "sampler", "learner", "ref_model", "tools", "processing_class", "stop", "lock"} <= parts
+    for name in sorted(parts):
+        before = getattr(trainer, name)
+        setattr(trainer, name, [])
+        with pytest.raises(UnsupportedError, match=rf"^got {name} \("):
+            check_replaced(trainer, trainer._made, moves=_MOVES)
+        setattr(trainer, name, before)
+    assert trainer.train().steps == 1
+
+
+@pytest.mark.parametrize("name", ["temperature", "beta", "learning_rate", "max_completion_length", "num_generations"])
+def test_an_option_that_a_callback_changes_in_a_run_is_refused(make_trainer, name):
+    class Anneals(TrainerCallback):
+        def on_step_end(self, args, state, control, **given):
+            setattr(args, name, 2 * getattr(args, name) + 1)
+
+    trainer = make_trainer(max_steps=3, save_steps=1, callbacks=[Anneals])
+    with pytest.raises(InputError, match=rf"got args with {name}=.*, want {name}=.*; fix: a new GRPOTrainer"):
+        trainer.train()
+    assert trainer.step == 1
+
+
+def test_what_a_run_shows_and_saves_may_change_in_a_callback(make_trainer, tmp_path):
+    class Saves(TrainerCallback):
+        def on_step_end(self, args, state, control, **given):
+            args.save_total_limit, control.should_save = 1, True
+
+    make_trainer(max_steps=3, save_strategy="no", callbacks=[Saves]).train()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]

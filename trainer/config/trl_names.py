@@ -1,0 +1,80 @@
+"""Methods and attributes of TRL's and transformers' trainers that the loop does not call or read: trl_names.json.
+
+They stand there by what takes their place. A script that replaces one of them, in a subclass or on the trainer itself,
+means to change the run, and would not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from fused_grpo.errors import UnsupportedError
+
+_FILE: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+REASONS = {name: why for why, names in _FILE.items() for name in names}
+# What may be replaced: the loop calls it, or scripts alone do.
+HOOKS = {
+    *("train", "evaluate", "log", "end", "save_checkpoint", "push_to_hub"),
+    *("save_state", "save_metrics", "log_metrics", "metrics_format", "get_num_trainable_parameters"),
+    *("add_callback", "pop_callback", "remove_callback", "is_world_process_zero", "is_local_process_zero"),
+}
+_THEIRS = {name for name in (*REASONS, *vars(Trainer)) if not name.startswith("__")} - HOOKS
+_PACKAGES = ("fused_grpo.", "transformers.")
+
+
+def check_replaced(trainer: object, made: Mapping[str, Any], *, moves: Collection[str] = ()) -> None:
+    """Check what a subclass, or a script, has put in the place of a part of the trainer.
+
+    Args:
+        trainer: the trainer.
+        made: the attributes that it was made with.
+        moves: those of them that a run or a script may change.
+
+    Raises:
+        UnsupportedError: a method or an attribute that nothing would call or read, or that is a part of its own.
+    """
+    wrong = {**dict(_replaced_methods(type(trainer), made)), **dict(_set_attributes(vars(trainer), made, moves))}
+    if wrong:
+        listed = "; ".join(f"{name} ({why})" for name, why in wrong.items())
+        raise UnsupportedError(
+            f"got {listed}: this trainer does not use them as TRL's does; fix: leave them out, or take other names "
+            "(docs/from-trl.md says what is in their place)"
+        )
+
+
+def _replaced_methods(kind: type, made: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(what a class, or one between it and ours, has in the place of a name of TRL's or ours, why it may not)."""
+    own = {name for base in kind.__mro__ if _is_ours(base) for name in vars(base)} | made.keys()
+    for base in kind.__mro__[:-1]:
+        for name, value in vars(base).items():
+            # A function that was put into our own class has another module.
+            is_given = not _is_ours(base) or not f"{getattr(value, '__module__', base.__module__)}.".startswith(
+                _PACKAGES
+            )
+            taken = name in own and not _is_ours(base) and name not in HOOKS and not name.startswith("__")
+            if is_given and (taken or name in _THEIRS):
+                yield f"{base.__name__}.{name}", _reason(name)
+
+
+def _set_attributes(
+    attributes: Mapping[str, Any], made: Mapping[str, Any], moves: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """(an attribute that was set on a trainer, why it may not be)."""
+    for name, value in attributes.items():
+        if name in moves or (name in made and value is made[name]):
+            continue
+        if name in made or name in _THEIRS:
+            yield name, _reason(name)
+
+
+def _reason(name: str) -> str:
+    return REASONS.get(name, "a name of transformers' or this trainer's own")
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("fused_grpo.")
