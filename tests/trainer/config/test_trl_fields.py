@@ -6,13 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import Trainer
 from trl_differences import DIFFERENT
 
 from fused_grpo.trainer.config.trl_fields import MISSING
-from fused_grpo.trainer.config.trl_names import REASONS
+from fused_grpo.trainer.config.trl_names import HOOKS, REASONS
 
 pytest.importorskip("trl", reason="TRL is not installed")
 ROOT = Path(__file__).parents[3]
+# What model cards and telemetry say, and what a reward function logs.
+NOT_OF_A_RUN = {"_name", "_paper", "_tag_names", "_template_file", "_send_telemetry", "_log_metric"}
+NOT_OF_A_RUN |= {"_log_completion_extra"}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +86,12 @@ def test_a_default_that_is_not_trls_is_never_called_the_same(trl_table):
 def test_every_reason_is_of_a_name_that_trl_has(trl_table):
     public = {name for name in REASONS if not name.startswith("_")}
     assert public <= trl_table.public(trl_table.trl_trainer())
+
+
+def test_every_method_of_trl_is_a_hook_or_has_its_reason(trl_table):
+    kinds = [kind for kind in trl_table.trl_trainer().__mro__ if kind.__module__.startswith("trl.")]
+    named = {name for kind in kinds for name in vars(kind) if not name.startswith("__")} - vars(Trainer).keys()
+    assert named - HOOKS - NOT_OF_A_RUN <= REASONS.keys()
 
 
 def test_a_page_with_an_old_table_is_found_out(trl_table, monkeypatch, tmp_path):
