@@ -30,7 +30,7 @@ from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, rollout_met
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.derived_options import fill_loader_options, whole_steps
-from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.grpo_config import GRPOConfig, validate
 from fused_grpo.trainer.data.datasets import (
     check_dataset,
     eval_sets,
@@ -117,6 +117,7 @@ class Start:
     options: dict[str, Any] = field(init=False)  # `args` as text and numbers, once they have been checked
 
     def __post_init__(self) -> None:
+        validate(self.args)
         self.engine = self.rollout_engine or self.rollout_func  # None: the one that `args` asks for
         # Of a model that is yet to be loaded.
         self.model_path = str(self.model) if isinstance(self.model, str | Path) else None
@@ -173,6 +174,7 @@ class Start:
     def check_again(self, model: Any) -> None:
         """In `train`: UnsupportedError without gradients, DataError for a row of an environment which there is not."""
         check_gradients(model)
+        validate(self.args)
         self.check_options()
         if self.rules is not None and self.rules.environments is not None:
             for name, rows in self.sets.items():

@@ -7,17 +7,22 @@ their `args` beside the fields of `GRPOConfig` is here too.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.trl_fields import MISSING
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 # Sampling options that `generation_kwargs` replaces, as in TRL.
 OVERRIDDEN = {"top_p", "top_k", "min_p", "repetition_penalty"}
@@ -35,6 +40,9 @@ class DerivedOptions:
     generation_batch_size: int | None
     dynamic_sampling: int
     batch_invariant: bool
+    use_cpu: bool
+    ddp_backend: str | None
+    ddp_timeout: int
 
     @property
     def sequences_per_micro_batch(self) -> int:
@@ -135,6 +143,58 @@ class DerivedOptions:
         """Sequences of a micro-batch of this process."""
         return self.per_device_train_batch_size
 
+    @property
+    def eval_batch_size(self) -> int:
+        """The same in an evaluation, as far as events count."""
+        return self.per_device_eval_batch_size
+
+    @property
+    def distributed_state(self) -> PartialState:
+        """Accelerate's state of this process; it connects the processes when it is first read."""
+        from accelerate import PartialState
+
+        return PartialState(self.trains_on_cpu, timeout=timedelta(seconds=self.ddp_timeout), **self.backend)
+
+    @property
+    def trains_on_cpu(self) -> bool:
+        """Whether no accelerator is used, without which Accelerate would let every rank train by itself."""
+        from torch import accelerator
+
+        return self.use_cpu or not accelerator.is_available()
+
+    @property
+    def backend(self) -> dict[str, str]:
+        """That of the process group, where `ddp_backend` says which."""
+        return {} if self.ddp_backend is None else {"backend": self.ddp_backend}
+
+    @property
+    def device(self) -> Any:
+        """The device of this process."""
+        return self.distributed_state.device
+
+    @property
+    def n_gpu(self) -> int:
+        """GPUs that this process uses."""
+        return int(not self.trains_on_cpu)
+
+    @property
+    def parallel_mode(self) -> Any:
+        """A `transformers.training_args.ParallelMode`."""
+        from transformers.training_args import ParallelMode
+
+        return ParallelMode.NOT_PARALLEL if self.world_size == 1 else ParallelMode.DISTRIBUTED
+
+    if not TYPE_CHECKING:  # for which every name would be one
+
+        def __getattr__(self, name: str) -> Any:
+            """The other methods and properties of transformers' arguments, such as `get_process_log_level`."""
+            from transformers import TrainingArguments
+
+            found = None if name.startswith("_") else inspect.getattr_static(TrainingArguments, name, None)
+            if not hasattr(found, "__get__"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            return found.__get__(self, type(self))
+
     def to_dict(self) -> dict[str, Any]:
         """The options that have an effect here as JSON, without secrets and home directories."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # of the dataclass that inherits
@@ -162,6 +222,7 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
     scale = _as_bool(args.scale_rewards)
     args.scale_rewards = ("group" if scale else "none") if isinstance(scale, bool) else scale
     args.resume_from_checkpoint = _as_bool(args.resume_from_checkpoint)
+    args.eval_delay = 0 if args.eval_delay is None else args.eval_delay  # by `set_evaluate` of transformers
     if not isinstance(args.report_to, str | list | tuple | None):
         raise InputError(f"got report_to={args.report_to!r}, want the names of trackers")
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
@@ -179,9 +240,9 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
         setattr(args, name, given[name])
     if args.optim_target_modules == ["all-linear"]:  # as the command line reads it
         args.optim_target_modules = "all-linear"
-    if args.vllm_importance_sampling_cap is not None:
+    if args.vllm_importance_sampling_cap not in (None, args.vllm_importance_sampling_clip_max):
         fix = "fix: set vllm_importance_sampling_clip_max"
-        warnings.warn(f"vllm_importance_sampling_cap is deprecated; {fix}", FutureWarning, stacklevel=4)
+        warnings.warn(f"vllm_importance_sampling_cap is deprecated; {fix}", FutureWarning, stacklevel=5)
         args.vllm_importance_sampling_clip_max = args.vllm_importance_sampling_cap
 
 

@@ -37,14 +37,12 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
     if args.tf32 is not None:
         enable_tf32(args.tf32)
     ddp = {name.removeprefix("ddp_"): getattr(args, name) for name in DDP_OPTIONS if getattr(args, name) is not None}
-    backend = {} if args.ddp_backend is None else {"backend": args.ddp_backend}
     AcceleratorState._reset_state()  # as transformers: a cell that runs again may ask for another precision
     accelerator = Accelerator(
         mixed_precision="bf16" if wants_bf16(args) else "no",
-        # Without it, Accelerate on a machine without an accelerator lets every rank train by itself.
-        cpu=args.use_cpu or not torch.accelerator.is_available(),
+        cpu=args.trains_on_cpu,
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=args.ddp_timeout), **backend),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=args.ddp_timeout), **args.backend),
             DistributedDataParallelKwargs(**ddp),
         ],
         **tracker_arguments(args),

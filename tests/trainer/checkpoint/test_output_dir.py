@@ -169,7 +169,9 @@ def test_a_run_that_is_alive_is_neither_moved_nor_removed_nor_resumed(farm, make
     before = everything(tmp_path / "run")
     options = {"overwrite_output_dir": how == "removed"}
     elsewhere = make_trainer(**options, output_dir=str(tmp_path / "elsewhere"))
-    elsewhere.output_dir = tmp_path / "run"  # as if that run had begun since this trainer was made
+    elsewhere.output_dir = elsewhere._made["output_dir"] = (
+        tmp_path / "run"
+    )  # as if that run had begun since this trainer was made
     for train in (lambda: make_trainer(**options), lambda: elsewhere.train(resume_from_checkpoint=how == "resumed")):
         with pytest.raises(CheckpointError, match="another run is being trained now"):
             train()

@@ -1,14 +1,17 @@
 """What callbacks of transformers read from the options."""
 
 import copy
+import dataclasses
+import inspect
 import json
 import pickle
 
 import pytest
-from transformers import IntervalStrategy
+from transformers import IntervalStrategy, TrainingArguments
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.config.grpo_config import validate
 
 
 def test_options_of_trl_are_readable_and_others_are_not():
@@ -54,3 +57,39 @@ def test_intervals_are_completed_as_in_transformers():
 def test_intervals_that_cannot_be_kept_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         GRPOConfig(**options)
+
+
+def own(args):
+    """What transformers' arguments have beside fields: scripts and callbacks read it."""
+    fields = {entry.name for entry in dataclasses.fields(args)}
+    return [name for name in dir(type(args)) if not name.startswith("_") and name not in fields]
+
+
+def test_scripts_find_all_that_transformers_arguments_have(tmp_path):
+    theirs, ours = (kind(output_dir=str(tmp_path), use_cpu=True) for kind in (TrainingArguments, GRPOConfig))
+    names = [name for name in own(theirs) if not isinstance(getattr(type(theirs), name), str | bool)]
+    assert {"device", "n_gpu", "parallel_mode", "get_process_log_level", "main_process_first"} <= set(names)
+    for name in names:
+        value = getattr(theirs, name)
+        assert hasattr(ours, name), name
+        if callable(value):
+            parameters = [inspect.signature(method).parameters for method in (getattr(ours, name), value)]
+            assert parameters[0] == parameters[1], name
+        elif name in ("device", "n_gpu", "parallel_mode", "eval_batch_size", "train_batch_size", "world_size"):
+            assert getattr(ours, name) == value, name
+    assert ours.distributed_state.num_processes == 1
+    assert ours.get_process_log_level() == theirs.get_process_log_level()
+    with ours.main_process_first(desc="read the data"):
+        pass
+
+
+@pytest.mark.parametrize("name", [name for name in dir(TrainingArguments) if name.startswith("set_")])
+def test_setters_of_transformers_set_the_same_options(name, tmp_path):
+    given = {"set_lr_scheduler": {"name": "cosine"}, "set_push_to_hub": {"model_id": "me/mine"}}.get(name, {})
+    theirs, ours = (kind(output_dir=str(tmp_path)) for kind in (TrainingArguments, GRPOConfig))
+    before = copy.copy(vars(theirs))
+    assert getattr(ours, name)(**given) is ours
+    getattr(theirs, name)(**given)
+    changed = {key: value for key, value in vars(theirs).items() if value != before.get(key, "absent")}
+    assert {key: getattr(ours, key) for key in changed} == changed
+    validate(ours)
