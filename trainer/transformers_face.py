@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import Trainer, TrainerControl, TrainerState, trainer_pt_utils
@@ -104,6 +105,10 @@ class TransformersFace:
     pop_callback: Any = Trainer.pop_callback
     remove_callback: Any = Trainer.remove_callback
     get_num_trainable_parameters: Any = Trainer.get_num_trainable_parameters
+    get_decay_parameter_names: Any = Trainer.get_decay_parameter_names
+    get_optimizer_group: Any = Trainer.get_optimizer_group
+    get_learning_rates, num_examples = Trainer.get_learning_rates, Trainer.num_examples
+    is_deepspeed_enabled, deepspeed = False, None
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> Path:
         """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`.
@@ -317,6 +322,11 @@ class TransformersFace:
         """Whether this is the first process of all."""
         return bool(self.accelerator.is_main_process)
 
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether the model is sharded by FSDP2."""
+        return bool(self.accelerator.distributed_type == DistributedType.FSDP)
+
     def is_local_process_zero(self) -> bool:
         """Whether this is the first process of its machine."""
         return bool(self.accelerator.is_local_main_process)
@@ -337,7 +347,7 @@ class TransformersFace:
     _environment_pool: Any = _part("start.rules.environments.pool")
 
     args: GRPOConfig = _part("start.args")
-    model: Any = _part("_model")
+    model, model_wrapped = _part("_model"), _part("_model")
     train_dataset: Any = _part("_train_dataset")  # as the user gave it
     state: TrainerState = _part("events.state")
     control: TrainerControl = _part("events.control")  # what callbacks have decided

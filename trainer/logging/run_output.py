@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What `GRPOTrainer.train` returns."""
+    """What `GRPOTrainer.train` returns. As a sequence it is transformers' triple: steps, loss and metrics."""
 
     steps: int
     training_loss: float  # mean over the steps of this call of `train`
@@ -73,6 +73,12 @@ class TrainResult:
     def global_step(self) -> int:
         """`steps`, as transformers calls it."""
         return self.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.steps, self.training_loss, self.metrics))
+
+    def __getitem__(self, index: int) -> Any:
+        return [*self][index]
 
 
 class RunOutput:

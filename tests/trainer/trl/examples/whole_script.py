@@ -67,13 +67,21 @@ trainer = GRPOTrainer(
     peft_config=trl.get_peft_config(model_args),
     processing_class=tokenizer,
 )
+trainer.add_callback(trl.LogCompletionsCallback(trainer, num_prompts=1, freq=1))
 result = trainer.train(resume_from_checkpoint=last_checkpoint)
-metrics = result.metrics
-metrics["train_samples"] = len(dataset["train"])
+global_step, training_loss, metrics = result
+assert (global_step, result[1], result.training_loss) == (2, training_loss, training_loss)
+metrics["train_samples"] = min(len(dataset["train"]), trainer.num_examples(trainer.get_train_dataloader()))
 trainer.log_metrics("train", metrics)
 trainer.save_metrics("train", metrics)
 trainer.save_state()
 
+if trainer.is_deepspeed_enabled or trainer.deepspeed:
+    raise NotImplementedError
+if trainer.is_fsdp_enabled:
+    trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+assert trainer.model_wrapped is trainer.accelerator.unwrap_model(trainer.model)
+assert len(trainer.get_learning_rates()) == len(trainer.get_optimizer_group()) == len(trainer.optimizer.param_groups)
 trainer.model.generation_config.eos_token_id = tokenizer.eos_token_id
 trainer.save_model(training_args.output_dir)
 training_args.distributed_state.wait_for_everyone()
