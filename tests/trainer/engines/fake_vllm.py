@@ -58,6 +58,7 @@ class FakeServer(ThreadingHTTPServer):
         self.mutate: Any = lambda path, answer: answer  # every answer with status 200
         self.refuses_to_join, self.refuses_weights = False, False
         self.tied, self.dev_mode, self.logprobs_mode = False, True, "processed_logprobs"
+        self.is_vllm = True  # else that of `trl vllm-serve`
         self.transfer, self.elsewhere, self.dtype = None, "", None
         self.sent = 0  # bytes
         self.encodings: set[str | None] = set()  # that clients accept
@@ -121,7 +122,7 @@ class FakeServer(ThreadingHTTPServer):
         return {
             "/health": {},
             "/version": {"version": "0.0"},
-            "/v1/models": {"data": models},
+            "/v1/models": {"data": models} if self.is_vllm else 404,
             "/server_info?config_format=json": answer if self.dev_mode else 404,
             "/weight_info": 404 if self.old else {"weight_version": self.weight_version},
             "/get_world_size": {"world_size": 2},

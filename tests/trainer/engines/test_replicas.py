@@ -252,6 +252,10 @@ def test_a_new_engine_needs_weights_first(connect) -> None:
     ("options", "message"),
     [
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs, want processed_logprobs"),
+        (
+            {"is_vllm": False},
+            "as that of `trl vllm-serve` is, want vLLM's own; fix: restart it as docs/engines.md says",
+        ),
         ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
         ({"tied": True}, r"ties lm_head.weight to the embedding.*server_folder"),
         ({"max_model_len": 9}, "for 9 tokens, want 60 .*--max-model-len 60"),

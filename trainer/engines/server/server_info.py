@@ -132,7 +132,11 @@ async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wante
     InputError: a server with another model, or started with options that a trainer cannot use; names the option.
     UnsupportedError: score centering that needs more log-probs than it lists. RequestError: responses unlike vLLM's.
     """
-    models = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
+    try:
+        models = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
+    except NoRouteError:
+        got, want = "without /v1/models, as that of `trl vllm-serve` is", "vLLM's own"
+        raise _unusable(replica, got, want, fix="as docs/engines.md says: python -m vllm.entrypoints...") from None
     limit = models[0].max_model_len if models else None
     if limit is None:
         raise RequestError("no model in /v1/models")
