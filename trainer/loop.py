@@ -40,7 +40,7 @@ from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_o
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.collector import Collector
 from fused_grpo.trainer.collect.plan import Plan
-from fused_grpo.trainer.collect.scoring import LOSS_METRICS, check_best_metric
+from fused_grpo.trainer.collect.scoring import LOSS_METRICS, Scored, check_best_metric
 from fused_grpo.trainer.collect.start_checks import Start, check_given, check_start, make_learner
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_names import check_replaced
@@ -66,8 +66,11 @@ from fused_grpo.trainer.models.loading import uncompiled
 from fused_grpo.trainer.transformers_face import TransformersFace
 
 # Attributes that a run goes on from, or that a script may set at any time.
-_MOVES = {"buffer", "results", "output", "scored", "engine", "engine_is_open", "eval_dataset", "hub_model_id"}
-_MOVES |= {"_is_stale", "_in_epoch", "_beginning", "_made"}
+_MOVES: dict[str, Any] = {
+    **{"buffer": RolloutBuffer | None, "scored": Scored | None, "results": Results, "output": RunOutput},
+    **{"engine": object, "engine_is_open": bool, "eval_dataset": object, "hub_model_id": str | None},
+    **{"_is_stale": bool, "_in_epoch": bool, "_beginning": dict | None, "_made": dict},
+}
 
 
 class GRPOTrainer(TransformersFace):
@@ -145,7 +148,7 @@ class GRPOTrainer(TransformersFace):
             environment_factory=environment_factory,
         )
         # Everything is checked before anything is loaded, started or written.
-        check_replaced(self, {})
+        check_replaced(self, {}, {})
         check_given(start)
         self._train_dataset, self.eval_dataset = start.train_dataset, start.eval_dataset
         start.accelerator = accelerator = make_accelerator(start.args)
@@ -272,7 +275,7 @@ class GRPOTrainer(TransformersFace):
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
         self.start.check_again(self.model)
-        check_replaced(self, self._made, moves=_MOVES)
+        check_replaced(self, self._made, _MOVES)
         is_main = self.accelerator.is_main_process
         with all_ranks_succeed(self.accelerator, "locking the output directory"):
             if is_main:  # keeps other runs out, before anything there is cut, moved or removed

@@ -7,7 +7,7 @@ means to change the run, and would not.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,15 @@ HOOKS = {
     *("add_callback", "pop_callback", "remove_callback", "is_world_process_zero", "is_local_process_zero"),
 }
 _THEIRS = {name for name in (*REASONS, *vars(Trainer)) if not name.startswith("__")} - HOOKS
-_PACKAGES = ("fused_grpo.", "transformers.")
 
 
-def check_replaced(trainer: object, made: Mapping[str, Any], *, moves: Collection[str] = ()) -> None:
+def check_replaced(trainer: object, made: Mapping[str, Any], moves: Mapping[str, Any]) -> None:
     """Check what a subclass, or a script, has put in the place of a part of the trainer.
 
     Args:
         trainer: the trainer.
         made: the attributes that it was made with.
-        moves: those of them that a run or a script may change.
+        moves: those of them that a run or a script may change, with the type that they have.
 
     Raises:
         UnsupportedError: a method or an attribute that nothing would call or read, or that is a part of its own.
@@ -53,22 +52,19 @@ def _replaced_methods(kind: type, made: Mapping[str, Any]) -> Iterator[tuple[str
     for base in kind.__mro__[:-1]:
         for name, value in vars(base).items():
             # A function that was put into our own class has another module.
-            is_given = not _is_ours(base) or not f"{getattr(value, '__module__', base.__module__)}.".startswith(
-                _PACKAGES
-            )
-            taken = name in own and not _is_ours(base) and name not in HOOKS and not name.startswith("__")
-            if is_given and (taken or name in _THEIRS):
+            if name.startswith("__") or (_is_ours(base) and _is_ours(value, base)):
+                continue
+            if name in _THEIRS or (not _is_ours(base) and name in own - HOOKS):
                 yield f"{base.__name__}.{name}", _reason(name)
 
 
 def _set_attributes(
-    attributes: Mapping[str, Any], made: Mapping[str, Any], moves: Collection[str]
+    attributes: Mapping[str, Any], made: Mapping[str, Any], moves: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
     """(an attribute that was set on a trainer, why it may not be)."""
     for name, value in attributes.items():
-        if name in moves or (name in made and value is made[name]):
-            continue
-        if name in made or name in _THEIRS:
+        is_same = isinstance(value, moves[name]) if name in moves else name in made and value is made[name]
+        if not is_same and (name in moves or name in made or name in _THEIRS):
             yield name, _reason(name)
 
 
@@ -76,5 +72,6 @@ def _reason(name: str) -> str:
     return REASONS.get(name, "a name of transformers' or this trainer's own")
 
 
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith("fused_grpo.")
+def _is_ours(one: object, of: object = None) -> bool:
+    """Whether a class, or what one `of` ours has, comes from this package or, as some methods, from transformers."""
+    return f"{getattr(one, '__module__', getattr(of, '__module__', ''))}.".startswith(("fused_grpo.", "transformers."))
