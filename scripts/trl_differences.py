@@ -112,7 +112,7 @@ BEHAVIOURS = [
     Behaviour("the trainer is a subclass of `transformers.Trainer`", "its loop is its own, on Accelerate", "none"),
     Behaviour(
         "some options count that are changed in `trainer.args` after the trainer is made, and so does another dataset",
-        "both are refused by name, but for options of logging, evaluation and saving",
+        "both are refused by name, but for options of logging (not `report_to`), evaluation and saving",
         "an error",
     ),
     Behaviour(

@@ -263,7 +263,7 @@ class GRPOTrainer(TransformersFace):
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
-        self.start.check_again(self.model)
+        self.start.check_again(self.model, self.eval_dataset)
         is_main = self.accelerator.is_main_process
         with all_ranks_succeed(self.accelerator, "locking the output directory"):
             if is_main:  # keeps other runs out, before anything there is cut, moved or removed

@@ -179,9 +179,9 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
         setattr(args, name, given[name])
     if args.optim_target_modules == ["all-linear"]:  # as the command line reads it
         args.optim_target_modules = "all-linear"
-    if args.vllm_importance_sampling_cap is not None:
+    if args.vllm_importance_sampling_cap not in (None, args.vllm_importance_sampling_clip_max):  # once
         fix = "fix: set vllm_importance_sampling_clip_max"
-        warnings.warn(f"vllm_importance_sampling_cap is deprecated; {fix}", FutureWarning, stacklevel=4)
+        warnings.warn(f"vllm_importance_sampling_cap is deprecated; {fix}", FutureWarning, stacklevel=5)
         args.vllm_importance_sampling_clip_max = args.vllm_importance_sampling_cap
 
 

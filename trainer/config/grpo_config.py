@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fused_grpo.config import BOUNDED, GRPOLossConfig, LossOptions, check_option_types
-from fused_grpo.errors import FusedGRPOError
+from fused_grpo.errors import FusedGRPOError, WrongTypeError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
@@ -392,13 +392,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Make the repository private where it is new."""
 
     def __post_init__(self) -> None:
-        normalise(self, MAPPINGS)
-        check_option_types(self, but=("report_to", *MISSING), other=PYTHON_TYPES)
-        for name in MISSING:
-            refuse_unless_harmless(name, getattr(self, name))
-        complete_intervals(self)
-        check_config(self)
-        self.loss_config(corrected=self.use_vllm is not False)
+        check_options(self)
 
     @property
     def runs_remote_code(self) -> bool:
@@ -454,6 +448,26 @@ CORRECTION = {
     "sampling_clip_min": "vllm_importance_sampling_clip_min",
 }
 MAPPINGS = [name for name, kind in GRPOConfig.__annotations__.items() if kind == "JSONObject"]
+
+
+def check_options(args: Any) -> None:
+    """Bring the options into the form that has their type, and check them. A trainer does so again: they may be set.
+
+    Raises as `GRPOConfig` does; WrongTypeError for anything else than one.
+    """
+    if not isinstance(args, GRPOConfig):
+        kind = f"{type(args).__module__}.{type(args).__qualname__}"
+        raise WrongTypeError(
+            f"got args of the type {kind}, want options of this trainer; fix: from fused_grpo.trainer import "
+            "GRPOConfig, which has TRL's"
+        )
+    normalise(args, MAPPINGS)
+    check_option_types(args, but=("report_to", *MISSING), other=PYTHON_TYPES)
+    for name in MISSING:
+        refuse_unless_harmless(name, getattr(args, name))
+    complete_intervals(args)
+    check_config(args)
+    args.loss_config(corrected=args.use_vllm is not False)
 
 
 def changed_options(args: Any, cls: type, *, but: Collection[str]) -> dict[str, Any]:
