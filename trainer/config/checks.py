@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from fused_grpo.config import Ranges, check_ranges, option_types
@@ -75,6 +76,8 @@ def check_config(args: Any) -> None:
         want(
             args, name, not is_empty or name in (*MISSING, "system_prompt"), "text that is not empty; fix: leave it out"
         )
+    is_text = not re.search("[\0\ud800-\udfff]", args.output_dir)
+    want(args, "output_dir", is_text, "a path of UTF-8 text, as safetensors writes to; fix: another name")
     check_ranges(args, RANGES)
     _check_batch(args)
     _check_optimizer(args)

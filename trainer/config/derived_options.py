@@ -167,8 +167,8 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     args.report_to = [name for name in trackers if name != "none"]
     for name in ("output_dir", "resume_from_checkpoint"):
-        if isinstance(getattr(args, name), os.PathLike):
-            setattr(args, name, os.fspath(getattr(args, name)))
+        if isinstance(getattr(args, name), os.PathLike | str):
+            setattr(args, name, os.path.expanduser(getattr(args, name)))  # as transformers; `to_dict` writes "~"
     for name in mappings:
         setattr(args, name, mapping(name, getattr(args, name)))
     for name in ("checkpointing", "checkpointing_kwargs"):

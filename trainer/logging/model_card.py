@@ -128,9 +128,9 @@ def _is_readable(value: Any) -> bool:
 
 def check_hub(args: GRPOConfig) -> None:
     """For `push_to_hub`: UnavailableError without a login; InputError where no repository can have that name."""
-    name = args.hub_model_id or Path(args.output_dir).resolve().name
     if not args.push_to_hub:
         return
+    name = args.hub_model_id or Path(args.output_dir).resolve().name
     if get_token() is None:
         raise UnavailableError(
             "got push_to_hub without a login to the hub, want one before hours of training; fix: hf auth login, or the "

@@ -127,3 +127,18 @@ def test_the_fields_of_a_subclass_may_be_anything(make_trainer, tmp_path):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["shape"] == [1, "a"]
     with pytest.raises(InputError, match="got max_steps='3', want int"):
         WithFields(max_steps="3")
+
+
+@pytest.mark.parametrize("given", ["~/runs/mine", Path("~/runs/mine")])
+def test_an_output_directory_may_be_in_the_home_directory(monkeypatch, tmp_path, given):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = GRPOConfig(given, resume_from_checkpoint="~/runs/before")
+    assert args.output_dir == str(tmp_path / "runs" / "mine")
+    assert args.resume_from_checkpoint == str(tmp_path / "runs" / "before")
+    assert GRPOConfig(**args.to_dict()) == args  # where it is "~" again
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\udce9"])
+def test_an_output_directory_in_which_no_weights_can_be_saved_is_refused(name):
+    with pytest.raises(InputError, match=r"got output_dir=.*, want a path of UTF-8 text"):
+        GRPOConfig(name)
