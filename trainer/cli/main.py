@@ -102,6 +102,8 @@ def run(arguments: Sequence[str]) -> None:
                 print(f"{name:14} {value}")
         case [] | ["-h" | "--help", *_]:
             print(USAGE, end="")
+        case ["recipes" | "tasks" | "rewards" | "env" as command, *more]:
+            raise InputError(f"got {command} with {' '.join(more)}, want it alone; fix: see fused-grpo --help")
         case [unknown, *_]:
             commands = "train, recipes, tasks, rewards, report, plan, bench or env"
             raise InputError(f"got the command {unknown!r}, want {commands}")
