@@ -111,17 +111,17 @@ class DerivedOptions:
     @property
     def world_size(self) -> int:
         """Number of processes, as the launcher sets it."""
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        return _launched("WORLD_SIZE", 1)
 
     @property
     def process_index(self) -> int:
         """Rank of this process."""
-        return int(os.environ.get("RANK", "0"))
+        return _launched("RANK", 0)
 
     @property
     def local_process_index(self) -> int:
         """Rank of this process on its machine."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return _launched("LOCAL_RANK", 0)
 
     @property
     def should_save(self) -> bool:
@@ -152,6 +152,14 @@ class DerivedOptions:
             name: value if type(value) in (bool, int, float, str) else str(value)
             for name, value in self.to_dict().items()
         }
+
+
+def _launched(name: str, default: int) -> int:
+    """A number that a launcher sets."""
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise InputError(f"got the variable {name}={value!r}, want a number, as launchers set it; fix: unset {name}")
+    return int(value)
 
 
 def normalise(args: Any, mappings: Iterable[str]) -> None:
