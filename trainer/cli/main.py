@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             with extra_installed():
                 run(arguments)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # of a process without one
+                sys.stdout.flush()
     except BrokenPipeError:
         # `fused-grpo train --help | head` has read what it wants. The interpreter flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
