@@ -434,10 +434,10 @@ class GRPOTrainer(TransformersFace):
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             load_model_of(Path(self.state.best_model_checkpoint), self.learner)
         final = self._save_final(self._card())
-        if self.args.push_to_hub:
-            self._upload(final)
         with all_ranks_succeed(self.accelerator, "finishing the run"):
             report = self.output.report(final)
+        if self.args.push_to_hub:
+            self._upload(final)  # where that fails, the rest is there
         self.events("on_train_end")
         barrier(self.accelerator)
         return TrainResult(
