@@ -31,7 +31,7 @@ def check_option_types(options: Any, *, but: Collection[str] = (), other: Mappin
     if torch.compiler.is_compiling():
         return  # the compiler cannot trace annotations; ranges are still checked
     cls: Any = type(options)
-    for name, kind in {**_kinds(cls), **(other or {})}.items():
+    for name, kind in {**option_types(cls), **(other or {})}.items():
         value = getattr(options, name)
         if name not in but and not has_type(value, kind):
             raise InputError(f"got {name}={repr(value)[:200]}, want {readable(kind)}")
@@ -44,7 +44,7 @@ def check_ranges(options: Any, ranges: Ranges) -> None:
             value = getattr(options, name)
             if value is not None and not holds(value):
                 cls: Any = type(options)
-                or_none = ", or None" if has_type(None, _kinds(cls)[name]) else ""
+                or_none = ", or None" if has_type(None, option_types(cls)[name]) else ""
                 raise InputError(f"got {name}={value!r}, want {wanted}{or_none}")
 
 
@@ -83,9 +83,11 @@ def readable(kind: Any) -> str:
 
 
 @functools.cache
-def _kinds(cls: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+def option_types(cls: Any) -> dict[str, Any]:
+    """Annotations of the options by name, but for fields that a subclass of a user's adds: those may be anything."""
+    ours: Any = next((one for one in cls.__mro__ if one.__module__.startswith("fused_grpo.")), cls)
+    hints = typing.get_type_hints(ours)
+    return {field.name: hints[field.name] for field in dataclasses.fields(ours)}
 
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

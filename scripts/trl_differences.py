@@ -117,7 +117,7 @@ BEHAVIOURS = [
     ),
     Behaviour(
         "some options count that are changed in `trainer.args` after the trainer is made, and so does another dataset",
-        "both are refused by name, but for options of logging, evaluation and saving",
+        "both are refused by name, but for options of logging (not `report_to`), evaluation and saving",
         "an error",
     ),
     Behaviour(

@@ -200,7 +200,7 @@ class GRPOTrainer(TransformersFace):
                         self._in_epoch = True
                         self.events("on_epoch_begin")
                     self.events("on_step_begin")
-                    self.start.check_options()
+                    self.start.check_unchanged()
                     if self.buffer is None or self.buffer.is_exhausted:
                         self.buffer = self._collect(phases)
                     with phases("train"):
@@ -274,7 +274,7 @@ class GRPOTrainer(TransformersFace):
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
-        self.start.check_again(self.model)
+        self.start.check_again(self.model, self.eval_dataset)
         check_replaced(self, self._made, _MOVES)
         is_main = self.accelerator.is_main_process
         with all_ranks_succeed(self.accelerator, "locking the output directory"):
@@ -446,10 +446,10 @@ class GRPOTrainer(TransformersFace):
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             load_model_of(Path(self.state.best_model_checkpoint), self.learner)
         final = self._save_final(self._card())
-        if self.args.push_to_hub:
-            self._upload(final)
         with all_ranks_succeed(self.accelerator, "finishing the run"):
             report = self.output.report(final)
+        if self.args.push_to_hub:
+            self._upload(final)  # where that fails, the rest is there
         self.events("on_train_end")
         barrier(self.accelerator)
         return TrainResult(

@@ -143,6 +143,13 @@ def test_a_callback_that_would_fail_at_its_event_is_refused_before(make_trainer,
         make_trainer(callbacks=[kind])
 
 
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end", "on_save", "on_train_end"])
+def test_a_callback_that_returns_something_else_is_named_by_its_event(make_trainer, event):
+    returns = type("Returns", (TrainerCallback,), {event: lambda *args, **kwargs: 0.5})
+    with pytest.raises(InputError, match=rf"got 0\.5 from the {event} of a callback, want None or the control; fix: "):
+        make_trainer(callbacks=[returns], save_steps=1).train()
+
+
 @pytest.mark.parametrize("saved", [6, 3])
 def test_the_rest_of_an_epoch_is_left_out(make_trainer, saved):
     """An epoch is 16 rows / 4 rows of a batch * 2 iterations = 8 steps; three steps of the first one are made."""

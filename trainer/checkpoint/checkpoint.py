@@ -449,8 +449,9 @@ def _free(directory: Path) -> str:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest of its parents that exists."""
-    return next(entry for entry in (path.absolute(), *path.absolute().parents) if entry.exists())
+    """The path, or the nearest of its parents that exists, if only as a link to nothing."""
+    places = (path.absolute(), *path.absolute().parents)
+    return next(entry for entry in places if entry.exists() or entry.is_symlink())
 
 
 def sibling(directory: Path, role: str) -> Path:

@@ -64,8 +64,11 @@ def check_output_dir(
     except OSError as error:  # in another user's folder
         raise unwritable(path, error) from error
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = "cannot be written" if there.is_dir() else "is a file"
+        what = "cannot be written" if there.is_dir() else "is a file" if there.exists() else "is a link to nothing"
         raise CheckpointError(f"got {path}, where {there} {what}; want a directory; fix: choose another --output-dir")
+    for place in (path / name for name in RUN_FILES if os.path.lexists(path / name)):  # some are written at the end
+        if place.is_dir() or not os.path.isdir(os.path.dirname(os.path.realpath(place))):
+            raise CheckpointError(f"got {place}, where a run writes a file; want nothing else there; fix: move it away")
     entries = [] if resume or not path.is_dir() else _entries_to_clear(path, overwrite=overwrite, keep=keep)
     if not is_locked:
         refuse_alive(path)

@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             with extra_installed():
                 run(arguments)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # of a process without one
+                sys.stdout.flush()
     except BrokenPipeError:
         # `fused-grpo train --help | head` has read what it wants. The interpreter flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -102,6 +103,8 @@ def run(arguments: Sequence[str]) -> None:
                 print(f"{name:14} {value}")
         case [] | ["-h" | "--help", *_]:
             print(USAGE, end="")
+        case ["recipes" | "tasks" | "rewards" | "env" as command, *more]:
+            raise InputError(f"got {command} with {' '.join(more)}, want it alone; fix: see fused-grpo --help")
         case [unknown, *_]:
             commands = "train, recipes, tasks, rewards, report, plan, bench or env"
             raise InputError(f"got the command {unknown!r}, want {commands}")

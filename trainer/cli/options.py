@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
 from tyro.constructors import PrimitiveConstructorSpec
 
-from fused_grpo.config import check_ranges
+from fused_grpo.config import check_ranges, has_type
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.common.packages import installed
 from fused_grpo.trainer.config.checks import check_teacher
@@ -353,12 +353,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"got {path} holding {type(values).__name__}, want a mapping of option names to values")
     for name in values.keys() & MISSING.keys():
         refuse_unless_harmless(name, values.pop(name))
-    names = [field.name for field in own_fields(TrainOptions)]
+    names = [field.name for field in own_fields(TrainOptions) if field.name != "config"]
     if unknown := sorted(values.keys() - set(names), key=str):
         close = difflib.get_close_matches(str(unknown[0]), names, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "see fused-grpo train --help"
         raise InputError(f"got unknown option(s) {', '.join(map(repr, unknown))} in {path}; {hint}")
-    return values
+    return {name: _as_meant(name, value, path) for name, value in values.items()}
+
+
+def _as_meant(name: str, value: Any, path: Path) -> Any:
+    """A value of a YAML file, where no and off are False, and what is left empty is None."""
+    kind, default = get_type_hints(TrainOptions)[name], getattr(TrainOptions, name, None)
+    words = [default, *(word for one in (kind, *get_args(kind)) for word in get_args(one))]
+    if value is False:
+        return next((word for word in ("no", "off") if word in words), value)
+    if value is None and get_origin(kind) is list:
+        return []
+    if value is None and not has_type(None, kind):
+        raise InputError(f"got {name} without a value in {path}, want one; fix: leave it out for its default")
+    return value
 
 
 def field_docstrings(cls: type) -> dict[str, str]:

@@ -31,7 +31,7 @@ DESCRIPTION = """Predict the seconds of a step, and the best split of the GPUs b
 
 def plan(arguments: Sequence[str]) -> str:
     """The answer to `fused-grpo plan ...`; InputError where no split of the GPUs has room for the model."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser("fused-grpo plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--model")
     named, others = parser.parse_known_args(arguments)
     make_run = Run if named.model is None else partial(Run, size=size_of(named.model), rates=Rates())

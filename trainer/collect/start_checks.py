@@ -28,9 +28,9 @@ from fused_grpo.trainer.checkpoint.optimizer_states import check_optimizer
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
 from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.config.checks import check_arguments
+from fused_grpo.trainer.config.checks import check_arguments, check_evaluates
 from fused_grpo.trainer.config.derived_options import fill_loader_options, whole_steps
-from fused_grpo.trainer.config.grpo_config import GRPOConfig, validate
+from fused_grpo.trainer.config.grpo_config import GRPOConfig, check_options, own_fields
 from fused_grpo.trainer.data.datasets import (
     check_dataset,
     eval_sets,
@@ -79,7 +79,7 @@ from fused_grpo.trainer.rewards.reward_call import names_a_function
 
 _CONFIG_OPTIONS = ("trust_remote_code", "revision", "subfolder", "gguf_file", "cache_dir", "token", "local_files_only")
 # Options of what a run shows, evaluates and saves: the first parts of their names. All others are used at the start.
-_LATER = re.compile("eval_|log_|logging_|report_|save_|load_best|metric_for|greater_is|hub_|push_to_hub|overwrite|run_")
+_LATER = re.compile("eval_|log_|logging_|save_|load_best|metric_for|greater_is|hub_|push_to_hub|overwrite|run_")
 OF_RESET = 1024  # tokens that an environment may add to a prompt, where no option says
 
 
@@ -117,10 +117,9 @@ class Start:
     options: dict[str, Any] = field(init=False)  # `args` as text and numbers, once they have been checked
 
     def __post_init__(self) -> None:
-        validate(self.args)
+        check_options(self.args)
         self.engine = self.rollout_engine or self.rollout_func  # None: the one that `args` asks for
-        # Of a model that is yet to be loaded.
-        self.model_path = str(self.model) if isinstance(self.model, str | Path) else None
+        self.model_path = str(self.model) if isinstance(self.model, str | Path) else None  # of one to be loaded
         # Callbacks may go to another folder.
         self.output_dir, resume = Path(self.args.output_dir).absolute(), self.args.resume_from_checkpoint
         self.resume = Path(resume).absolute() if isinstance(resume, str) else resume
@@ -171,19 +170,21 @@ class Start:
         has_cache = self.engine is None and self.engine_name != "transformers"  # of ours
         return longest - self.args.max_completion_length if longest is not None and has_cache else self.limit.tokens
 
-    def check_again(self, model: Any) -> None:
-        """In `train`: UnsupportedError without gradients, DataError for a row of an environment which there is not."""
+    def check_again(self, model: Any, eval_dataset: Any) -> None:
+        """In `train`: errors as at the start, and DataError for a row of an environment which there is not."""
         check_gradients(model)
-        validate(self.args)
-        self.check_options()
+        check_options(self.args)
+        check_evaluates(self.args, eval_dataset)
+        check_hub(self.args)
+        self.check_unchanged()
         if self.rules is not None and self.rules.environments is not None:
             for name, rows in self.sets.items():
                 self.rules.environments.check_rows(rows, name=name)
 
-    def check_options(self) -> None:
+    def check_unchanged(self) -> None:
         """InputError where options have changed since the start, by a script or in a callback."""
-        now, made = self.args.to_dict(), self.options
-        changed = [name for name in now if now[name] != made[name] and not _LATER.match(name)]
+        now, made, names = self.args.to_dict(), self.options, (entry.name for entry in own_fields(GRPOConfig))
+        changed = [name for name in names if now[name] != made[name] and not _LATER.match(name)]
         if changed:
             got, want = (", ".join(f"{name}={options[name]!r}" for name in changed) for options in (now, made))
             raise InputError(
@@ -259,8 +260,7 @@ def check_services(start: Start) -> None:
     """Trackers, the hub's login, vLLM and the addresses of its servers; callbacks that are some."""
     args = start.args
     tracker_arguments(args)
-    if args.push_to_hub:
-        check_hub(args.hub_model_id or Path(args.output_dir).resolve().name)
+    check_hub(args)
     start.engine_name = engine_name(args, start.peft_config or getattr(start.model, "active_peft_config", None))
     inner = callable(start.engine) and (args.use_vllm or args.vllm_mode == "server")  # of a rollout_func
     if start.engine is None or inner:

@@ -61,7 +61,7 @@ def to_json(value: object) -> object:
 
 def redacted(value: object, key: str = "") -> object:
     """`to_json(value)` without secrets (by the name of their key, or by their form) and without home directories."""
-    if value and _is_secret(key, value):
+    if _is_secret(key, value) and value:
         return REDACTED
     if isinstance(value, Mapping):
         return {_public_name(str(name)): redacted(item, str(name)) for name, item in value.items()}

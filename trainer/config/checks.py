@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
-from fused_grpo.config import Ranges, check_ranges
+from fused_grpo.config import Ranges, check_ranges, option_types
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.trl_fields import MISSING
@@ -36,7 +37,7 @@ RANGES: Ranges = (
     (
         "at least 0, and finite",
         lambda value: 0 <= value < math.inf,
-        "learning_rate router_aux_loss_coef distillation_coef warmup_steps weight_decay dynamic_sampling "
+        "learning_rate router_aux_loss_coef distillation_coef warmup_steps weight_decay dynamic_sampling eval_delay "
         "generate_ahead reward_retries max_skipped_steps rollouts_kept_steps",
     ),
     ("> 0", lambda value: value > 0, "max_logprob_difference"),
@@ -68,11 +69,15 @@ def want(args: Any, names: str, holds: bool, wanted: str) -> None:
 
 def check_config(args: Any) -> None:
     """Check the range of every option, and that the options go together; InputError at the first that fails."""
-    for name, value in vars(args).items():
+    cls: Any = type(args)
+    for name in option_types(cls):
+        value = getattr(args, name)
         is_empty = value == "" or (isinstance(value, list) and "" in value)
         want(
             args, name, not is_empty or name in (*MISSING, "system_prompt"), "text that is not empty; fix: leave it out"
         )
+    is_text = not re.search("[\0\ud800-\udfff]", args.output_dir)
+    want(args, "output_dir", is_text, "a path of UTF-8 text, as safetensors writes to; fix: another name")
     check_ranges(args, RANGES)
     _check_batch(args)
     _check_optimizer(args)
@@ -116,10 +121,15 @@ def check_arguments(
         wanted = "one way to play episodes; fix: call the tools in the function, with an env_mask, or leave it out"
         want(args, "rollout_func tools", not tools, wanted)
         want(args, "rollout_func environment_factory", environment_factory is None, wanted)
+    check_evaluates(args, eval_dataset)
+    _warn_of_unusual_losses(args)
+
+
+def check_evaluates(args: Any, eval_dataset: Any) -> None:
+    """Raise InputError for evaluations without a set."""
     evaluates = args.eval_on_start or args.eval_strategy in ("steps", "epoch")
     wanted = "an eval_dataset, which is missing; fix: pass it, or leave both out"
     want(args, "eval_strategy eval_on_start", eval_dataset is not None or not evaluates, wanted)
-    _warn_of_unusual_losses(args)
 
 
 def _check_generate_ahead(args: Any, rollout_func: Any, rollout_engine: Any, environment_factory: Any) -> None:

@@ -119,17 +119,17 @@ class DerivedOptions:
     @property
     def world_size(self) -> int:
         """Number of processes, as the launcher sets it."""
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        return _launched("WORLD_SIZE", 1)
 
     @property
     def process_index(self) -> int:
         """Rank of this process."""
-        return int(os.environ.get("RANK", "0"))
+        return _launched("RANK", 0)
 
     @property
     def local_process_index(self) -> int:
         """Rank of this process on its machine."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return _launched("LOCAL_RANK", 0)
 
     @property
     def should_save(self) -> bool:
@@ -214,6 +214,14 @@ class DerivedOptions:
         }
 
 
+def _launched(name: str, default: int) -> int:
+    """A number that a launcher sets."""
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise InputError(f"got the variable {name}={value!r}, want a number, as launchers set it; fix: unset {name}")
+    return int(value)
+
+
 def normalise(args: Any, mappings: Iterable[str]) -> None:
     """Bring options into the form that has their type, before types are checked; `mappings` are names of options.
 
@@ -228,8 +236,8 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     args.report_to = [name for name in trackers if name != "none"]
     for name in ("output_dir", "resume_from_checkpoint"):
-        if isinstance(getattr(args, name), os.PathLike):
-            setattr(args, name, os.fspath(getattr(args, name)))
+        if isinstance(getattr(args, name), os.PathLike | str):
+            setattr(args, name, os.path.expanduser(getattr(args, name)))  # as transformers; `to_dict` writes "~"
     for name in mappings:
         setattr(args, name, mapping(name, getattr(args, name)))
     for name in ("checkpointing", "checkpointing_kwargs"):
@@ -240,7 +248,7 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
         setattr(args, name, given[name])
     if args.optim_target_modules == ["all-linear"]:  # as the command line reads it
         args.optim_target_modules = "all-linear"
-    if args.vllm_importance_sampling_cap not in (None, args.vllm_importance_sampling_clip_max):
+    if args.vllm_importance_sampling_cap not in (None, args.vllm_importance_sampling_clip_max):  # once
         fix = "fix: set vllm_importance_sampling_clip_max"
         warnings.warn(f"vllm_importance_sampling_cap is deprecated; {fix}", FutureWarning, stacklevel=5)
         args.vllm_importance_sampling_clip_max = args.vllm_importance_sampling_cap

@@ -392,7 +392,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Make the repository private where it is new."""
 
     def __post_init__(self) -> None:
-        validate(self)
+        check_options(self)
 
     @property
     def runs_remote_code(self) -> bool:
@@ -450,18 +450,16 @@ CORRECTION = {
 MAPPINGS = [name for name, kind in GRPOConfig.__annotations__.items() if kind == "JSONObject"]
 
 
-def validate(args: Any) -> None:
-    """Bring all options into their form and check them: when they are made, and by a trainer those set meanwhile.
+def check_options(args: Any) -> None:
+    """Bring the options into the form that has their type, and check them. A trainer does so again: they may be set.
 
-    Raises:
-        WrongTypeError: the options of another library.
-        InputError, UnsupportedError: as `GRPOConfig`.
+    Raises as `GRPOConfig` does; WrongTypeError for anything else than one.
     """
     kind = type(args)
     if not isinstance(args, GRPOConfig):
         raise WrongTypeError(
-            f"got args of type {kind.__module__}.{kind.__qualname__}, want the GRPOConfig of this package, with "
-            "the same options; fix: from fused_grpo.trainer import GRPOConfig"
+            f"got args of the type {kind.__module__}.{kind.__qualname__}, want options of this trainer; fix: from "
+            "fused_grpo.trainer import GRPOConfig, which has TRL's"
         )
     normalise(args, MAPPINGS)
     check_option_types(args, but=("report_to", *MISSING), other=PYTHON_TYPES)

@@ -65,8 +65,9 @@ def with_trl_fields(cls: type[Config]) -> type[Config]:
 def refuse_unless_harmless(name: str, value: Any) -> None:
     """Raise where a value of a field that only TRL has would change the run; report any other value, once."""
     missing = MISSING[name]
-    if value == missing.default or (type(value).__name__ == "AcceleratorConfig" and value == type(value)()):
-        return  # a trainer makes that of None
+    # The last one is what a trainer makes of None (`fill_loader_options`).
+    if value == missing.default or (name == "accelerator_config" and value == type(value)()):
+        return
     if not missing.accepts(value):
         error = InputError if missing.others == "refused by TRL, too" else UnsupportedError  # there a ValueError
         raise error(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,32 +22,47 @@ from transformers.trainer_utils import enable_full_determinism
 from transformers.utils.import_utils import enable_tf32
 from transformers.utils.logging import log_levels, set_verbosity
 
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import UnavailableError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.loading import wants_bf16
 
 M = TypeVar("M", bound=nn.Module)
+# Schedulers and containers set some of them for every process.
+LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_DEEPSPEED")
 DDP_OPTIONS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
 def make_accelerator(args: GRPOConfig) -> Accelerator:
-    """Accelerate, configured by the options and the launcher's environment."""
+    """Accelerate, configured by the options and the launcher's environment; UnavailableError where that fails."""
     if args.full_determinism:
         enable_full_determinism(args.seed)
     if args.tf32 is not None:
         enable_tf32(args.tf32)
     ddp = {name.removeprefix("ddp_"): getattr(args, name) for name in DDP_OPTIONS if getattr(args, name) is not None}
     AcceleratorState._reset_state()  # as transformers: a cell that runs again may ask for another precision
-    accelerator = Accelerator(
-        mixed_precision="bf16" if wants_bf16(args) else "no",
-        cpu=args.trains_on_cpu,
-        kwargs_handlers=[
+    options: dict[str, Any] = {
+        "mixed_precision": "bf16" if wants_bf16(args) else "no",
+        "cpu": args.trains_on_cpu,
+        "kwargs_handlers": [
             InitProcessGroupKwargs(timeout=timedelta(seconds=args.ddp_timeout), **args.backend),
             DistributedDataParallelKwargs(**ddp),
         ],
         **tracker_arguments(args),
-    )
+    }
+    launched = {name: os.environ[name] for name in LAUNCHED if name in os.environ}  # Accelerate sets others of them
+    try:
+        accelerator = Accelerator(**options)
+    except Exception as error:
+        # What is half done would fail again in the next cell of a notebook.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for name in set(LAUNCHED).difference(launched):
+            os.environ.pop(name, None)
+        given = " ".join(f"{name}={value!r}" for name, value in launched.items())
+        raise UnavailableError(
+            f"got {type(error).__name__} from Accelerate ({error}) with {given or 'no variable of a launcher'}, want "
+            "all variables of a launcher or none; fix: torchrun or accelerate launch, or unset them; else what it says"
+        ) from error
     level = args.log_level if accelerator.is_main_process else args.log_level_replica
     # As in transformers, "warning" is the level without any option.
     if level != "passive" and (accelerator.is_main_process or level != "warning"):

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
-from fused_grpo.errors import InputError
+from fused_grpo.errors import InputError, quoted
 from fused_grpo.trainer.common.redaction import to_json
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, StepMetrics
@@ -96,8 +96,14 @@ class Events:
         self.steps, self.last_evaluation = StepMetrics(), dict[str, Any]()
 
     def __call__(self, name: str, **values: Any) -> None:
-        """Call the event of every callback."""
-        self.control = getattr(self.handler, name)(self.args, self.state, self.control, **values)
+        """Call the event of every callback; InputError where one returns something else than nothing or the control."""
+        control = getattr(self.handler, name)(self.args, self.state, self.control, **values)
+        if not isinstance(control, TrainerControl):
+            raise InputError(
+                f"got {quoted(control, 200)} from the {name} of a callback, want None or the control; fix: return "
+                "nothing"
+            )
+        self.control = control
 
     def saved_state(self) -> dict[str, Any]:
         """The state as a checkpoint has it."""

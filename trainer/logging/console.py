@@ -33,6 +33,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from fused_grpo.errors import elide_lines, elide_middle, visible
 from fused_grpo.trainer.common.formatting import MISSING, conversation, duration, message_text, percent, short_number
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.logging.run_log import metric
 
 PIPED_WIDTH = 120
@@ -93,7 +94,7 @@ class Console:
             out.reconfigure(errors="backslashreplace")  # a character that the encoding lacks must not end a run
         # Lines of text in a notebook too: rich would make page elements of them, in an order of their own.
         self._rich = _Console(file=file, quiet=quiet, highlight=False, markup=False, emoji=False, force_jupyter=False)
-        if not out.isatty():
+        if out is None or not out.isatty():  # None: of a process without one
             self._rich.width = PIPED_WIDTH
         self._rewards: list[float | None] = []
         self._seconds: list[float] = []
@@ -186,9 +187,20 @@ class _Console(RichConsole):
     """Prints in the place of a live line."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        with _drawing:
+        with _drawing, _may_be_lost():
             clear_line()
             super().print(*objects, **options)
+
+
+@contextmanager
+def _may_be_lost() -> Iterator[None]:
+    """A terminal that is gone, or a full disk, ends no run: its files have all. A broken pipe does, as anywhere."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        warn_once(f"standard output cannot be written ({error.strerror}): the run goes on without these lines")
 
 
 def best_and_worst(rows: Sequence[Mapping[str, object]], limit: int) -> list[Mapping[str, object]]:
@@ -271,7 +283,7 @@ def progress(text: str, *, bars: bool = False) -> Iterator[None]:
             shown.enter_context(live(text))
         yield
     if (seconds := time.perf_counter() - start) >= SLOW:
-        with _drawing:
+        with _drawing, _may_be_lost():
             clear_line()
             print(f"{visible(text)}: {duration(seconds)}", flush=True)
 
@@ -290,7 +302,8 @@ def live(text: str) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        clear_line()
+        with _may_be_lost():
+            clear_line()
         _line.release()
 
 
@@ -333,7 +346,7 @@ def _overwrite(line: str) -> None:
 
 def _rewrites_lines() -> bool:
     """Whether standard output is a terminal, or a notebook, which says that it is none."""
-    return sys.stdout.isatty() or type(sys.stdout).__module__ == "ipykernel.iostream"
+    return (sys.stdout is not None and sys.stdout.isatty()) or type(sys.stdout).__module__ == "ipykernel.iostream"
 
 
 def is_first_process() -> bool:

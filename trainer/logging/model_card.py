@@ -126,8 +126,11 @@ def _is_readable(value: Any) -> bool:
     return is_plain(value) and len(str(value)) <= OPTION_CHARACTERS
 
 
-def check_hub(name: str) -> None:
-    """UnavailableError without a login to the hub; InputError where no repository can have that name."""
+def check_hub(args: GRPOConfig) -> None:
+    """For `push_to_hub`: UnavailableError without a login; InputError where no repository can have that name."""
+    if not args.push_to_hub:
+        return
+    name = args.hub_model_id or Path(args.output_dir).resolve().name
     if get_token() is None:
         raise UnavailableError(
             "got push_to_hub without a login to the hub, want one before hours of training; fix: hf auth login, or the "

@@ -136,7 +136,7 @@ def _tiles(records: Records, run: Mapping[str, Any]) -> dict[str, str]:
         "completion tokens": short_number(sum(tokens)) if tokens else MISSING,
         "model": str(run.get("model", MISSING)),
         "engine": str(run.get("engine", MISSING)),
-        "device": str(run.get("machine", {}).get("device", MISSING)),
+        "device": _facts(run).get("Machine", {}).get("device", MISSING),
     }
 
 
@@ -155,7 +155,7 @@ def _samples(rows: Sequence[Mapping[str, object]], seed: int) -> list[dict[str, 
         numbers |= {name: metric(rewards, name) for name in rewards} if isinstance(rewards, dict) else {}
         facts = [f"{name} {short_number(value)}" for name, value in numbers.items()]
         facts += ["cut at the length limit"] if row.get("finish_reason") == "length" else []
-        facts += [f"{row['turns']} turns, ended: {row['ended']}"] if "ended" in row else []
+        facts += [f"{row['turns']} turns, ended: {row['ended']}"] if row.keys() >= {"turns", "ended"} else []
         sides = {"prompt": row.get("prompt", ""), "completion": row.get("messages", row.get("completion", ""))}
         parts = [part for side, said in sides.items() for part in conversation(said, name=side)]
         samples.append({"kind": kind, "facts": facts, "parts": parts})

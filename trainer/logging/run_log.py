@@ -153,9 +153,12 @@ def _records(lines: Iterable[bytes], path: Path) -> Iterator[tuple[Record, int]]
 
 
 def metric(record: Mapping[str, object], name: str) -> float | None:
-    """The number called `name` in `record`; None where it is absent or was not finite."""
+    """The number called `name` in `record`; None where it is absent or was not finite, or has no fp64."""
     value = record.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def _append(path: Path, records: Iterable[Mapping[str, object]]) -> None:

@@ -8,10 +8,12 @@ although nothing fails, each once: `at_start` reads the options, `Advice` the me
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,8 @@ from accelerate.utils import ProjectConfiguration
 from transformers.integrations.integration_utils import rewrite_logs
 from transformers.trainer_utils import speed_metrics
 
-from fused_grpo.errors import UnavailableError
-from fused_grpo.trainer.common.file_names import REPORT_FILE, TRACKERS_FOLDER
+from fused_grpo.errors import UnavailableError, shown
+from fused_grpo.trainer.common.file_names import METRICS_FILE, REPORT_FILE, TRACKERS_FOLDER
 from fused_grpo.trainer.common.formatting import from_here, short_number
 from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.derived_options import whole_steps
@@ -36,6 +38,9 @@ from fused_grpo.trainer.logging.run_log import RunLog, metric
 LATEST = ("grad_norm", "learning_rate", "num_tokens", "weight_version", "generate_calls")
 # The argument of each tracker for the name of a run.
 NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
+# Variables of a project and of a run's name, which Accelerate's arguments would override; it reads those of others.
+PROJECTS = {"wandb": "WANDB_PROJECT", "comet_ml": "COMET_PROJECT_NAME", "swanlab": "SWANLAB_PROJECT"}
+NAMES = {"wandb": "WANDB_NAME", "swanlab": "SWANLAB_EXP_NAME"}
 # Thresholds of the warnings.
 TRUNCATED_STEPS, TRUNCATED_SHARE = 3, 0.5
 EQUAL_STEPS = 10
@@ -112,12 +117,23 @@ class RunOutput:
         self.trackers: list[Any] = []
         if is_main and args.report_to and accelerator is not None:
             accelerator.trackers.clear()  # those of a `train()` before, which have ended
-            name, shown = args.run_name or Path(args.output_dir).name, {key: redacted(facts[key], key) for key in facts}
-            accelerator.init_trackers(
-                args.project,
-                config=args.to_sanitized_dict() | {key: str(fact) for key, fact in shown.items()},
-                init_kwargs={tracker: {argument: name} for tracker, argument in NAME_ARGUMENTS.items()},
-            )
+            name = args.run_name or Path(args.output_dir).name
+            options = {
+                tracker: {argument: name}
+                for tracker, argument in NAME_ARGUMENTS.items()
+                if args.run_name or NAMES.get(tracker, "") not in os.environ
+            }
+            config = args.to_sanitized_dict() | {key: str(redacted(fact, key)) for key, fact in facts.items()}
+            try:
+                accelerator.init_trackers(_project(args, accelerator.log_with), config, options)
+            except Exception as error:  # of a service, an account, a name
+                for tracker in accelerator.trackers:
+                    with suppress(Exception):
+                        tracker.finish()
+                raise UnavailableError(
+                    f"got {type(error).__name__} when beginning the trackers report_to={args.report_to} ({error}), "
+                    "want them before the first step; fix: their login, project and run_name, or report_to='none'"
+                ) from error
             self.trackers = list(accelerator.trackers)
 
     def rollouts(self, step: int, make_records: Callable[[], list[dict[str, Any]]]) -> None:
@@ -169,8 +185,7 @@ class RunOutput:
 
     def close(self) -> None:
         """End the trackers, however the run ended. Harmless a second time."""
-        for tracker in self.trackers:  # not by `Accelerator.end_training`, which also destroys the process group
-            tracker.finish()
+        self._tell("finish")  # not by `Accelerator.end_training`, which also destroys the process group
         self.trackers.clear()
 
     def write(self, record: dict[str, Any]) -> None:
@@ -182,12 +197,23 @@ class RunOutput:
     def track(self, record: dict[str, Any]) -> None:
         """Give trackers the numbers of a record, at its step. What is not finite is left out."""
         numbers = {
-            re.sub(r"^(eval|test)/", r"\1_", name): value
+            re.sub(r"^(eval|test)/", r"\1_", str(name)): value
             for name, value in record.items()
-            if isinstance(value, int | float) and math.isfinite(value) and name != "step"
+            if metric(record, name) is not None and name != "step"
         }
-        for tracker in self.trackers:
-            tracker.log(rewrite_logs(numbers), step=record["step"])
+        self._tell("log", rewrite_logs(numbers), step=record["step"])
+
+    def _tell(self, what: str, *given: Any, **options: Any) -> None:
+        """Call that method of each tracker. One that raises gets nothing more, with a warning: files have all of it."""
+        for tracker in list(self.trackers):
+            try:
+                getattr(tracker, what)(*given, **options)
+            except Exception as error:
+                self.trackers.remove(tracker)
+                self.console.warn(
+                    f"the tracker {tracker.name} raised {type(error).__name__} ({shown(error, 500)}) and gets nothing "
+                    f"more of this run; {METRICS_FILE} has every step"
+                )
 
 
 class LogEntry(dict[str, Any]):
@@ -234,6 +260,12 @@ class StepMetrics:
 def _mean(values: list[Any]) -> float | None:
     numbers = [value for value in values if value is not None and not math.isnan(value)]
     return sum(numbers) / len(numbers) if numbers else None
+
+
+def _project(args: GRPOConfig, trackers: Iterable[Any]) -> str:
+    """That of the options, unless a tracker has a variable for it and no option says otherwise."""
+    found = (os.environ.get(PROJECTS.get(str(tracker), "")) for tracker in trackers)
+    return args.project if args.project != GRPOConfig.project else next(filter(None, found), args.project)
 
 
 def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from fused_grpo.trainer.checkpoint.output_dir import (
     prepare_output_dir,
     refuse_alive,
 )
+from fused_grpo.trainer.common.file_names import RUN_FILES
 from fused_grpo.trainer.logging.run_log import RunLog
 
 RUN = Path(__file__).parents[1] / "resume_run.py"
@@ -330,3 +331,28 @@ def test_a_check_beside_it_keeps_no_run_out(lock, tmp_path):
     fcntl.flock(checking, fcntl.LOCK_SH)
     threading.Timer(0.15, os.close, [checking]).start()
     lock.acquire(tmp_path)
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+@pytest.mark.parametrize("resume", [None, True])
+def test_what_is_in_the_place_of_a_file_of_the_run_is_named_before_it(tmp_path, name, resume):
+    place = tmp_path / name
+    place.mkdir()
+    with pytest.raises(CheckpointError, match=rf"got .*{name}, where a run writes a file; want .*; fix: move it away"):
+        check_output_dir(tmp_path, resume=resume)
+    place.rmdir()
+    place.symlink_to(tmp_path / "gone" / name)
+    with pytest.raises(CheckpointError, match=f"{name}, where a run writes a file"):
+        check_output_dir(tmp_path, resume=resume)
+    place.unlink()
+    for harmless in (os.devnull, "elsewhere"):
+        place.symlink_to(harmless)
+        check_output_dir(tmp_path, resume=resume)
+        place.unlink()
+
+
+@pytest.mark.parametrize("below", ["", "/run"])
+def test_a_link_to_nothing_is_no_output_directory(tmp_path, below):
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(CheckpointError, match="link is a link to nothing; want a directory"):
+        check_output_dir(Path(f"{tmp_path}/link{below}"))

@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerState
 
-from fused_grpo.errors import CheckpointError
+from fused_grpo.errors import CheckpointError, UnavailableError
 
 EVAL_ROWS = [{"prompt": "1+1="}, {"prompt": "2+2="}]
 
@@ -52,6 +52,14 @@ def test_a_model_goes_to_the_hub_with_its_card_and_nothing_of_the_data(make_trai
     assert front_matter(card)["datasets"] == ["me/sums"]
     assert front_matter(card)["tags"] == ["grpo", "fused-grpo", "reinforcement-learning", "maths"]
     assert "for 1 optimizer steps on `digit_reward`" in card
+
+
+def test_a_run_whose_upload_fails_has_its_report_and_its_model(make_trainer, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HF_TOKEN", "of a test")  # and HF_HUB_OFFLINE is set
+    with pytest.raises(UnavailableError, match=r"fix: hf auth login, then hf upload run .*/run/final"):
+        make_trainer(max_steps=1, push_to_hub=True).train()
+    assert {"final", "report.html", "reward.svg"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert "report: " in capsys.readouterr().out
 
 
 def test_a_script_of_transformers_finds_what_it_expects_after_training(make_trainer):

@@ -113,6 +113,9 @@ def test_options_may_come_through_a_pipe(tmp_path):
         ("generation_kwargs: {a: [{b: 1, c: 2, b: 3}]}", "got b 2 times in "),
         ("generation_kwargs: &a {b: [*a], c: 1, c: 2}", "got c 2 times in "),
         ("[" * 20_000, "is not YAML"),
+        ("config: other.yaml", "got unknown option.* 'config'"),
+        ("max_steps:", "got max_steps without a value in .*; fix: leave it out"),
+        ("output_dir: ~", "got output_dir without a value"),
         (None, "that exists"),
     ],
 )
@@ -124,10 +127,31 @@ def test_a_yaml_file_that_cannot_be_used_is_refused(tmp_path, content, message):
         read_yaml(file)
 
 
+def test_yaml_has_its_own_words_for_no_and_for_nothing(tmp_path):
+    """no and off are False there, and a value that is left out or ~ is None."""
+    types, file = get_type_hints(TrainOptions), tmp_path / "run.yaml"
+    words = {"score_centering": "off"}
+    for name, kind in types.items():
+        choices = {word for one in (kind, *get_args(kind)) for word in get_args(one)} & {"no", "off"}
+        words |= dict(zip([name], choices, strict=False))
+    assert len(words) == 6
+    for name, word in words.items():
+        for text in ("no", "off", "false", f'"{word}"'):
+            file.write_text(f"{name}: {text}\n")
+            assert read_yaml(file) == {name: word}
+    lists = [name for name, kind in types.items() if kind == list[str] and name not in MISSING]
+    file.write_text("".join(f"{name}: no\n" for name in words) + "".join(f"{name}: null\n" for name in lists))
+    options = parse_train_options(["--config", str(file)])
+    assert {name: getattr(options, name) for name in [*words, *lists]} == words | {name: [] for name in lists}
+    file.write_text("bf16: off\nrun_name: null\n")
+    assert read_yaml(file) == {"bf16": False, "run_name": None}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["fly"], "InputError: got the command 'fly'"),
+        (["recipes", "demo"], "InputError: got recipes with demo, want it alone"),
         (["train", "--model", "m"], "InputError: got --model without --dataset and --reward-funcs, want all three, or"),
         (["train", "--model", "m", "--teacher-model", "t"], "InputError: got a teacher_model with distillation_coef=0"),
         (

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.engines.engine_choice import engine_name
@@ -79,3 +80,37 @@ def test_levels_of_messages_are_those_of_the_process(made, options, level):
     finally:
         ours.setLevel(logging.NOTSET)
         transformers.logging.set_verbosity(before)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, r"with WORLD_SIZE='2' RANK='0', want all variables of a launcher or none"),
+        ({"LOCAL_RANK": "0"}, "with LOCAL_RANK='0', want all variables"),
+        ({"LOCAL_RANK": "first"}, "with LOCAL_RANK='first', want all variables"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "with ACCELERATE_USE_DEEPSPEED='true', want all .*; else what it says"),
+    ],
+)
+def test_half_of_a_launchers_variables_are_an_error_that_names_them(monkeypatch, variables, message):
+    for name in sharding.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    sharding.AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(UnavailableError, match=f"from Accelerate .*{message}"):
+        sharding.make_accelerator(GRPOConfig())
+    for name in variables:
+        monkeypatch.delenv(name)
+    assert sharding.make_accelerator(GRPOConfig()).num_processes == 1  # in the next cell
+
+
+@pytest.mark.parametrize("value", ["", "two", "-1", "1.0"])
+def test_a_number_of_a_launcher_that_is_none_is_named(monkeypatch, value):
+    for name, option in (
+        ("WORLD_SIZE", "world_size"),
+        ("RANK", "process_index"),
+        ("LOCAL_RANK", "local_process_index"),
+    ):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(InputError, match=f"got the variable {name}='{value}', want a number.*fix: unset {name}"):
+            getattr(GRPOConfig(), option)

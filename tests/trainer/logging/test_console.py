@@ -1,13 +1,18 @@
 """The console: lines that fit, an estimate without the first step, and model output that cannot touch the terminal."""
 
+import errno
 import io
 import math
+import os
 
 import pytest
 
 from fused_grpo.errors import elide_middle, visible
+from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.common.formatting import duration, short_number
-from fused_grpo.trainer.logging.console import Console, best_and_worst, sparkline
+from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.logging import console as console_module
+from fused_grpo.trainer.logging.console import Console, best_and_worst, live, progress, sparkline
 
 # Of which time/reward/digits is a part.
 PHASES = {"time/generate": 6.0, "time/reward": 1.0, "time/reward/digits": 0.5, "time/train": 2.5, "time/sync": 0.5}
@@ -180,6 +185,46 @@ def test_an_output_without_unicode_does_not_end_the_run() -> None:
     console.completions(1, [{"prompt": "é", "completion": "日本", "reward": 1.0}], limit=1)
     out.flush()
     assert rb"\u65e5\u672c" in raw.getvalue()
+
+
+class Lost(Terminal):
+    """A terminal that has been closed, a disk that is full, or a reader that has left."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def write(self, text: str) -> int:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EPIPE])
+def test_an_output_that_is_lost_ends_no_run_but_a_pipe_does(monkeypatch, caplog, number) -> None:
+    warn_once.cache_clear()
+    monkeypatch.setattr(console_module, "REFRESH", 0.01)
+    monkeypatch.setattr(console_module, "SLOW", 0.0)
+    monkeypatch.setattr("sys.stdout", Lost(number))
+    console = Console(5)
+
+    def show() -> None:
+        console.step(1, FULL | PHASES)
+        console.note("n")
+        console.completions(1, [{"prompt": "p", "completion": "c", "reward": 1.0}], limit=1)
+        with progress("loading"), live("sampling"):
+            pass
+
+    if number == errno.EPIPE:
+        with pytest.raises(BrokenPipeError):
+            show()
+    else:
+        show()
+        assert [record.message.partition(" (")[0] for record in caplog.records] == ["standard output cannot be written"]
+
+
+def test_a_process_without_standard_output_runs(monkeypatch, make_trainer) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert make_trainer(log_completions=True).train().steps == 3
+    assert main(["rewards"]) is None
 
 
 def test_quiet_writes_nothing() -> None:

@@ -1,5 +1,6 @@
 """The report: one file that needs nothing, shows the right numbers, and cannot be written into by a completion."""
 
+import json
 import math
 import random
 import re
@@ -193,6 +194,18 @@ def test_a_damaged_description_of_a_run_is_named(tmp_path: Path, text: str) -> N
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"got .*run\.json, which is not JSON; want .*; fix: "):
         write_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "run", [{"machine": None}, {"machine": "a name", "config": [1], "versions": 2, "started": 5}, [1], None]
+)
+def test_a_run_that_another_program_describes_has_a_report(tmp_path: Path, run: object) -> None:
+    write_run(tmp_path, 2)
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    log = RunLog(tmp_path)
+    log.log_metrics({"step": 3, "reward": 10**400, "entropy": 0.5})
+    log.log_rollouts(3, [{"completion": "c", "reward": 1.0, "ended": "stop"}, {"completion": "c", "reward": 10**400}])
+    assert "device" in write_report(tmp_path).read_text()
 
 
 def test_samples_are_of_the_first_and_the_last_step_only(tmp_path: Path) -> None:

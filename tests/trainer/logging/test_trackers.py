@@ -1,6 +1,7 @@
 """Trackers: every step reaches them, nothing private does, and one that is missing is known at once."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
@@ -70,6 +71,85 @@ def test_the_output_of_a_run_reaches_its_trackers_with_a_quiet_console(tmp_path)
     output.close()
     output.close()
     assert memory.finished == 1
+
+
+class Broken(Memory):
+    """Raises in one of its methods, from the second call on where that is `log`."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def fail(self, where):
+        if where == self.where:
+            raise ConnectionError("the service is\x1b[31m gone")
+
+    def store_init_configuration(self, values):
+        super().store_init_configuration(values)
+        self.fail("store_init_configuration")
+
+    def log(self, values, step=None, **kwargs):
+        if self.records:
+            self.fail("log")
+        super().log(values, step)
+
+    def finish(self):
+        super().finish()
+        self.fail("finish")
+
+
+@pytest.mark.parametrize("where", ["log", "finish"])
+def test_a_tracker_that_fails_later_ends_no_run(make_trainer, tmp_path, capsys, where):
+    broken, other = Broken(where), Memory()
+    trainer = make_trainer(report_to=[broken, other])
+    for steps in (3, 3):  # the second one in a folder that the first has unlocked
+        assert trainer.train().steps == steps
+    text = capsys.readouterr().out
+    assert text.count("warning: the tracker memory raised ConnectionError (the service is\\x1b[31m gone)") == 2
+    assert (len(broken.records), len(other.records)) == (1, 8) if where == "log" else (8, 8)
+    assert other.finished == 2
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 3
+
+
+def test_a_tracker_that_does_not_begin_ends_the_run_before_its_first_step(make_trainer, tmp_path):
+    first, broken = Memory(), Broken("store_init_configuration")
+    with pytest.raises(UnavailableError, match=r"got ConnectionError when beginning .* gone.*; fix: .*'none'"):
+        make_trainer(report_to=[first, broken]).train()
+    assert (first.finished, broken.finished) == (1, 1)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("tracker", "options", "variables", "project", "name"),
+    [
+        ("wandb", {}, {}, "fused-grpo", {"name": "run"}),
+        ("wandb", {}, {"WANDB_PROJECT": "theirs", "WANDB_NAME": "first"}, "theirs", None),
+        ("wandb", {"project": "mine", "run_name": "a/b"}, {"WANDB_PROJECT": "theirs"}, "mine", {"name": "a/b"}),
+        ("swanlab", {}, {"SWANLAB_PROJECT": "theirs", "SWANLAB_EXP_NAME": "first"}, "theirs", None),
+        ("comet_ml", {}, {"COMET_PROJECT_NAME": "theirs"}, "theirs", None),
+        ("trackio", {}, {"WANDB_PROJECT": "of another"}, "fused-grpo", {"name": "run"}),
+    ],
+)
+def test_the_variables_of_a_tracker_count_where_no_option_is_set(
+    monkeypatch, tmp_path, tracker, options, variables, project, name
+):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    begun = []
+    accelerator = SimpleNamespace(trackers=[], log_with=[tracker], init_trackers=lambda *given: begun.append(given))
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), report_to=[tracker], **options)
+    RunOutput(args, 1, is_main=True, facts={}, accelerator=accelerator)
+    ((given, _, arguments),) = begun
+    assert (given, arguments.get(tracker)) == (project, name)
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), math.inf, "text", None, [1.0]])
+def test_what_is_no_number_of_fp64_is_left_out(tmp_path, value):
+    memory = Memory()
+    args = GRPOConfig(output_dir=str(tmp_path), report_to=[memory])
+    output = RunOutput(args, 1, is_main=True, facts={}, accelerator=accelerator_for(args))
+    output.write({"step": 1, "mine": value, 5: 1})
+    assert memory.records == [(1, {"train/5": 1})]
 
 
 def test_a_second_run_does_not_log_to_the_trackers_of_the_first(tmp_path):
