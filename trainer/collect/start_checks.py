@@ -32,6 +32,7 @@ from fused_grpo.trainer.config.checks import check_arguments
 from fused_grpo.trainer.config.derived_options import fill_loader_options, whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import (
+    as_row,
     check_dataset,
     eval_sets,
     is_conversational,
@@ -423,7 +424,9 @@ def check_rewards(start: Start) -> None:
     added = () if environments is None else ("environments",)
     for name, rows in start.sets.items() if start.engine is None else ():  # the user's own may add columns
         try:
-            start.rewards.check_columns([*next(iter(read_rows(rows, name=name))), *added])
+            first = as_row(next(iter(read_rows(rows, name=name))))
+            start.rewards.check_columns([*first, *added])
+            start.rewards.check_models(first)
         except InputError as error:
             raise InputError(f"{error} ({name})") from error
     names, best = start.rewards.names, start.args.metric_for_best_model

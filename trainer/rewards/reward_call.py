@@ -119,9 +119,10 @@ class RewardCaller:
     def check_columns(self, names: Iterable[str]) -> None:
         """InputError where the function has a parameter without a default that none of these columns fills."""
         if missing := sorted(self.required - {*names, "trainer_state", "log_extra", "log_metric"}):
+            data = ", ".join(map(repr, sorted(names)))
             raise InputError(
                 f"got reward function {self.name!r}, which wants {', '.join(map(repr, missing))}, and data with "
-                f"{', '.join(map(repr, sorted(names)))}; fix: a column of that name, or a default in the function"
+                f"{data}; fix: a column of that name, a default in the function, or a signature without '/'"
             )
 
     def _run(self, inputs: RewardInputs, logged: Scores) -> Any:
@@ -191,8 +192,9 @@ def _listed(returned: Any) -> list[Any] | None:
     # Not of all that can be iterated: a dict has keys, a set no order, bytes are numbers, a generator may not end.
     if isinstance(returned, list | tuple):
         return list(returned)
-    is_flat = _array_kind(returned) in NUMERIC and returned.ndim == 1
-    return list(returned.tolist()) if is_flat else None
+    with suppress(Exception):  # of a tensor that is sparse, or has no data
+        return list(returned.tolist()) if _array_kind(returned) in NUMERIC and returned.ndim == 1 else None
+    return None
 
 
 def _array_kind(value: Any) -> str | None:
@@ -206,7 +208,7 @@ def reward_name(function: RewardFunction) -> str:
     """The name under which a function is logged: its own, or that of its class."""
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__name__", type(function).__name__)
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def is_async(function: RewardFunction) -> bool:
@@ -225,6 +227,7 @@ def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str
         return frozenset(), None
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = frozenset(p.name for p in named if p.default is p.empty)
+    required |= {f"{p.name}, /" for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return required, None if takes_any else frozenset(p.name for p in named)
 

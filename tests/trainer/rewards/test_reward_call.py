@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis.strategies import booleans, floats, integers, lists, none, one_of
 
 from fused_grpo.errors import InputError, RewardError, RewardValueError
+from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.reward_call import RewardCaller, RewardInputs
 
 
@@ -47,6 +48,12 @@ def test_an_argument_that_no_column_fills_is_named_before_the_call(reward):
 
     with pytest.raises(InputError, match="'by_solution', which wants 'solution', and data with 'answer'"):
         reward(by_solution, failure="drop")
+
+
+@pytest.mark.parametrize("function", [lambda completions, /: [0.0], lambda prompts, /, **columns: [0.0], len])
+def test_an_argument_that_has_no_name_is_named_before_the_call(function):
+    with pytest.raises(InputError, match=r"which wants '\w+, /', and data with 'answer'.*fix: .*signature without '/'"):
+        Rewards(function).check_columns(["prompt", "answer"])
 
 
 @pytest.mark.parametrize(
@@ -108,6 +115,8 @@ NO_LISTS = {
     "0-d": torch.tensor(1.0),
     "dates": np.zeros(4, dtype="M8[ns]"),
     "texts": np.array(["1.0"] * 4),
+    "without data": torch.zeros(4, device="meta"),
+    "sparse": torch.ones(4).to_sparse(),
     "series": pandas.Series(FOUR),
     "class": list,
     "huge": ["x" * 10_000_000],
