@@ -119,10 +119,9 @@ class RewardCaller:
     def check_columns(self, names: Iterable[str]) -> None:
         """InputError where the function has a parameter without a default that none of these columns fills."""
         if missing := sorted(self.required - {*names, "trainer_state", "log_extra", "log_metric"}):
-            data = ", ".join(map(repr, sorted(names)))
             raise InputError(
                 f"got reward function {self.name!r}, which wants {', '.join(map(repr, missing))}, and data with "
-                f"{data}; fix: a column of that name, a default in the function, or a signature without '/'"
+                f"{', '.join(map(repr, sorted(names)))}; fix: a column of that name, or a default in the function"
             )
 
     def _run(self, inputs: RewardInputs, logged: Scores) -> Any:
@@ -227,7 +226,6 @@ def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str
         return frozenset(), None
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = frozenset(p.name for p in named if p.default is p.empty)
-    required |= {f"{p.name}, /" for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return required, None if takes_any else frozenset(p.name for p in named)
 
