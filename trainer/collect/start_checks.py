@@ -74,8 +74,8 @@ from fused_grpo.trainer.models.loading import (
 from fused_grpo.trainer.models.memory_estimate import ModelShape, planned_shape
 from fused_grpo.trainer.models.quantized import QUANTIZATION, check_quantization, quantization_of
 from fused_grpo.trainer.rewards import Rewards
-from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
-from fused_grpo.trainer.rewards.reward_call import names_a_function
+from fused_grpo.trainer.rewards.builtin_rewards import no_reward
+from fused_grpo.trainer.rewards.reward_functions import is_reward_model
 
 _CONFIG_OPTIONS = ("trust_remote_code", "revision", "subfolder", "gguf_file", "cache_dir", "token", "local_files_only")
 # Options of what a run shows, evaluates and saves: the first parts of their names. All others are used at the start.
@@ -249,13 +249,6 @@ def check_names(start: Start) -> None:
             check_source("reward_funcs", name, args.model_init_kwargs)
 
 
-def is_reward_model(name: str) -> bool:
-    """Whether it names neither a function nor a built-in reward; InputError for a file alone or an unknown name."""
-    if name.endswith(".py"):
-        raise InputError(f"got reward function {name!r}, a file, want a function in it; fix: {name}:<its name>")
-    return builtin_reward(name) is None and not names_a_function(name)
-
-
 def check_services(start: Start) -> None:
     """Trackers, the hub's login, vLLM and the addresses of its servers; callbacks that are some."""
     args = start.args
@@ -412,8 +405,9 @@ def check_disk(start: Start) -> None:
     if start.shape is None or not start.is_main:
         return
     args, trained = start.args, start.shape.trained  # an adapter is saved alone
-    is_chosen = "dtype" in (args.model_init_kwargs or {})
-    dtype = torch.bfloat16 if is_chosen else getattr(start.model, "dtype", torch.float32)
+    dtype = (
+        torch.bfloat16 if "dtype" in (args.model_init_kwargs or ()) else getattr(start.model, "dtype", torch.float32)
+    )
     saves = args.save_strategy in ("steps", "epoch")
     state = 2 if saves and not args.save_only_model and args.optim.startswith("adamw_torch") else 0
     check_space(Path(args.output_dir), dtype.itemsize * trained * (1 + saves + state))
@@ -426,7 +420,9 @@ def check_rewards(start: Start) -> None:
     added = () if environments is None else ("environments",)
     for name, rows in start.sets.items() if start.engine is None else ():  # the user's own may add columns
         try:
-            start.rewards.check_columns([*next(iter(read_rows(rows, name=name))), *added])
+            first = next(iter(read_rows(rows, name=name)))
+            start.rewards.check_columns([*first, *added])
+            start.rewards.check_models(first)
         except InputError as error:
             raise InputError(f"{error} ({name})") from error
     names, best = start.rewards.names, start.args.metric_for_best_model

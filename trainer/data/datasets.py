@@ -48,7 +48,7 @@ class RowCheck:
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.first = name, Row()
+        self.name, self.first, self.number = name, Row(), 0
 
     def __call__(self, number: int, entry: Any) -> Row:
         """Row `number` of the dataset as a dict."""
@@ -62,10 +62,11 @@ class RowCheck:
                     f"got {self.name} without a 'prompt' column in row {number} (columns: "
                     f"{', '.join(map(repr, row)) or 'none'}); fix: dataset.rename_column(<yours>, 'prompt')"
                 )
-            self.first = row
+            self.first, self.number = row, number
         elif row.keys() != self.first.keys():
             raise DataError(
-                f"got columns {list(row)} in row {number} of {self.name}, want those of row 0: {list(self.first)}"
+                f"got columns {list(row)} in row {number} of {self.name}, want those of row {self.number}: "
+                f"{list(self.first)}"
             )
         self.prompt(number, row["prompt"])
         return row
@@ -76,7 +77,9 @@ class RowCheck:
         if isinstance(prompt, str) is is_conversational(self.first):
             kinds = ("a string", "a conversation")
             got, want = kinds if isinstance(prompt, str) else kinds[::-1]
-            raise DataError(f"got {got} as the prompt of row {number} of {self.name}, want {want} as in row 0")
+            raise DataError(
+                f"got {got} as the prompt of row {number} of {self.name}, want {want} as in row {self.number}"
+            )
 
 
 def check_dataset(dataset: Any, *, name: str) -> Any:
@@ -108,7 +111,9 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
     if first is None:
         raise DataError(f"got an empty {name}, want at least one row with a 'prompt'")
     if not isinstance(first[1], Mapping):
-        raise DatasetTypeError(got)
+        raise DatasetTypeError(
+            f"{got}; fix: rows that are dicts, not {type(first[1]).__name__}, as of dataset.with_format(None)"
+        )
     check(*first)
     if is_plain_arrow(dataset):
         batches = dataset.select_columns(["prompt"]).iter(batch_size=1000)

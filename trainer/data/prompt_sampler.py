@@ -32,7 +32,6 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import (
     Row,
     RowCheck,
-    as_row,
     is_plain_arrow,
     is_stream,
     read_rows,
@@ -83,6 +82,7 @@ class PromptSampler:
         self.row_numbers = list[int]()  # of what was drawn last; of a stream, in its pass
         self.batch = list[int]()  # the same of all ranks, each prompt once; not of a stream
         self._dataset, self._seed, self._shuffle, self._keep = dataset, seed, shuffle, keep
+        self._check = RowCheck("train_dataset")  # of what a transform makes, which may be another row each time
         self._order: tuple[int, array[int]] | None = None  # of the rows in one pass, and its number
         self._size = prompts_per_batch * world_size // repeats
         places = range(rank * prompts_per_batch, (rank + 1) * prompts_per_batch)
@@ -154,9 +154,10 @@ class PromptSampler:
 
     def _row(self, number: int) -> Row:
         try:
-            return as_row(self._dataset[number])
+            entry = self._dataset[number]
         except Exception as error:  # of the disk, or of a transform
             raise unreadable(number, "train_dataset", error) from error
+        return self._check(number, entry)
 
     def _number_at(self, place: int) -> int:
         number, offset = divmod(place, len(self._dataset))
@@ -184,7 +185,6 @@ class StreamSampler(PromptSampler):
         if self._shuffle:
             self._dataset = dataset.shuffle(seed=self._seed)
         self._seeks = is_own and not self._shuffle
-        self._check = RowCheck("train_dataset")
         # Rows that were passed over count for the place in the pass, and not as used.
         self.dropped = self._pass = self._used_of_pass = 0
         self._kept_in_pass = False
@@ -359,6 +359,7 @@ def difficulties(dataset: Any) -> list[float]:
         column = list(dataset[DIFFICULTY]) if DIFFICULTY in dataset.column_names else [None]
     else:
         column = [row.get(DIFFICULTY) for row in read_rows(dataset, name="train_dataset")]
+    column = [value.item() if getattr(value, "ndim", 1) == 0 else value for value in column]  # of NumPy and torch
     for number, value in enumerate(column):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise DataError(

@@ -171,7 +171,7 @@ class PromptLimit:
         positions, vocabulary: those of the model, rows of its embedding. None: unknown, or of no matter.
         tools: functions whose schemas the chat template shows in every prompt.
 
-    InputError for no room for any prompt, or an end-of-sequence token that the model does not have.
+    InputError for no room for any prompt, or an end-of-sequence or padding token that the model does not have.
     """
 
     def __init__(
@@ -199,7 +199,8 @@ class PromptLimit:
                 f"got max_completion_length={args.max_completion_length} and {self._by}={length}, want room for a "
                 "prompt; fix: a smaller max_completion_length"
             )
-        self._check_ids([tokenizer.eos_token_id], lambda: "the tokenizer's eos_token")
+        for name in ("eos_token", "pad_token"):  # the model's config gets the latter, and could not be loaded again
+            self._check_ids([getattr(tokenizer, f"{name}_id")], partial("the tokenizer's {}".format, name))
 
     def fits(self, row: Mapping[str, Any], number: int) -> bool:
         """Whether the prompt of row `number` of a stream is short enough; raises what `encode` raises."""

@@ -191,8 +191,9 @@ def _listed(returned: Any) -> list[Any] | None:
     # Not of all that can be iterated: a dict has keys, a set no order, bytes are numbers, a generator may not end.
     if isinstance(returned, list | tuple):
         return list(returned)
-    is_flat = _array_kind(returned) in NUMERIC and returned.ndim == 1
-    return list(returned.tolist()) if is_flat else None
+    with suppress(Exception):  # of a tensor that is sparse, or has no data
+        return list(returned.tolist()) if _array_kind(returned) in NUMERIC and returned.ndim == 1 else None
+    return None
 
 
 def _array_kind(value: Any) -> str | None:
@@ -206,7 +207,7 @@ def reward_name(function: RewardFunction) -> str:
     """The name under which a function is logged: its own, or that of its class."""
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__name__", type(function).__name__)
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def is_async(function: RewardFunction) -> bool:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.common.process_state import process_kept
 from fused_grpo.trainer.common.threads import in_thread
-from fused_grpo.trainer.data.datasets import Row
+from fused_grpo.trainer.data.datasets import Row, as_row
+from fused_grpo.trainer.data.prompts import as_completion
 from fused_grpo.trainer.logging.run_log import free_name
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward
 from fused_grpo.trainer.rewards.reward_call import (
@@ -107,6 +108,15 @@ class Rewards:
         names = {"prompts", "completions", "completion_ids", *columns} - {"prompt"}
         for caller in self._callers:
             caller.check_columns(names)
+
+    def check_models(self, row: Row) -> None:
+        """RewardError unless the reward models can score two answers to a row's prompt, of which one is padded."""
+        row = as_row(row)
+        answers = [as_completion(row, text) for text in ("1", "1 1 1")]
+        inputs = RewardInputs(columns={"prompts": [row["prompt"]] * 2, "completions": answers})
+        for caller in self._callers if self.failure != "drop" else ():
+            if isinstance(caller.function, RewardModel):
+                caller(inputs)
 
     def __call__(
         self,
@@ -284,6 +294,13 @@ def _unique(names: Iterable[str]) -> list[str]:
     return unique
 
 
+def is_reward_model(name: str) -> bool:
+    """Whether it names neither a function nor a built-in reward; InputError for a file alone or an unknown name."""
+    if name.endswith(".py"):
+        raise InputError(f"got reward function {name!r}, a file, want a function in it; fix: {name}:<its name>")
+    return builtin_reward(name) is None and not names_a_function(name)
+
+
 class RewardModel:
     """A reward function that returns the scores of a model; InputError for no tokenizer, or one that cannot pad.
 
@@ -316,7 +333,14 @@ class RewardModel:
                     "fix: pass reward_processing_classes=<tokenizer>"
                 )
             options = {"trust_remote_code": trust_remote_code, "revision": revision}
-            processing_class = AutoTokenizer.from_pretrained(source, **options)
+            try:
+                processing_class = AutoTokenizer.from_pretrained(source, **options)
+            except Exception as error:  # of the network, the hub, a file
+                raise InputError(
+                    f"got the reward model {source!r}, whose tokenizer cannot be loaded: "
+                    f"{' '.join(str(error).split())[:500]}; want one beside it; fix: pass "
+                    "reward_processing_classes=<tokenizer>"
+                ) from error
         if processing_class.pad_token_id is None:
             if processing_class.eos_token is None:
                 raise InputError(f"got a tokenizer of the reward model {self.__name__} that has no padding token")

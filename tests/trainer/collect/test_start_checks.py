@@ -1,5 +1,6 @@
 """What can be known at the start is said at the start: before a reward is called, and before anything is written."""
 
+import copy
 import json
 import os
 import shutil
@@ -11,9 +12,17 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
 
-from fused_grpo.errors import FusedGRPOError, InputError
+from fused_grpo.errors import FusedGRPOError, InputError, RewardError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.collect.scoring import check_best_metric
@@ -45,6 +54,7 @@ def start(folder: Path, tmp_path: Path):
 
     def run(model: Any = None, rewards: Any = reward, rows: Any = ROWS, **options: Any) -> GRPOTrainer:
         names = ("eval_dataset", "callbacks", "teacher_model", "processing_class", "peft_config")
+        names += ("reward_processing_classes",)
         arguments = {name: options.pop(name) for name in names if name in options}
         args = GRPOConfig(str(tmp_path / "run"), **{**SMALL, "max_steps": 4, **options})
         return GRPOTrainer(folder if model is None else model, rewards, args, rows, **arguments)
@@ -241,6 +251,9 @@ def test_tokens_without_a_row_in_the_embedding_are_named(make_model, start, toke
     rows = [*ROWS, {"prompt": "1<extra>", "answer": ""}]
     message = r"got token \d+ \('<extra>'\) in the prompt of row 4 of train_dataset.*resize_token_embeddings"
     refused(lambda: start(model, rows=rows, processing_class=tokenizer), message, tmp_path)
+    tokenizer.pad_token = "<extra>"
+    message = r"got token \d+ \('<extra>'\) in the tokenizer's pad_token, want ids below.*resize_token_embeddings"
+    refused(lambda: start(model, processing_class=tokenizer), message, tmp_path)
     resized.resize_token_embeddings(len(tokenizer))
     assert start(resized, rows=rows, processing_class=tokenizer).max_steps == 4
 
@@ -352,3 +365,41 @@ def test_the_first_evaluation_names_metrics_of_its_own_sets():
 def test_a_stream_shows_its_first_prompt(start, tokenizer, tmp_path):
     stream = IterableDataset.from_generator(lambda: iter(CHAT))
     refused(lambda: start(rows=stream), "prompts of train_dataset and a tokenizer without a chat template", tmp_path)
+
+
+def without_template(model: Any, tokenizer: Any) -> Any:
+    tokenizer.chat_template = None
+    return model, "ValueError: Cannot use chat template"
+
+
+def with_padding_of_its_own(model: Any, tokenizer: Any) -> Any:
+    tokenizer.add_special_tokens({"pad_token": "<new>"})
+    return model, "IndexError"
+
+
+def with_another_vocabulary(model: Any, tokenizer: Any) -> Any:
+    model.resize_token_embeddings(3)
+    return model, "IndexError"
+
+
+def without_a_head(model: Any, tokenizer: Any) -> Any:
+    return model.model, "AttributeError: .*logits"
+
+
+def of_language(model: Any, tokenizer: Any) -> Any:
+    return AutoModelForCausalLM.from_config(model.config), "want a finite float"
+
+
+@pytest.mark.parametrize("failure", ["fail", "retry"])
+@pytest.mark.parametrize(
+    "change", [without_template, with_padding_of_its_own, with_another_vocabulary, without_a_head, of_language]
+)
+def test_a_reward_model_that_can_score_nothing_is_named(make_model, start, tokenizer, tmp_path, change, failure):
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    config = Qwen2Config(**make_model().config.to_dict() | {"num_labels": 1})
+    judge, its = Qwen2ForSequenceClassification(config), copy.deepcopy(tokenizer)
+    options = {"rows": CHAT, "processing_class": tokenizer, "reward_processing_classes": its, "reward_failure": failure}
+    assert start(rewards=judge, **options).max_steps == 4
+    judge, message = change(judge, its)
+    with pytest.raises(RewardError, match=f"(?s)reward function 'Qwen2.*{message}"):
+        start(rewards=judge, **options)

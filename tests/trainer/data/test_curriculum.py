@@ -7,7 +7,9 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
@@ -166,6 +168,9 @@ def test_levels_are_values_or_ranges_of_about_a_tenth():
     many = [{"prompt": "p", "difficulty": number / 7} for number in range(1000)]
     for rows in (many, Dataset.from_list(many)):
         assert Counter(levels_of(rows, "difficulty")) == dict.fromkeys(range(10), 100)
+    kinds = (np.int64, np.float32, torch.tensor, lambda value: np.array(float(value)))
+    for kind in kinds:
+        assert levels_of([{"difficulty": kind(value)} for value in (3, 1, 2, 1)], "difficulty") == [2, 0, 1, 0]
     tied = levels_of([{"difficulty": max(0, number - 900)} for number in range(1000)], "difficulty")
     assert Counter(tied) == {0: 901, 1: 99}
     assert doctest.testmod(curriculum).failed == 0
@@ -178,6 +183,8 @@ def test_levels_are_values_or_ranges_of_about_a_tenth():
         (Dataset.from_list([{"prompt": "p"}]), "None as difficulty of row 0"),
         ([{"prompt": "p", "difficulty": 1}, {"prompt": "p", "difficulty": "hard"}], "'hard' as difficulty of row 1"),
         ([{"prompt": "p", "difficulty": math.nan}], "nan as difficulty of row 0"),
+        ([{"prompt": "p", "difficulty": np.bool_(True)}], "True as difficulty of row 0"),
+        ([{"prompt": "p", "difficulty": torch.ones(1)}], r"tensor\(\[1.\]\) as difficulty of row 0"),
         ([{"prompt": "p", "difficulty": 1}] * 3, "one level of difficulty in train_dataset, want several"),
         (IterableDataset.from_generator(lambda: iter(ROWS)), "with a stream as train_dataset, want one with a length"),
     ],

@@ -221,6 +221,7 @@ def test_rows_of_a_stream_are_checked_as_they_come():
         (DatasetDict({"test": Dataset.from_list(some_rows(1))}), r"got a DatasetDict.*choose a split of it \('test'\)"),
         (["1+1="], "got a list as train_dataset"),
         ([{"prompt": "1+1="}, 2], "got a int as row 1"),
+        (Dataset.from_list(some_rows(2)).with_format("pandas"), r"fix: rows that are dicts, not DataFrame, .*\(None\)"),
         ("prompts.jsonl", "got a str as train_dataset.*load_dataset"),
         (7, "got a int as train_dataset"),
         ((row for row in some_rows(2)), "got a generator as train_dataset.*from_generator"),
@@ -237,6 +238,33 @@ def test_a_prompt_may_be_what_a_transform_makes_of_other_columns():
     )
     sampler = prompt_sampler(check_dataset(dataset, name="train_dataset"), prompts_per_batch=1, seed=0, shuffle=True)
     assert sampler.next_batch() == [{"prompt": "1+1="}]
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ({"other": ["1"]}, r"columns \['other'\] in row [0-3] of train_dataset, want those of row [0-3]: \['prompt'\]"),
+        ({"prompt": ["1"], "more": [1]}, r"columns \['prompt', 'more'\] in row [0-3]"),
+        ({"prompt": [None]}, "None as the prompt of row [0-3] of train_dataset, want a non-empty string"),
+        ({"prompt": [""]}, "'' as the prompt of row [0-3]"),
+        (
+            {"prompt": [SUM]},
+            "a conversation as the prompt of row [0-3] of train_dataset, want a string as in row [0-3]",
+        ),
+    ],
+)
+def test_what_a_transform_makes_of_a_row_later_is_checked_when_it_is_drawn(later, message):
+    made = []
+
+    def transform(batch):
+        made.append(batch)
+        return {"prompt": ["1"]} if len(made) < 7 else later
+
+    dataset = check_dataset(Dataset.from_list(some_rows(4)).with_transform(transform), name="train_dataset")
+    sampler = prompt_sampler(dataset, prompts_per_batch=1, seed=0, shuffle=True)
+    assert [sampler.next_batch() for _ in range(6 - len(made))][-1] == [{"prompt": "1"}]
+    with pytest.raises(DataError, match=f"^got {message}"):
+        sampler.next_batch()
 
 
 @pytest.mark.parametrize("odd", [{(1, 2): 3}, {1: "a", "b": 2}, {3, 4}, b"\xff", "\ud800", float("nan"), object()])

@@ -108,6 +108,8 @@ NO_LISTS = {
     "0-d": torch.tensor(1.0),
     "dates": np.zeros(4, dtype="M8[ns]"),
     "texts": np.array(["1.0"] * 4),
+    "without data": torch.zeros(4, device="meta"),
+    "sparse": torch.ones(4).to_sparse(),
     "series": pandas.Series(FOUR),
     "class": list,
     "huge": ["x" * 10_000_000],

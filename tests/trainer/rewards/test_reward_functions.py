@@ -28,6 +28,8 @@ def test_names_differ_and_weights_follow_them():
     rewards = Rewards([one, lambda completions: [], one, "builtins:len"], weights=[1, 2, 3, 4])
     assert rewards.names == ["one", "<lambda>", "one_2", "len"]
     assert rewards.weights.tolist() == [1.0, 2.0, 3.0, 4.0]
+    numbered = type("Numbered", (), {"__call__": one, "__name__": 1})()
+    assert Rewards([numbered, numbered]).names == ["1", "1_2"]
     assert Rewards(one).weights.tolist() == [1.0]
 
 

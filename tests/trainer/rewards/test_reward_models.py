@@ -64,6 +64,15 @@ def test_a_model_that_is_nowhere_is_refused(tmp_path):
         Rewards(str(tmp_path / "nothing"))
 
 
+def test_a_model_without_its_tokenizer_is_refused_in_one_line(reward_model, tmp_path):
+    reward_model.config._name_or_path = str(tmp_path / "moved")
+    with pytest.raises(
+        InputError, match=r"moved', whose tokenizer cannot be loaded: .*fix: pass reward_proc"
+    ) as caught:
+        Rewards(reward_model)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_module_needs_a_tokenizer_that_pads(reward_model, tokenizer):
     with pytest.raises(InputError, match="without a path and no tokenizer; fix: pass reward_processing_classes"):
         Rewards(reward_model)
