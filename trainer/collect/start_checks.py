@@ -120,9 +120,8 @@ class Start:
         check_options(self.args)
         self.engine = self.rollout_engine or self.rollout_func  # None: the one that `args` asks for
         self.model_path = str(self.model) if isinstance(self.model, str | Path) else None  # of one to be loaded
-        # Callbacks may go to another folder.
         self.output_dir, resume = Path(self.args.output_dir).absolute(), self.args.resume_from_checkpoint
-        self.resume = Path(resume).absolute() if isinstance(resume, str) else resume
+        self.resume = Path(resume).absolute() if isinstance(resume, str) else resume  # callbacks may go elsewhere
 
     @property
     def models(self) -> set[str]:
@@ -230,6 +229,11 @@ def check_start(start: Start) -> None:
 def check_processes(start: Start) -> None:
     """The batch divides, and the launcher has started what it was asked for: on a CPU `accelerate launch` does not."""
     start.args.prompts_per_process(start.processes)
+    if start.accelerator is not None and start.processes != start.args.world_size:
+        raise InputError(
+            f"got {start.processes} process(es) where WORLD_SIZE={start.args.world_size}, want as many; fix: whatever "
+            "makes Accelerate's state (a trainer, an Accelerator, args.device) inside of what is launched, not before"
+        )
     alone = start.processes == 1 and "WORLD_SIZE" not in os.environ
     if alone and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():
         raise InputError(

@@ -333,6 +333,13 @@ def test_processes_that_a_launcher_has_not_started_are_missed(start, tmp_path, m
     refused(start, "got one process from an accelerate launch .* fix: torchrun --nproc_per_node", tmp_path)
 
 
+def test_processes_with_the_state_of_the_one_that_launched_them_are_found(start, tmp_path, monkeypatch):
+    """A fork inherits it: each would train by itself."""
+    assert GRPOConfig(use_cpu=True).device.type == "cpu"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(start, r"got 1 process\(es\) where WORLD_SIZE=2, want as many; fix: whatever makes Accelerate's", tmp_path)
+
+
 def test_a_map_style_dataset_is_as_long_as_it_says(start):
     class Endless(torch.utils.data.Dataset):
         def __len__(self) -> int:
