@@ -13,8 +13,9 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -311,8 +312,9 @@ def named_series(records: Records, pattern: str) -> dict[str, Series]:
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
     """Centred mean over `2 * window + 1` values, fewer at the ends."""
-    slices = (values[max(i - window, 0) : i + window + 1] for i in range(len(values)))
-    return [sum(part) / len(part) for part in slices]
+    sums = list(accumulate(map(Fraction, values), initial=Fraction()))  # exact, so that differences are
+    ends = ((max(i - window, 0), min(i + window + 1, len(values))) for i in range(len(values)))
+    return [float((sums[end] - sums[start]) / (end - start)) for start, end in ends]
 
 
 def reward_chart(records: Records) -> Chart:

@@ -296,3 +296,4 @@ def test_an_episode_is_shown_with_its_calls_and_answers_and_has_charts(tmp_path:
 
 def test_a_moving_mean_keeps_its_length_and_narrows_at_the_ends() -> None:
     assert moving_mean([0.0, 3.0, 6.0, 3.0], 1) == [1.5, 3.0, 4.0, 4.5]
+    assert moving_mean([1e308, 1e308, -1e-300, 1e308, 1e308], 1)[0::4] == [1e308, 1e308]
