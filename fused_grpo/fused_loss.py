@@ -256,6 +256,7 @@ def _reference_loss(
     centering: Centering | None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
     """(loss, log-probs [N], statistics, d loss / d log-probs [N]) through full logits and autograd."""
+    head = head.blank(inputs.tokens.mask)
     kept = None if support is None else kept_mask(support, len(head.weight), head.targets, inputs.tokens.mask)
     logprobs, entropy = distributions.logprobs_and_entropy(
         head.hidden, head.weight, head.targets.clamp_min(0), **head.transform(), kept=kept

@@ -290,6 +290,7 @@ def _reference_moments(head: Head, ignore_index: int, support: Support | None) -
 def _reference(head: Head, ignore_index: int, support: Support | None) -> tuple[Tensor, Tensor]:
     """(log p [N] or [N, K], entropy [N]) through full logits and autograd."""
     kept, head = head.without_ignored(torch_passes, ignore_index)
+    head = head.blank(rows_with(kept))
     mask = None if support is None else kept_mask(support, len(head.weight), head.targets, kept)
     with full_precision(head.hidden):
         logprobs, entropy = distributions.logprobs_and_entropy(

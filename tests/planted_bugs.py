@@ -261,13 +261,13 @@ BUGS = {
     ),
     "sapo's temperatures the wrong way round": Bug(
         "fused_grpo/_maths/formulas.py",
-        "torch.where(advantages > 0, *terms.sapo",
-        "torch.where(advantages < 0, *terms.sapo",
+        "masked_fill_(advantages > 0, tau_high)",
+        "masked_fill_(advantages < 0, tau_high)",
         ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[sapo-token-nothing]"],
     ),
     "vespo's k for every advantage": Bug(
         "fused_grpo/_maths/factors.py",
-        "torch.where(risen, config.vespo_k_pos, config.vespo_k_neg)",
+        "torch.full_like(advantages, config.vespo_k_neg).masked_fill_(risen, config.vespo_k_pos)",
         "config.vespo_k_pos",
         ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[vespo-token-nothing]"],
     ),

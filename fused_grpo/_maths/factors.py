@@ -162,8 +162,10 @@ def vespo_phi(log_w: Tensor, advantages: Tensor, config: GRPOLossConfig) -> Tens
     [[1.0, 1.0], [0.1991, 1.0827]]
     """
     risen = advantages >= 0
-    k = torch.where(risen, config.vespo_k_pos, config.vespo_k_neg)
-    decay = torch.where(risen, config.vespo_lambda_pos, config.vespo_lambda_neg).clamp_min(1e-4)
+    # Not torch.where of two numbers, which rounds them to the default dtype.
+    k = torch.full_like(advantages, config.vespo_k_neg).masked_fill_(risen, config.vespo_k_pos)
+    decay = torch.full_like(advantages, config.vespo_lambda_neg).masked_fill_(risen, config.vespo_lambda_pos)
+    decay = decay.clamp_min(1e-4)
     return torch.exp(decay + k * log_w - decay * log_w.exp())
 
 

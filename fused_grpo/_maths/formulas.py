@@ -273,7 +273,9 @@ def policy_term(
         return torch.where(masked, 0.0, -bounded * advantages * own), masked
     never = torch.zeros_like(advantages, dtype=torch.bool)
     if terms.form == "sapo":
-        tau = torch.where(advantages > 0, *terms.sapo_temperatures)
+        # Not torch.where of two numbers, which rounds them to the default dtype.
+        tau_high, tau_low = terms.sapo_temperatures
+        tau = torch.full_like(advantages, tau_low).masked_fill_(advantages > 0, tau_high)
         return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, never
     return -advantages * logprobs, never
 

@@ -146,7 +146,7 @@ class SamplerHead(NamedTuple):
             InputError: shapes, dtypes, devices or values that cannot be right, or one without the other.
             UnsupportedError: "topk" with a support, or a distillation.
         """
-        wanted, given = config.score_centering != "off", (self.ids, self.logprobs) != (None, None)
+        wanted, given = config.score_centering != "off", self.ids is not None or self.logprobs is not None
         if wanted != given:
             fix = "pass sampling_topk_ids and sampling_topk_logprobs" if wanted else "leave the sampler's tokens out"
             raise InputError(

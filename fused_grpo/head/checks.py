@@ -260,7 +260,7 @@ def check_squared_gradients(
         other = "process_group" if distillation is None else "distillation"
         raise UnsupportedError(f"got squared_gradients with a {other}; fix: leave one of them out")
     check_tensors(squared_gradients=out)
-    if out.shape != targets.shape or out.dtype != dtype or out.device != targets.device or out.requires_grad:
+    if out.shape != targets.shape or out.dtype != dtype or out.device != targets.device or not _is_plain(out):
         raise InputError(
             f"got squared_gradients {tuple(out.shape)} {out.dtype} on {out.device}, requires_grad={out.requires_grad}; "
             f"want {tuple(targets.shape)} {dtype} on {targets.device}, a plain tensor; fix: "
@@ -285,5 +285,14 @@ def check_main_grad(main_grad: Tensor, weight: Tensor, impl: str) -> None:
             f"got weight_main_grad {tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}, "
             f"want {tuple(weight.shape)} torch.float32 on {weight.device}, as the weight"
         )
-    if main_grad.requires_grad:
-        raise InputError("got a weight_main_grad that requires a gradient itself; fix: a plain tensor")
+    if not _is_plain(main_grad):
+        raise InputError(
+            "got a weight_main_grad that requires a gradient itself, is expanded or of inference_mode; "
+            "fix: a plain tensor"
+        )
+
+
+def _is_plain(out: Tensor) -> bool:
+    """Whether values can be written to it: not where autograd or inference_mode refuses, nor to one place twice."""
+    frozen = out.is_inference() and not torch.is_inference_mode_enabled()
+    return not (frozen or out.requires_grad or torch._debug_has_internal_overlap(out) == 1)

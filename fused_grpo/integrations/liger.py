@@ -36,6 +36,7 @@ from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.config import CLIPPED, TRL_LOSS_TYPES, GRPOLossConfig, TokenTerms
 from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
+from fused_grpo.head.checks import check_tensors
 from fused_grpo.logprobs import linear_logprobs
 
 _BY_NUM_TOKENS = ("dapo", "cispo", "vespo")
@@ -144,6 +145,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         Raises:
             InputError: shapes or options that cannot be right, or no reference where one is required.
         """
+        head = {"_input": _input, "lin_weight": lin_weight, "selected_token_ids": selected_token_ids}
+        optional = {"old_per_token_logps": old_per_token_logps, "ref_per_token_logps": ref_per_token_logps}
+        optional |= {"vllm_is_ratio": vllm_is_ratio, "ref_input": ref_input, "ref_weight": ref_weight}
+        check_tensors(optional, **head, attention_mask=attention_mask, advantages=advantages)
         self._check_call(selected_token_ids, attention_mask, advantages, vllm_is_ratio)
         _check_per_token(selected_token_ids.shape, old_per_token_logps, ref_per_token_logps)
         mask, has_kl = attention_mask != 0, self.use_ref_model and self.beta != 0.0

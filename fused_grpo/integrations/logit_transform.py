@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo._maths.statistics import compute_dtype
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError
 
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -87,8 +87,13 @@ def logit_transform(config: Any) -> LogitTransform:
     head module.
 
     Raises:
+        InputError: no config of transformers.
         UnsupportedError: the model leaves out columns of its head, which no scale or cap can express.
     """
+    if not hasattr(config, "get_text_config"):
+        raise InputError(
+            f"got a {type(config).__name__}, want the config of a model of transformers; fix: model.config"
+        )
     text, transform = config.get_text_config(), head_transform(config)
     used = getattr(text, "unpadded_vocab_size", None)
     if used is not None and used < text.vocab_size:

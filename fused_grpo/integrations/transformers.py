@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 
 from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head.checks import outside_graphs
+from fused_grpo.head.checks import check_tensors, outside_graphs
 from fused_grpo.integrations._peers import check_version
 from fused_grpo.integrations.logit_transform import head_transform, is_close, mismatch, transformed
 from fused_grpo.integrations.model_head import forward_name, head_of, probe, weight_of
@@ -148,7 +148,9 @@ class _Scorer:
                 )
             if "use_cache" in signature.parameters or hasattr(self.causal_lm.config, "use_cache"):
                 named["use_cache"] = False
-            targets = pad(labels[:, 1:], (0, 1), value=_IGNORED) if shift_labels is None else shift_labels
+            given = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+            check_tensors(**given)
+            targets = pad(labels[..., 1:], (0, 1), value=_IGNORED) if shift_labels is None else shift_labels
             return self._score(own, named, _Call(targets, shifted=shift_labels is not None), count)
 
         functools.update_wrapper(forward, own)

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.head.checks import check_tensors
 from fused_grpo.logprobs import linear_logprobs_and_entropy
 
 # Releases whose function has this signature and no other call sites than those named above.
@@ -76,10 +77,11 @@ def linear_cross_entropy(
     reduce = REDUCTIONS.get(reduction.lower()) if isinstance(reduction, str) else None
     if reduce is None:
         raise InputError(f"got reduction={reduction!r}, want one of {', '.join(map(repr, REDUCTIONS))}")
+    check_tensors(hidden=hidden, weight=weight, labels=labels)
     if dist_process_group is not None:
         hidden = _Share.apply(hidden, dist.get_world_size(dist_process_group))  # type: ignore[no-untyped-call]
     logprobs, entropy = linear_logprobs_and_entropy(
-        hidden.reshape(-1, hidden.shape[-1]),
+        hidden.flatten(0, -2) if hidden.ndim > 2 else hidden,
         weight,
         labels.reshape(-1).long(),
         temperature=temperature,

@@ -300,6 +300,23 @@ def test_ours_refuses_what_would_broadcast_or_crash(wrong):
         liger.LigerFusedLinearGRPOLoss()(**{**inputs, **wrong})
 
 
+@pytest.mark.parametrize(
+    "value", [1.0, [1.0], make_batch()["old_per_token_logps"].numpy()], ids=lambda x: type(x).__name__
+)
+def test_what_is_no_tensor_is_named(value):
+    _, inputs = chosen("log-probs", "no ratio", old=True)
+    for name in (
+        "_input",
+        "selected_token_ids",
+        "attention_mask",
+        "advantages",
+        "old_per_token_logps",
+        "vllm_is_ratio",
+    ):
+        with pytest.raises(InputError, match=f"{name} of type {type(value).__name__}, want a torch.Tensor"):
+            liger.LigerFusedLinearGRPOLoss()(**{**inputs, name: value})
+
+
 @pytest.mark.parametrize(("loss_type", "level"), [x for x in KINDS if x != ("luspo", "token")])
 def test_padding_may_hold_anything(loss_type, level):
     options, inputs = chosen("no KL", "no ratio", old=True)

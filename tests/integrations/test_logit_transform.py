@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from fused_grpo import linear_logprobs
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.integrations.logit_transform import head_transform, logit_transform
 from fused_grpo.integrations.transformers import return_logprobs
 
@@ -180,6 +180,11 @@ def test_columns_that_a_model_leaves_out_are_refused():
     config.unpadded_vocab_size = 12
     with pytest.raises(UnsupportedError, match="16 rows of which the model uses 12"):
         logit_transform(config)
+
+
+def test_what_is_no_config_is_refused():
+    with pytest.raises(InputError, match=r"got a Linear, want the config .*; fix: model\.config"):
+        logit_transform(torch.nn.Linear(2, 2))
 
 
 # Every causal LM of transformers that makes something else of its head's output, and by which name.

@@ -114,6 +114,9 @@ def test_arguments_that_cannot_be_right_are_refused(model, batch):
     bad: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"logits_to_keep": 3}, {}, "got logits_to_keep with labels"),
         ({"labels": batch["labels"][:, :5]}, {}, r"got labels \(3, 5\) and hidden states \(3, 11, 32\)"),
+        ({"labels": batch["labels"][0]}, {}, r"got labels \(11,\) and hidden states \(3, 11, 32\)"),
+        ({"labels": batch["labels"].tolist()}, {}, "got labels of type list, want a torch.Tensor"),
+        ({"shift_labels": batch["labels"].tolist()}, {}, "got shift_labels of type list, want a torch.Tensor"),
         ({"return_dict": False}, {}, "got a tuple from Qwen2ForCausalLM"),
         ({}, {"temperature": torch.ones(4, 10)}, r"got temperature \(4, 10\), want what broadcasts to .*\(3, 10\)"),
         ({}, {"temperature": 0.0}, "got temperature=0.0"),

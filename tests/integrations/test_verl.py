@@ -108,6 +108,9 @@ def test_an_ignored_label_gives_nothing_and_counts_in_the_mean():
         ({"reduction": None}, "got reduction=None"),
         ({"labels": torch.full((B, T), V)}, f"got target {V}"),
         ({"temperature": 0.0}, "got temperature=0.0"),
+        ({"hidden": None}, "hidden of type NoneType, want a torch.Tensor"),
+        ({"hidden": torch.tensor(1.0)}, r"got hidden \(\)"),
+        ({"labels": [[0] * T] * B}, "labels of type list, want a torch.Tensor"),
     ],
 )
 def test_what_cannot_be_right_is_refused(change, message):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 
@@ -23,6 +24,11 @@ def good(**changes):
         "cu_seqlens": torch.tensor([0, 3, 6], dtype=torch.int32),
     }
     return {**arguments, **changes}
+
+
+def of_inference_mode(*shape):
+    with torch.inference_mode():
+        return torch.zeros(shape)
 
 
 HEAD = [
@@ -78,6 +84,9 @@ LOSS = [
     ({"weight_main_grad": torch.zeros(9, 5)}, r"want \(9, 4\) torch.float32 on cpu"),
     ({"weight_main_grad": torch.zeros(9, 4).half()}, "torch.float16"),
     ({"weight_main_grad": torch.zeros(9, 4).requires_grad_()}, "a plain tensor"),
+    ({"weight_main_grad": torch.zeros(4).expand(9, 4)}, "is expanded .* a plain tensor"),
+    ({"weight_main_grad": of_inference_mode(9, 4)}, "of inference_mode; fix: a plain tensor"),
+    ({"sampling_topk_ids": numpy.zeros((6, 2), dtype=int)}, "leave the sampler's tokens out"),
     ({"entropy": "no"}, "entropy='no', want True or False"),
 ]
 

@@ -322,7 +322,7 @@ def test_a_number_as_temperature_is_that_number_for_each_token(impl, plan):
 
 # NumPy, under the interpreter, warns of the NaN that this test puts there.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("ignore_index", [-100, 3])

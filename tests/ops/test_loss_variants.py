@@ -102,6 +102,24 @@ def assert_close(ours, expected, tolerance):
         assert (one.double() - other.double()).norm() <= tolerance * other.double().norm().clamp_min(1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_the_default_dtype_changes_no_bit(impl, dtype):
+    """Those who load a model in bf16 set it; constants of a loss are not rounded to it."""
+    leaves, rest = step(torch.float32)
+    plain = [config for config in configs() if config.id.endswith("-plain")]
+    assert len(plain) > len(LOSS_TYPES)
+    for config in plain:
+        options = {"config": config.values[0], "impl": impl}
+        expected, metrics = solve(leaves, rest, **options)
+        torch.set_default_dtype(dtype)
+        try:
+            ours, own = solve(leaves, rest, **options)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(map(torch.equal, [*ours, *own.values()], [*expected, *metrics.values()])), config.id
+
+
 @pytest.mark.parametrize("config", list(configs()))
 def test_all_paths_give_the_loss_and_gradients_of_the_reference(config):
     leaves, rest = step()

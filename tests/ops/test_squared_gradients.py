@@ -142,6 +142,7 @@ def test_norms_of_almost_certain_tokens_do_not_cancel():
         (torch.empty(N - 1), r"\(39,\) .* want \(40,\) torch.float32"),
         (torch.empty(N).double(), "want .* torch.float32"),
         (torch.empty(N, requires_grad=True), "requires_grad=True"),
+        (torch.empty(1).expand(N), "want .* a plain tensor"),
     ],
 )
 def test_tensors_that_cannot_take_them_are_refused(out, message):
