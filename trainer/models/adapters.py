@@ -337,7 +337,8 @@ def _check_given(model: Any, config: Any, peft: Any) -> None:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError(
-            "got a PeftModel that is frozen, want its adapter trained; fix: load it with is_trainable=True"
+            "got a PeftModel that is frozen, want its adapter trained; fix: load it with is_trainable=True, or "
+            "enable_adapter_layers() where it was disabled"
         )
 
 

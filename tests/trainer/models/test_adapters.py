@@ -332,6 +332,15 @@ def test_arguments_that_contradict_each_other_are_refused(make_lora_trainer, ada
         make_lora_trainer(frozen, peft_config=None)
 
 
+def test_a_disabled_adapter_is_refused_and_trains_once_enabled(make_lora_trainer, make_model):
+    model = get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"]))
+    model.base_model.disable_adapter_layers()
+    with pytest.raises(InputError, match=r"enable_adapter_layers\(\)"):
+        make_lora_trainer(model, peft_config=None)
+    model.base_model.enable_adapter_layers()
+    make_lora_trainer(model, peft_config=None)
+
+
 def test_a_missing_peft_is_named_with_its_command(make_lora_trainer, monkeypatch):
     config = LoraConfig(**PLAIN)
     monkeypatch.setitem(sys.modules, "peft", None)
