@@ -340,6 +340,10 @@ def _check_given(model: Any, config: Any, peft: Any) -> None:
             "got a PeftModel that is frozen, want its adapter trained; fix: load it with is_trainable=True, or "
             "enable_adapter_layers() where it was disabled"
         )
+    if any(getattr(layer, "_disable_adapters", False) for layer in model.modules()):
+        raise InputError(
+            "got a PeftModel whose adapter is disabled, want it in the forward pass; fix: enable_adapter_layers()"
+        )
 
 
 def _check_tie(base: Any) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,7 @@ def load_model(
                 f"got {given} {sorted(options)} with a {type(model).__name__}, which is loaded already: they "
                 "change nothing; fix: pass its path or hub id"
             )
+        warn_of_other_weights(uncompiled(model))
         return uncompiled(model)
     arguments: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
     if accelerator.distributed_type != DistributedType.FSDP and accelerator.device.type != "cpu":
@@ -163,6 +165,27 @@ def load_model(
     quietly = nullcontext() if downloads else without_bars()
     with loading(f"model {str(model)!r}"), quietly, progress(words, bars=downloads):
         return AutoModelForCausalLM.from_pretrained(str(model), **arguments | options)
+
+
+def warn_of_other_weights(model: Any) -> None:
+    """A warning where a model of this class and config has other weights, so that what is saved loads as another one.
+
+    Of an adapter, the base is not saved; the names of a quantised model are those of its codes.
+    """
+
+    def shapes(one: nn.Module) -> dict[str, torch.Size]:
+        return {name: weight.shape for name, weight in one.state_dict().items()}
+
+    if not isinstance(model, PreTrainedModel) or is_adapted(model) or quantization_of(model.config):
+        return
+    expected = found = shapes(model)
+    with torch.random.fork_rng([]), suppress(Exception), torch.device("meta"):  # the class's own code
+        expected = shapes(type(model)(copy.deepcopy(model.config)))
+    if differ := sorted(dict.fromkeys(name for name, _ in expected.items() ^ found.items())):
+        warn_once(
+            f"got a {type(model).__name__} whose {', '.join(differ[:8])} are not those of its config: from_pretrained "
+            "will load what is saved as another model; fix: a class of your own for it"
+        )
 
 
 def loading_options(args: GRPOConfig) -> dict[str, Any]:

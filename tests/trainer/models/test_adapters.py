@@ -332,13 +332,17 @@ def test_arguments_that_contradict_each_other_are_refused(make_lora_trainer, ada
         make_lora_trainer(frozen, peft_config=None)
 
 
-def test_a_disabled_adapter_is_refused_and_trains_once_enabled(make_lora_trainer, make_model):
+@pytest.mark.parametrize("is_trainable", [False, True])
+def test_a_disabled_adapter_is_refused_and_trains_once_enabled(make_lora_trainer, make_model, is_trainable):
     model = get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"]))
     model.base_model.disable_adapter_layers()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trainable and "lora_" in name)
     with pytest.raises(InputError, match=r"enable_adapter_layers\(\)"):
         make_lora_trainer(model, peft_config=None)
     model.base_model.enable_adapter_layers()
-    make_lora_trainer(model, peft_config=None)
+    make_lora_trainer(model, peft_config=None).train()
+    assert any(parameter.any() for name, parameter in model.named_parameters() if "lora_B" in name)
 
 
 def test_a_missing_peft_is_named_with_its_command(make_lora_trainer, monkeypatch):

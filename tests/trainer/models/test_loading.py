@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 
 from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.models import loading
 from fused_grpo.trainer.rewards.reward_functions import load_reward_model
 
@@ -63,3 +64,26 @@ def test_every_rank_reads_a_reward_model(monkeypatch):
         load_reward_model("somewhere")
     assert seen == [None]
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+
+
+def with_bias(model):
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
+
+
+def with_rows(model):
+    model.model.embed_tokens = torch.nn.Embedding(model.config.vocab_size + 8, model.config.hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(with_bias, "lm_head.bias"), (with_rows, "model.embed_tokens.weight"), (None, "")]
+)
+def test_a_model_that_would_load_as_another_one_is_a_warning(make_model, caplog, change, name):
+    warn_once.cache_clear()
+    model = make_model()
+    if change is None:
+        model.resize_token_embeddings(40)  # which changes the config too
+    else:
+        change(model)
+    loading.warn_of_other_weights(model)
+    said = [f"got a Qwen2ForCausalLM whose {name} are not those of its config: from_pretrained will load what is saved"]
+    assert [text.partition(" as another")[0] for text in caplog.messages if text[:5] == "got a"] == said[: bool(name)]
