@@ -121,7 +121,7 @@ class Start:
         self.engine = self.rollout_engine or self.rollout_func  # None: the one that `args` asks for
         self.model_path = str(self.model) if isinstance(self.model, str | Path) else None  # of one to be loaded
         self.output_dir, resume = Path(self.args.output_dir).absolute(), self.args.resume_from_checkpoint
-        self.resume = Path(resume).absolute() if isinstance(resume, str) else resume  # callbacks may go elsewhere
+        self.resume = Path(resume).absolute() if isinstance(resume, str) else resume  # callbacks may change folders
 
     @property
     def models(self) -> set[str]:
@@ -409,9 +409,8 @@ def check_disk(start: Start) -> None:
     if start.shape is None or not start.is_main:
         return
     args, trained = start.args, start.shape.trained  # an adapter is saved alone
-    dtype = (
-        torch.bfloat16 if "dtype" in (args.model_init_kwargs or ()) else getattr(start.model, "dtype", torch.float32)
-    )
+    is_chosen = "dtype" in (args.model_init_kwargs or ())
+    dtype = torch.bfloat16 if is_chosen else getattr(start.model, "dtype", torch.float32)
     saves = args.save_strategy in ("steps", "epoch")
     state = 2 if saves and not args.save_only_model and args.optim.startswith("adamw_torch") else 0
     check_space(Path(args.output_dir), dtype.itemsize * trained * (1 + saves + state))
