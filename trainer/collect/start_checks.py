@@ -70,6 +70,7 @@ from fused_grpo.trainer.models.loading import (
     loading_options,
     positions,
     tokenizer_for,
+    warn_of_other_weights,
 )
 from fused_grpo.trainer.models.memory_estimate import ModelShape, planned_shape
 from fused_grpo.trainer.models.quantized import QUANTIZATION, check_quantization, quantization_of
@@ -365,11 +366,11 @@ def check_prompts(start: Start) -> None:
 def check_saving(start: Start) -> None:
     """What will be saved beside the weights is saved once, in a temporary folder: transformers refuses some of it."""
     parts = {"the tokenizer": start.tokenizer}
-    if start.peft_config is None and not is_adapted(start.model):
+    if start.peft_config is None and not is_adapted(start.model):  # else the adapter alone is saved
+        warn_of_other_weights(start.model)
         parts |= {"the config": start.config} if start.model_path is None else {}
         parts |= {"the generation_config": found} if (found := generation_config(start)) is not None else {}
-    directory = gettempdir()
-    remove_abandoned(directory)  # of a process that was killed here
+    remove_abandoned(directory := gettempdir())  # of a process that was killed here
     for name, part in parts.items():
         try:
             with temporary_folder(0, directory=directory) as folder:

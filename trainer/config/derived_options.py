@@ -153,7 +153,7 @@ class DerivedOptions:
         """Accelerate's state of this process; it connects the processes when it is first read."""
         from accelerate import PartialState
 
-        return PartialState(self.trains_on_cpu, timeout=timedelta(seconds=self.ddp_timeout), **self.backend)
+        return PartialState(self.trains_on_cpu, **self.process_group_options())
 
     @property
     def trains_on_cpu(self) -> bool:
@@ -162,10 +162,10 @@ class DerivedOptions:
 
         return self.use_cpu or not accelerator.is_available()
 
-    @property
-    def backend(self) -> dict[str, str]:
-        """That of the process group, where `ddp_backend` says which."""
-        return {} if self.ddp_backend is None else {"backend": self.ddp_backend}
+    def process_group_options(self) -> dict[str, Any]:
+        """Its timeout, and its backend where `ddp_backend` says which."""
+        backend = {} if self.ddp_backend is None else {"backend": self.ddp_backend}
+        return {"timeout": timedelta(seconds=self.ddp_timeout), **backend}
 
     @property
     def device(self) -> Any:

@@ -10,7 +10,6 @@ import copy
 import logging
 import os
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +44,7 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
         "mixed_precision": "bf16" if wants_bf16(args) else "no",
         "cpu": args.trains_on_cpu,
         "kwargs_handlers": [
-            InitProcessGroupKwargs(timeout=timedelta(seconds=args.ddp_timeout), **args.backend),
+            InitProcessGroupKwargs(**args.process_group_options()),
             DistributedDataParallelKwargs(**ddp),
         ],
         **tracker_arguments(args),

@@ -335,14 +335,13 @@ def _check_given(model: Any, config: Any, peft: Any) -> None:
             "got a PeftModel whose adapter is merged, want it beside the base: merged, it has no gradients; fix: load "
             "it again, or unmerge_adapter(), which rounds a base in 4 bits"
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InputError(
-            "got a PeftModel that is frozen, want its adapter trained; fix: load it with is_trainable=True, or "
-            "enable_adapter_layers() where it was disabled"
-        )
     if any(getattr(layer, "_disable_adapters", False) for layer in model.modules()):
         raise InputError(
             "got a PeftModel whose adapter is disabled, want it in the forward pass; fix: enable_adapter_layers()"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            "got a PeftModel that is frozen, want its adapter trained; fix: load it with is_trainable=True"
         )
 
 

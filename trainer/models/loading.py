@@ -155,7 +155,6 @@ def load_model(
                 f"got {given} {sorted(options)} with a {type(model).__name__}, which is loaded already: they "
                 "change nothing; fix: pass its path or hub id"
             )
-        warn_of_other_weights(uncompiled(model))
         return uncompiled(model)
     arguments: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
     if accelerator.distributed_type != DistributedType.FSDP and accelerator.device.type != "cpu":
@@ -168,20 +167,20 @@ def load_model(
 
 
 def warn_of_other_weights(model: Any) -> None:
-    """A warning where a model of this class and config has other weights, so that what is saved loads as another one.
+    """A warning for a module, not quantised, with other weights than a new one of its class and config has.
 
-    Of an adapter, the base is not saved; the names of a quantised model are those of its codes.
+    What is saved of it would load as another model. A class that cannot be made from its config is not compared.
     """
 
     def shapes(one: nn.Module) -> dict[str, torch.Size]:
         return {name: weight.shape for name, weight in one.state_dict().items()}
 
-    if not isinstance(model, PreTrainedModel) or is_adapted(model) or quantization_of(model.config):
+    if not isinstance(model, PreTrainedModel) or quantization_of(model.config):  # whose weights are codes
         return
     expected = found = shapes(model)
-    with torch.random.fork_rng([]), suppress(Exception), torch.device("meta"):  # the class's own code
+    with torch.random.fork_rng([]), suppress(Exception), torch.device("meta"):
         expected = shapes(type(model)(copy.deepcopy(model.config)))
-    if differ := sorted(dict.fromkeys(name for name, _ in expected.items() ^ found.items())):
+    if differ := sorted({name for name, _ in expected.items() ^ found.items()}):
         warn_once(
             f"got a {type(model).__name__} whose {', '.join(differ[:8])} are not those of its config: from_pretrained "
             "will load what is saved as another model; fix: a class of your own for it"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -410,3 +411,13 @@ def test_a_reward_model_that_can_score_nothing_is_named(make_model, start, token
     judge, message = change(judge, its)
     with pytest.raises(RewardError, match=f"(?s)reward function 'Qwen2.*{message}"):
         start(rewards=judge, **options)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_that_would_load_as_another_one_is_said_at_the_start(start, make_model, tokenizer, caplog, adapted):
+    warn_once.cache_clear()
+    model = make_model()
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
+    config = LoraConfig(target_modules=["q_proj"]) if adapted else None  # of which the base is not saved
+    start(model, processing_class=tokenizer, peft_config=config)
+    assert ("whose lm_head.bias are not those of its config" in caplog.text) is not adapted
