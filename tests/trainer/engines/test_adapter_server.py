@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,9 @@ def test_a_real_server_follows_the_adapter(
         assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() < 1e-3
         train_a_little(model)
         assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() > 0.05
+    deadline = time.monotonic() + 60  # those of tests beside this one go by themselves
+    while list(Path("/dev/shm").glob("fused-grpo-weights-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not list(Path("/dev/shm").glob("fused-grpo-weights-*"))
     _, adapter = (one["id"] for one in httpx.get(f"{lora_server.url}/v1/models").json()["data"])
     httpx.post(f"{lora_server.url}/v1/unload_lora_adapter", json={"lora_name": adapter}).raise_for_status()
