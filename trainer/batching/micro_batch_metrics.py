@@ -24,7 +24,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice, takewhile
-from math import sqrt
+from math import isinf, sqrt
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,8 @@ def inputs_of(part: MicroBatch, config: GRPOLossConfig) -> LossInputs:
 
 
 def means(merged: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a step, each pair as its quotient, and two more that are made of them."""
+    """The metrics of a step, each pair as its quotient, and two more that are made of them. None is left out but
+    extremes of no tokens."""
     pairs = {name: value for name, value in merged.items() if isinstance(value, tuple)}
     metrics = dict(merged) | {name: total / max(1.0, count) for name, (total, count) in pairs.items()}
     if "clip_ratio/low_mean" in metrics:
@@ -131,7 +132,8 @@ def means(merged: Mapping[str, Any]) -> dict[str, float]:
     if SAMPLE_SIZE in pairs:
         squares, count = pairs[SAMPLE_SIZE]
         metrics[SAMPLE_SIZE] = pairs[f"{RATIO}/mean"][0] ** 2 / (squares * count) if squares else 0.0
-    return metrics
+    # The extremes of no tokens are infinite, and would be in the mean of ten steps.
+    return {name: value for name, value in metrics.items() if metrics.get("loss_tokens") or not isinf(value)}
 
 
 def _rho(old: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
