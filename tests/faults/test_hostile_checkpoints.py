@@ -199,6 +199,14 @@ def test_a_changed_field_is_refused_or_said_or_changes_nothing(outcome, copy, tm
     assert end in ("refused", "said", "unaffected") or set(way) & set(FREE), (way, node)
 
 
+def test_a_pace_that_this_run_does_not_go_by_is_not_taken_over(outcome, copy):
+    directory = copy()
+    content = json.loads((directory / "training.json").read_bytes())
+    content["collector"]["pace"] = [10**12, 5]
+    replace(directory / "training.json", json.dumps(content).encode())
+    assert outcome(resign(directory)) == "unaffected"
+
+
 def test_a_name_that_this_run_does_not_save_reaches_none_of_its_objects(outcome, copy):
     """The scheduler of PyTorch, for one, takes any name for an attribute of its functions."""
     saved = json.loads((copy("saved") / "training.json").read_bytes())

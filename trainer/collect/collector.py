@@ -242,7 +242,8 @@ class Collector:
         return {**position, "num_tokens": self.num_tokens, "pace": self.pace.state()}
 
     def _pace(self, *state: Any) -> Pace:
-        return Pace(self.args.generate_ahead, self.args.generate_ahead_max_kl, self.steps_per_batch, *state)
+        limit = self.args.generate_ahead_max_kl
+        return Pace(self.args.generate_ahead, limit, self.steps_per_batch, *(() if limit is None else state))
 
     def _position(self) -> dict[str, Any]:
         return {"sampler": self.sampler.position(), "generate_calls": self.generate_calls}

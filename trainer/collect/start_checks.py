@@ -6,6 +6,7 @@ models. What they find (tokenizer, configuration, longest prompt) the run uses.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import re
@@ -369,21 +370,20 @@ def check_saving(start: Start) -> None:
     if start.peft_config is None and not is_adapted(start.model):  # else the adapter alone is saved
         warn_of_other_weights(start.model)
         parts |= {"the config": start.config} if start.model_path is None else {}
-        parts |= {"the generation_config": found} if (found := generation_config(start)) is not None else {}
+        if (found := copy.deepcopy(generation_config(start))) is not None:
+            found.pad_token_id = start.tokenizer.pad_token_id  # a run sets it; some are saved only as they were loaded
+            parts |= {"the generation_config": found}
     remove_abandoned(directory := gettempdir())  # of a process that was killed here
     for name, part in parts.items():
         try:
-            with temporary_folder(0, directory=directory) as folder:
+            with suppress(OSError), temporary_folder(0, directory=directory) as folder:  # of the temporary folder
                 part.save_pretrained(folder)
-        except OSError:  # of the temporary folder
-            continue
         except Exception as error:
             reason = " ".join(str(error).split())[:500]
             raise InputError(
                 f"got {name} of {start.model_path or type(start.model).__name__}, which could not be saved after the "
-                f"run ({type(error).__name__}: {reason}); want one that transformers saves; fix: what it names, in the "
-                "file beside the model or on the loaded object, such as generation_config.do_sample = True where there "
-                "is a temperature"
+                f"run ({type(error).__name__}: {reason}); want one that transformers saves; fix: what it names, in its "
+                "file or on the object, such as generation_config.do_sample = True beside a temperature"
             ) from error
 
 

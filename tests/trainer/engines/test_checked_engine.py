@@ -46,7 +46,8 @@ def ask(**changes: Any) -> list[Sample]:
 
 def test_rollouts_that_are_right_are_returned_as_they_are() -> None:
     assert column(ask(sampling_logprobs=None, extra={"score": [1, 2, 3, 4]}), "sampling_logprobs") is None
-    assert checked_generate(Engine(), PROMPTS, SAMPLING, vocab_size=20) == GOOD.samples()
+    returned = checked_generate(Engine(), PROMPTS, SAMPLING, vocab_size=20)
+    assert repr(returned) == repr(GOOD.samples())  # their rewards are NaN
 
 
 @pytest.mark.parametrize(

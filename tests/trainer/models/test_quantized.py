@@ -160,7 +160,9 @@ def test_a_checkpoint_in_4_bits_is_merged_exactly(make_model, in_4bit, tmp_path)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     served = plain_model(make_model(hidden_size=64).config, checkpoint_weights(model))
     with torch.no_grad():
-        torch.testing.assert_close(served(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+        # transformers 5.24 computes in the dtype of the checkpoint, whatever it is asked for.
+        own, error = model(IDS).logits, 1e-4 if base.dtype == torch.float32 else 0.1
+        torch.testing.assert_close(served(IDS).logits, own.float(), rtol=error, atol=error)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     codes = dict(base_codes(model, torch.bfloat16))
     assert torch.equal(codes["model.layers.1.mlp.up_proj.weight"], base.model.layers[1].mlp.up_proj.weight)
