@@ -302,12 +302,15 @@ class Learner:
     def weights(self) -> dict[str, Tensor]:
         """What is saved: the causal LM's full state dict, or the adapter's part of it. A collective.
 
-        The main process alone needs it.
+        The main process alone needs it. A tied weight has its first name alone: gathered, its names are two tensors.
         """
-        if is_adapted(self._unwrapped.model):
-            return trained_state(self._unwrapped.model)
+        model = self._unwrapped.model
+        if is_adapted(model):
+            return trained_state(model)
         state = self.accelerator.get_state_dict(self.policy)
-        return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+        tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+        named = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+        return {name: tensor for name, tensor in named.items() if name not in tied}
 
     def served_weights(self, engine: Any = None) -> WeightStream:
         """The weights for an engine, in its dtype: full tensors under the names of a checkpoint, adapters merged.

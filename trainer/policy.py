@@ -87,6 +87,9 @@ class PolicyLoss(nn.Module):
             return self._loss(batch, **step)
         hidden, weight, options = self._head_inputs(batch)
         if what == "head_inputs":
+            if isinstance(self, FSDPModule):  # which frees the gathered head behind this call
+                bias = options["bias"]
+                weight, options["bias"] = weight.clone(), None if bias is None else bias.clone()
             return hidden, weight, options
         if what == "entropies":
             return linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy
@@ -293,8 +296,5 @@ class Teacher:
         with self.lend() as policy, evaluating(policy):
             hidden, weight, of_head = policy(batch, "head_inputs")
             bias = None if of_head["bias"] is None else of_head["bias"][: self.vocab_size]
-            weight = weight[: self.vocab_size]
-            if isinstance(policy, FSDPModule):  # the gathered head is freed with the rest
-                weight, bias = weight.clone(), None if bias is None else bias.clone()
         transform = {name: of_head[name] for name in ("logit_scale", "softcap")}
-        return Distillation(hidden, weight, **self.options, bias=bias, **transform)
+        return Distillation(hidden, weight[: self.vocab_size], **self.options, bias=bias, **transform)
