@@ -307,11 +307,11 @@ class CurriculumSampler(PromptSampler):
 
     def _batch(self) -> list[int]:
         seed = random.Random(f"{self._seed}/curriculum/{self.used}").getrandbits(64)
-        weights, draw = self.weights()[self.levels], np.random.default_rng(seed).random
+        weights, draw = self.weights()[self.levels], np.random.default_rng(seed).standard_exponential
         rows = list[int]()
         while len(rows) < self._size:  # a batch may have more prompts than there are
             count = min(self._size - len(rows), len(weights))
-            keys = -np.log(1 - draw(len(weights))) / weights
+            keys = draw(len(weights)) / weights  # -log u / s, which falls where u^(1/s) rises
             least = np.argpartition(keys, count - 1)[:count]
             rows += least[keys[least].argsort()].tolist()
         return rows
