@@ -8,8 +8,8 @@ RATES = ["tests/trainer/collect/test_pass_rates.py"]
 BUGS = {
     "a resumed curriculum has forgotten what it saw": (
         "trainer/data/prompt_sampler.py",
-        "self._window.extend(zip(rows, unequal, strict=True))",
-        "",
+        "self._add(*entry)",
+        "pass",
         RESUMED,
     ),
     "a curriculum draws the same in every batch": (
@@ -20,8 +20,8 @@ BUGS = {
     ),
     "a curriculum draws what teaches nothing": (
         "trainer/data/prompt_sampler.py",
-        "unequal[self.levels[row]] += differs",
-        "unequal[self.levels[row]] += 1 - differs",
+        "+= sign * differs",
+        "+= sign * (1 - differs)",
         CURRICULUM,
     ),
     "a dropped group counts in a curriculum": (

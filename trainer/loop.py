@@ -154,7 +154,8 @@ class GRPOTrainer(TransformersFace):
         start.accelerator = accelerator = make_accelerator(start.args)
         # Models and engines are made from here on, which may fail on one rank alone.
         with report_failure(accelerator):
-            with all_ranks_succeed(accelerator, "checking what the run needs"):
+            # Of millions of rows it takes minutes to encode all prompts.
+            with progress(doing := "checking what the run needs"), all_ranks_succeed(accelerator, doing):
                 check_start(start)
             self.facts = Plan(start).print()
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.

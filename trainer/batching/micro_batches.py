@@ -12,8 +12,8 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, chain
+from functools import cache, partial
+from itertools import accumulate, chain, count
 
 import torch
 from accelerate import Accelerator
@@ -85,11 +85,16 @@ def tree_length(batch: Sequence[Sample], tree: Sequence[int]) -> int:
 def cut_by_tokens(lengths: Sequence[int], max_tokens: int, packing: Packing, agree: Agree = int) -> list[list[int]]:
     """Micro-batches of one row each, as few as fit: the costliest sequence first, each to where there is least."""
     costs = [tree_cost(length, 1, packing.attention) for length in lengths]
-    number = max(1, -(-sum(lengths) // max_tokens))
+    least = max(1, -(-sum(lengths) // max_tokens))
     cuts = partial(longest_first, costs, range(len(costs)))
-    while any(len(cut) > 1 and sum(lengths[index] for index in cut) > max_tokens for cut in cuts(number)):
-        number += 1
-    return cuts(agree(number))
+
+    @cache
+    def fits(more: int) -> bool:
+        return all(len(cut) < 2 or sum(lengths[index] for index in cut) <= max_tokens for cut in cuts(least + more))
+
+    # Of sequences that go into no row in pairs, nearly twice the least number: not one after the other.
+    enough = next(power for power in (2**exponent for exponent in count()) if fits(power - 1))
+    return cuts(agree(least + bisect_left(range(enough), True, key=fits)))
 
 
 def longest_first(costs: Sequence[float], chosen: Iterable[int], bins: int, most: int | None = None) -> list[list[int]]:

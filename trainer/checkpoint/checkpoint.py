@@ -29,6 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fused_grpo.errors import CheckpointError, FusedGRPOError
 from fused_grpo.trainer.common.formatting import bytes_text
+from fused_grpo.trainer.common.warnings import warn_once
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def save_checkpoint(
         with _replacing(directory) as partial, weights_stay(partial, model, state_dict, name=rescued):
             model.save_pretrained(str(partial), state_dict=state_dict)
             tokenizer.save_pretrained(str(partial))
-            (partial / STATE_FILE).write_text(json.dumps(dict(trainer_state), indent=2) + "\n", encoding="utf-8")
+            (partial / STATE_FILE).write_text(f"{_state_text(trainer_state)}\n", encoding="utf-8")
             if write_more is not None:
                 write_more(partial)
             write_manifest(partial)
@@ -91,6 +92,19 @@ def save_checkpoint(
             "fix: free some space (save_total_limit, save_only_model), or another output_dir"
         ) from error
     return directory
+
+
+def _state_text(state: Mapping[str, object]) -> str:
+    """The state as JSON that `read_json` takes; in one line, because Python's fast encoder does not indent."""
+    text, log = json.dumps(dict(state)), state.get("log_history")
+    while len(text) >= _MAX_JSON and isinstance(log, list) and log:
+        log = log[len(log) // 4 + 1 :]
+        text = json.dumps({**state, "log_history": log})
+        warn_once(
+            f"got a log_history of more than {bytes_text(_MAX_JSON)}, the most that is resumed from: checkpoints have "
+            "its newest entries alone, metrics.jsonl has every step; fix: a larger logging_steps"
+        )
+    return text
 
 
 @contextmanager

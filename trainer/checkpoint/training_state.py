@@ -65,7 +65,7 @@ class TrainingFiles:
             if named:
                 save_file({key: value.detach().contiguous().clone() for key, value in named.items()}, directory / name)
         names = {name: sorted(named) for name, named in self.tensors.items()}
-        text = json.dumps({**self.numbers, "tensors": names}, indent=2)
+        text = json.dumps({**self.numbers, "tensors": names})  # a curriculum's window may have millions of numbers
         (directory / TRAINING_FILE).write_text(text + "\n", encoding="utf-8")
 
 

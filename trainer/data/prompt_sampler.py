@@ -12,7 +12,6 @@ these weights without replacement (Efraimidis and Spirakis 2006: the rows with t
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
 import random
 import reprlib
@@ -26,6 +25,9 @@ from functools import cached_property
 from itertools import islice
 from statistics import fmean
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -260,27 +262,36 @@ class CurriculumSampler(PromptSampler):
     """
 
     def __init__(self, dataset: Any, *, curriculum: str, **options: Any) -> None:
-        self.levels = levels_of(dataset, curriculum)
+        self.levels = np.array(levels_of(dataset, curriculum))
         super().__init__(dataset, **options)
         self.curriculum = curriculum
         self._difficulty = difficulties(dataset) if curriculum == "difficulty" else None
-        self._window = deque[tuple[int, int]](maxlen=max(GROUPS, PER_LEVEL * len(set(self.levels))))
+        count = int(self.levels.max()) + 1
+        self._window = deque[tuple[int, int]](maxlen=max(GROUPS, PER_LEVEL * count))
+        # Of each level, the groups in the window, and those of them with unequal rewards.
+        self._seen, self._unequal = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
 
     def update(self, rows: Sequence[int], rewards: Sequence[Sequence[float]]) -> None:
         """Learn from P groups of all ranks: the numbers of their rows, and G rewards each; NaN is none."""
         for row, group in zip(rows, rewards, strict=True):
             known = [reward for reward in group if not math.isnan(reward)]
             if len(known) > 1:
-                self._window.append((row, int(max(known) - min(known) >= EQUAL_REWARDS)))
+                self._add(row, int(max(known) - min(known) >= EQUAL_REWARDS))
 
-    def weights(self) -> list[float]:
-        count = max(self.levels) + 1
-        seen, unequal = [0] * count, [0] * count
-        for row, differs in self._window:
-            seen[self.levels[row]] += 1
-            unequal[self.levels[row]] += differs
-        prior = self._unequal_share()
-        return [max(LEAST, (prior + some) / (1 + all_)) for some, all_ in zip(unequal, seen, strict=True)]
+    def _add(self, row: int, differs: int) -> None:
+        if len(self._window) == self._window.maxlen:
+            self._count(*self._window.popleft(), -1)
+        self._window.append((row, differs))
+        self._count(row, differs, 1)
+
+    def _count(self, row: int, differs: int, sign: int) -> None:
+        self._seen[self.levels[row]] += sign
+        self._unequal[self.levels[row]] += sign * differs
+
+    def weights(self) -> npt.NDArray[np.float64]:
+        """Of each level."""
+        weights: npt.NDArray[np.float64] = (self._unequal_share() + self._unequal) / (1 + self._seen)
+        return np.maximum(weights, LEAST)
 
     def metrics(self) -> dict[str, float]:
         """The share of groups with unequal rewards in the window, and the difficulty of the batch."""
@@ -295,15 +306,18 @@ class CurriculumSampler(PromptSampler):
         return {**super().position(), "groups": {"rows": list(rows), "unequal": list(unequal)}}
 
     def _batch(self) -> list[int]:
-        weights, draw = self.weights(), random.Random(f"{self._seed}/curriculum/{self.used}").random
+        seed = random.Random(f"{self._seed}/curriculum/{self.used}").getrandbits(64)
+        weights, draw = self.weights()[self.levels], np.random.default_rng(seed).standard_exponential
         rows = list[int]()
         while len(rows) < self._size:  # a batch may have more prompts than there are
-            keys = [math.log(1 - draw()) / weights[level] for level in self.levels]
-            rows += heapq.nlargest(self._size - len(rows), range(len(keys)), key=keys.__getitem__)
+            count = min(self._size - len(rows), len(weights))
+            keys = draw(len(weights)) / weights  # -log u / s, which falls where u^(1/s) rises
+            least = np.argpartition(keys, count - 1)[:count]
+            rows += least[keys[least].argsort()].tolist()
         return rows
 
     def _unequal_share(self) -> float:
-        return fmean(differs for _, differs in self._window) if self._window else 1.0
+        return int(self._unequal.sum()) / len(self._window) if self._window else 1.0
 
     def _go_to(self, state: dict[str, Any]) -> None:
         super()._go_to(state)
@@ -313,7 +327,9 @@ class CurriculumSampler(PromptSampler):
             if len(values) > most or not all(type(value) is int and 0 <= value < end for value in values):
                 raise ValueError(f"groups.{name} of the curriculum are not at most {most} whole numbers below {end}")
         self._window.clear()
-        self._window.extend(zip(rows, unequal, strict=True))
+        self._seen[:] = self._unequal[:] = 0
+        for entry in zip(rows, unequal, strict=True):
+            self._add(*entry)
 
 
 def levels_of(dataset: Any, curriculum: str) -> list[int]:

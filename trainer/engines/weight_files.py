@@ -22,7 +22,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -140,9 +140,9 @@ def write_weights(weights: Named, folder: Path) -> None:
     """Write safetensors files, each of a bucket: what is on the CPU besides the model."""
     stream = WeightStream.of(weights)
     for number, sizes in enumerate(stream.buckets()):
-        shard: dict[str, Tensor] = {}
+        shard, used = dict[str, Tensor](), set[int]()
         for name, weight in islice(stream, len(sizes)):
-            shard[name] = _unshared(weight, shard.values())
+            shard[name] = _unshared(weight, used)
             del weight  # before the next is made
         save_file(shard, folder / f"model-{number:05}.safetensors")
 
@@ -160,13 +160,13 @@ def _locked_folder(directory: str) -> tuple[Path, int]:
             os.close(lock)
 
 
-def _unshared(weight: Tensor, others: Iterable[Tensor]) -> Tensor:
-    """On the CPU, contiguous, in memory that nothing else uses: what safetensors can write."""
+def _unshared(weight: Tensor, used: set[int]) -> Tensor:
+    """On the CPU, contiguous, in memory that is not `used`, and is from then on: what safetensors can write."""
     weight = weight.detach().cpu().contiguous()
-    storage = weight.untyped_storage()
-    is_shared = any(storage.data_ptr() == other.untyped_storage().data_ptr() for other in others)
-    is_part = weight.nbytes < storage.nbytes()  # which would keep all of the larger tensor
-    return weight.clone() if is_shared or is_part else weight
+    is_part = weight.nbytes < weight.untyped_storage().nbytes()  # which would keep all of the larger tensor
+    own = weight.clone() if is_part or weight.untyped_storage().data_ptr() in used else weight
+    used.add(own.untyped_storage().data_ptr())
+    return own
 
 
 class ServedAdapter:

@@ -108,7 +108,8 @@ class Events:
     def saved_state(self) -> dict[str, Any]:
         """The state as a checkpoint has it."""
         self.state.stateful_callbacks = self._callback_states()
-        saved = to_json(dataclasses.asdict(self.state))
+        # `asdict` would copy the log of a long run, which takes longer than to write it.
+        saved = to_json({entry.name: getattr(self.state, entry.name) for entry in dataclasses.fields(self.state)})
         assert isinstance(saved, dict)
         return saved
 

@@ -13,12 +13,14 @@ It leaves the cursor at its start, so that what others print meanwhile overwrite
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from io import TextIOWrapper
 from typing import Any, NamedTuple, TextIO
@@ -96,8 +98,10 @@ class Console:
         self._rich = _Console(file=file, quiet=quiet, highlight=False, markup=False, emoji=False, force_jupyter=False)
         if out is None or not out.isatty():  # None: of a process without one
             self._rich.width = PIPED_WIDTH
-        self._rewards: list[float | None] = []
-        self._seconds: list[float] = []
+        # Of all lines, however many there are.
+        self._lines, self._warm_seconds = 0, 0.0
+        self._range = math.inf, -math.inf
+        self._rewards = deque[float | None](maxlen=TREND)
         self._columns: list[Column] = []
 
     def banner(self, lines: Mapping[str, str]) -> None:
@@ -122,7 +126,7 @@ class Console:
         cells = self._cells(step, metrics)
         if not self._columns:
             self._columns = _fitting(cells, self._rich.width)
-        if len(self._seconds) % HEADER_EVERY == 1:
+        if self._lines % HEADER_EVERY == 1:
             self._line([(column, column.title, "dim") for column in self._columns])
         self._line([(column, cells[column.title], column.style) for column in self._columns])
 
@@ -156,22 +160,25 @@ class Console:
         phases = [metric(metrics, f"time/{name}") or 0.0 for name in PHASES]
         total = sum(phases)
         seconds = metric(metrics, "step_time") or total
-        self._seconds.append(seconds)
-        self._rewards.append(metric(metrics, "reward"))
+        self._rewards.append(reward := metric(metrics, "reward"))
+        if reward is not None:
+            self._range = min(self._range[0], reward), max(self._range[1], reward)
         # Compilation and cold caches make the first step slow: a mean with it would be too high.
-        warm = self._seconds[1:]
+        self._warm_seconds += seconds if self._lines else 0.0
+        self._lines += 1
+        warm = self._warm_seconds / (self._lines - 1) if self._lines > 1 else None
         shares = (f"{100 * spent / total:3.0f}" for spent in phases)
         tokens, spread = metric(metrics, "completion_tokens"), metric(metrics, "reward_std")
         clipped = "cispo_clip_ratio" if "cispo_clip_ratio" in metrics else "clip_ratio/region_mean"
         cells = {column.title: short_number(metric(metrics, column.metric)) for column in COLUMNS} | {
             "step": f"{step}/{self.total_steps}".rjust(2 * len(str(self.total_steps)) + 1),
             "±std": MISSING if spread is None else f"±{short_number(spread)}",
-            "trend": sparkline(self._rewards, TREND),
+            "trend": sparkline(self._rewards, self._range),
             "clip": percent(metric(metrics, clipped)),
             "time": duration(seconds),
             PHASE_TITLE: " ".join(shares) if total > 0 else MISSING,
             "tok/s": short_number(tokens / seconds if tokens is not None and seconds > 0 else None),
-            "ETA": duration(sum(warm) / len(warm) * (self.total_steps - step) if warm else None),
+            "ETA": duration(None if warm is None else warm * (self.total_steps - step)),
         }
         if not self._rich.encoding.lower().startswith("utf"):
             cells |= {"±std": cells["±std"].strip("±"), "trend": MISSING}
@@ -255,15 +262,15 @@ def _width(columns: Sequence[Column], *, gap: int) -> int:
     return sum(column.width for column in columns) + gap * (len(columns) - 1)
 
 
-def sparkline(values: Sequence[float | None], count: int) -> str:
-    """One character for each of the last `count` values; a blank for None.
+def sparkline(values: Iterable[float | None], ends: tuple[float, float]) -> str:
+    """One character for each value; a blank for None.
 
-    The heights are scaled to all values, so that the noise of the last ones does not look like progress.
+    The heights are scaled to `ends`, the least and the greatest of all values there were, so that the noise of the last
+    ones does not look like progress.
     """
-    numbers = [value for value in values if value is not None] or [0.0]
-    low, high = min(numbers), max(numbers)
+    low, high = ends
     share = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(" " if value is None else BARS[round((value - low) * share)] for value in values[-count:])
+    return "".join(" " if value is None else BARS[round((value - low) * share)] for value in values)
 
 
 @contextmanager

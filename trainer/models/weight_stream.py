@@ -59,12 +59,13 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
 
     def buckets(self) -> Iterator[list[int]]:
         """Sizes of weights in bytes, cut as vLLM's workers cut them: a bucket ends with the one that overfills it."""
-        bucket: list[int] = []
+        bucket, total = list[int](), 0
         for weight in self.shapes.values():
             bucket.append(weight.nbytes)
-            if sum(bucket) > BUCKET_BYTES:
+            total += weight.nbytes
+            if total > BUCKET_BYTES:
                 yield bucket
-                bucket = []
+                bucket, total = [], 0
         if bucket:
             yield bucket
 

@@ -132,7 +132,7 @@ class RewardCaller:
             # One by one: the members of a group have the same prompt and row.
             name: list(value if name in inputs.shared else map(own_copy, value))
             if name in inputs.columns
-            else own_copy(value)
+            else (copied_when_read if name == "trainer_state" else own_copy)(value)
             for name, value in given.items()
             if self.accepted is None or name in self.accepted
         }
@@ -290,6 +290,34 @@ def own_copy(value: Any) -> Any:
     with suppress(RecursionError):  # of a list that is in itself
         return _copied(value)
     return value
+
+
+def copied_when_read(value: Any) -> Any:
+    """As `own_copy`; of a dataclass each field that is a container is copied when it is read, as it is then.
+
+    Most functions never read the log of a run, which grows with its steps, and every call gets it.
+    """
+    if not (is_dataclass(value) and hasattr(value, "__dict__")):
+        return own_copy(value)
+    kind: Any = type(value)
+    copied: Any = object.__new__(_lazy(kind, tuple(vars(value))))
+    vars(copied).update({name: field for name, field in vars(value).items() if type(field) in _SHARED}, _original=value)
+    return copied
+
+
+@functools.cache
+def _lazy(kind: type, names: tuple[str, ...]) -> type:
+    """A subclass whose fields, where an object has none, are copies of those of its `_original`."""
+
+    def field_of(name: str) -> functools.cached_property[Any]:
+        return functools.cached_property(lambda lazy: own_copy(getattr(lazy._original, name)))
+
+    def whole(lazy: Any) -> Any:  # what is pickled, or copied: of the class itself
+        copied = own_copy(lazy._original)
+        vars(copied).update({name: field for name, field in vars(lazy).items() if name != "_original"})
+        return own_copy, (copied,)
+
+    return type(kind.__name__, (kind,), {"__reduce__": whole} | {name: field_of(name) for name in names})
 
 
 def _copied(value: Any) -> Any:

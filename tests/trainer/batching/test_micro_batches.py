@@ -10,6 +10,7 @@ from hypothesis.strategies import booleans, integers, lists
 from transformers import modeling_flash_attention_utils as flash
 
 from fused_grpo import GRPOLossConfig
+from fused_grpo.trainer.batching import micro_batches as packing
 from fused_grpo.trainer.batching.micro_batches import Packing, cut_by_length, cut_by_tokens, micro_batches, pack, place
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.policy import PolicyLoss
@@ -194,6 +195,18 @@ def test_squares_are_cut_where_the_costliest_micro_batch_costs_least(lengths, bu
     every_way = ([order[a:b] for a, b in pairwise((0, *inner, len(order)))] for inner in ends)
     best = min(max(map(cost, way)) for way in every_way)
     assert max(map(cost, cuts)) <= best * 1.02
+
+
+def test_sequences_that_go_into_no_row_in_pairs_are_cut_in_few_tries(monkeypatch):
+    tries, whole = [], packing.longest_first
+    monkeypatch.setattr(packing, "longest_first", lambda *given: tries.append(1) or whole(*given))
+    assert len(cut_by_tokens([60] * 500, 100, Packing(one_row=True))) == 500
+    assert len(tries) < 25  # one after the other they were 200
+    for seed in range(50):  # as few as one after the other gives
+        lengths = torch.randint(1, 100, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
+        found = len(cut_by_tokens(lengths, 150, Packing(one_row=True)))
+        fewer = whole([float(length) for length in lengths], range(40), found - 1)
+        assert any(len(cut) > 1 and sum(lengths[index] for index in cut) > 150 for cut in fewer)
 
 
 def test_micro_batches_of_one_row_are_nearly_equal():

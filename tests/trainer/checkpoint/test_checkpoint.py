@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint.checkpoint import save_checkpoint, verify_checkpoint
+from fused_grpo.trainer.checkpoint.checkpoint import read_json, save_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import prepare_output_dir
 from fused_grpo.trainer.logging.run_log import RunLog
 
@@ -78,6 +78,20 @@ def test_the_trainer_state_is_saved_as_json(tmp_path: Path) -> None:
     state = {"step": 7, "best": 0.1 + 0.2, "seen": [1, 2], "nested": {"a": None}}
     save_checkpoint(tmp_path / "c", model=tiny_model(), tokenizer=tiny_tokenizer(), trainer_state=state)
     assert json.loads((tmp_path / "c" / "trainer_state.json").read_text()) == state
+
+
+def test_a_log_too_long_to_be_read_is_saved_from_its_newest_entries_on(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("fused_grpo.trainer.checkpoint.checkpoint._MAX_JSON", 2000)
+    log = [{"step": step, "reward": step / 7} for step in range(100)]
+    for place in ("c", "d"):
+        state = {"global_step": 99, "log_history": log}
+        save_checkpoint(tmp_path / place, model=tiny_model(), tokenizer=tiny_tokenizer(), trainer_state=state)
+    saved = read_json(tmp_path / "c" / "trainer_state.json", 2000)
+    kept = saved["log_history"]
+    assert saved["global_step"] == 99
+    assert 20 < len(kept) < 100
+    assert kept == log[-len(kept) :]
+    assert caplog.text.count("newest entries alone") == 1
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "trainer_state.json"])

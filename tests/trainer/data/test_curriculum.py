@@ -4,7 +4,7 @@ import doctest
 import itertools
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 
 import numpy as np
@@ -67,13 +67,25 @@ def test_without_levels_each_prompt_counts_for_itself():
 
 def test_the_weights_are_those_of_the_formula():
     sampler = make()
-    assert sampler.weights() == [1.0] * 5
+    assert sampler.weights().tolist() == [1.0] * 5
     sampler.update([0, 5, 1, 6], [UNEQUAL, EQUAL, EQUAL, EQUAL])
-    assert sampler.weights() == [(0.25 + 1) / 3, 0.25 / 3, 0.25, 0.25, 0.25]
+    assert sampler.weights().tolist() == [(0.25 + 1) / 3, 0.25 / 3, 0.25, 0.25, 0.25]
     sampler.update([0] * GROUPS, [EQUAL] * GROUPS)  # the rest leaves the window
-    assert sampler.weights() == [LEAST] * 5
+    assert sampler.weights().tolist() == [LEAST] * 5
     sampler.next_batch()
     assert sampler.metrics()["curriculum/unequal_rewards"] == 0.0
+
+
+def test_a_batch_reads_no_window_which_is_as_long_as_the_data():
+    class Unread(deque):
+        def __iter__(self):
+            raise AssertionError("the whole window")
+
+    sampler = make("unequal_rewards")
+    taught(sampler, lambda row: row < 20, 30)
+    sampler._window = Unread(sampler._window, maxlen=sampler._window.maxlen)
+    taught(sampler, lambda row: row < 20, 5)
+    assert 0.0 < sampler.metrics()["curriculum/unequal_rewards"] < 1.0
 
 
 def test_a_group_that_was_not_scored_says_nothing():
@@ -123,7 +135,9 @@ def test_it_goes_on_from_its_state_as_json(kind):
 def test_seeds_differ_and_the_rest_of_an_epoch_can_be_left_out():
     first, other = make(), make(seed=4)
     first.next_batch(), other.next_batch()
-    assert first.batch != other.batch
+    assert first.batch != (before := other.batch)
+    other.next_batch()  # of the same weights
+    assert other.batch != before
     first.next_pass(1)
     assert first.used == 100
 

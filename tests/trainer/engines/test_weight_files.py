@@ -17,7 +17,13 @@ from fused_grpo.trainer.engines.server import server_folder
 from fused_grpo.trainer.engines.server.weight_transfer import ChangeTransfer, FileTransfer
 from fused_grpo.trainer.engines.vllm import start_vllm
 from fused_grpo.trainer.engines.vllm.start_vllm import write_checkpoint
-from fused_grpo.trainer.engines.weight_files import ServedAdapter, Tie, temporary_folder, temporary_weight_files
+from fused_grpo.trainer.engines.weight_files import (
+    ServedAdapter,
+    Tie,
+    temporary_folder,
+    temporary_weight_files,
+    write_weights,
+)
 from fused_grpo.trainer.models import weight_stream
 from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.models.weight_stream import WeightStream
@@ -62,6 +68,19 @@ def test_views_ties_and_strides_arrive_unchanged_and_the_files_are_removed(tmp_p
     assert found.keys() == given.keys()
     assert all(torch.equal(found[name], weight) for name, weight in given.items())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_thousands_of_small_weights_are_each_compared_once(tmp_path, monkeypatch) -> None:
+    looks, storage = [], torch.Tensor.untyped_storage
+    monkeypatch.setattr(torch.Tensor, "untyped_storage", lambda tensor: looks.append(1) or storage(tensor))
+    calls = []
+    for count in (100, 200):
+        looks.clear()
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        write_weights([(f"w{number}", torch.zeros(2)) for number in range(count)], folder)
+        calls.append(len(looks))
+    assert calls[1] <= 2 * calls[0]
 
 
 def test_many_weights_go_into_several_files_and_none_is_lost(tmp_path, monkeypatch) -> None:

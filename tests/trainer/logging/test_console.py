@@ -12,7 +12,7 @@ from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.common.formatting import duration, short_number
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.logging import console as console_module
-from fused_grpo.trainer.logging.console import Console, best_and_worst, live, progress, sparkline
+from fused_grpo.trainer.logging.console import COLUMNS, Console, best_and_worst, live, progress, sparkline
 
 # Of which time/reward/digits is a part.
 PHASES = {"time/generate": 6.0, "time/reward": 1.0, "time/reward/digits": 0.5, "time/train": 2.5, "time/sync": 0.5}
@@ -256,10 +256,22 @@ def test_durations_never_show_sixty_seconds_or_twenty_four_hours(seconds: float 
 
 
 def test_a_sparkline_is_scaled_to_all_values_and_leaves_gaps() -> None:
-    assert sparkline([0.0, None, 1.0, 1.0], 4) == "▁ ██"
-    assert sparkline([1.0, -1.0, 0.0, None, 1.0], 3) == "▅ █"
-    assert sparkline([0.3, 0.3], 9) == "▁▁"
-    assert sparkline([None], 9) == " "
+    assert sparkline([0.0, None, 1.0, 1.0], (0.0, 1.0)) == "▁ ██"
+    assert sparkline([0.0, None, 1.0], (-1.0, 1.0)) == "▅ █"
+    assert sparkline([0.3, 0.3], (0.3, 0.3)) == "▁▁"
+    assert sparkline([None], (math.inf, -math.inf)) == " "
+    rewards = [-1.0, None, *[0.0] * 20, 1.0]
+    assert f"{'▅' * 9}█" in lines_of(*({"reward": reward, "step_time": 2.0} for reward in rewards))[-1]
+
+
+def test_a_line_looks_at_as_much_late_in_a_run_as_early() -> None:
+    console = Console(3000, file=io.StringIO())
+    for step in range(1, 1001):
+        console.step(step, {"reward": step / 7, "step_time": 90.0 if step == 1 else 2.0})
+    assert max(len(kept) for kept in vars(console).values() if hasattr(kept, "__len__")) <= len(COLUMNS)
+    console._rich.file.truncate(0)
+    console.step(1001, {"reward": 0.0, "step_time": 2.0})
+    assert console._rich.file.getvalue().split()[-1] == duration(2.0 * (3000 - 1001))
 
 
 def test_text_that_is_harmless_is_shown_as_it_is() -> None:

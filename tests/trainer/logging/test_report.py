@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import tracemalloc
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fused_grpo.trainer.logging.report import (
     PHASE,
     REWARD_FUNCTION,
     Chart,
+    columns,
     first_and_last_rows,
     function_chart,
     moving_mean,
@@ -135,7 +137,7 @@ def test_eval_sets_with_names_have_headline_tiles_and_curves(tmp_path: Path) -> 
     assert "held-out very_hard_reward0 → 0.250" in page.shown
     assert "at the first and at the last evaluation" in page.shown
     assert "no held-out prompts" not in page.shown
-    chart = reward_chart(read_metrics(tmp_path / "metrics.jsonl"))
+    chart = reward_chart(columns(read_metrics(tmp_path / "metrics.jsonl")))
     assert chart.labels == ["mean reward of the step", "held-out easy_reward", "held-out very_hard_reward"]
 
 
@@ -168,7 +170,7 @@ def test_runs_of_any_length_give_charts(tmp_path: Path, steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [1, 19, 20, 2000])
 def test_points_of_charts_say_their_step_and_value_and_are_few(steps: int) -> None:
-    chart = reward_chart([{"step": step, "reward": step / 4} for step in range(1, steps + 1)])
+    chart = reward_chart(columns({"step": step, "reward": step / 4} for step in range(1, steps + 1)))
     points = chart.points("mean reward of the step")
     assert points[0] == (steps, steps / 4, f"step {steps}: mean reward of the step: {short_number(steps / 4)}")
     assert len(points) == min(steps, 112)  # 2000 steps: every 18th, of at most 115
@@ -227,16 +229,37 @@ def test_samples_are_the_best_the_worst_and_always_the_same_random_one() -> None
 
 def test_of_a_step_that_was_repeated_the_last_record_counts() -> None:
     records = [{"step": 1, "kl": 0.1}, {"step": 2, "kl": 0.2}, {"step": 1, "kl": 0.3}, {"step": 3, "kl": None}]
-    assert series(records, "kl") == ([1.0, 2.0], [0.3, 0.2])
+    assert series(columns(records), "kl") == ([1.0, 2.0], [0.3, 0.2])
 
 
 def test_charts_show_the_data_and_not_only_axes() -> None:
     base = [{"step": i, "reward": 0.1 * i, "time/train": 1.0, "time/sync": 1.0, "entropy": 1.0} for i in range(1, 6)]
     other = [record | {"reward": 0.5, "time/sync": 3.0, "entropy": float(record["step"])} for record in base]
     for draw in (reward_chart, phase_chart, lambda records: panel_charts(records)[0]):
-        assert drawn(draw(base)) == drawn(draw(base))
-        assert drawn(draw(base)) != drawn(draw(other))
-    assert panel_charts([{"step": 1, "reward": 0.1, "kl": None, "grad_norm": 0.0}]) == []
+        assert drawn(draw(columns(base))) == drawn(draw(columns(base)))
+        assert drawn(draw(columns(base))) != drawn(draw(columns(other)))
+    assert panel_charts(columns([{"step": 1, "reward": 0.1, "kl": None, "grad_norm": 0.0}])) == []
+
+
+def test_a_long_line_has_no_more_points_than_pixels_and_keeps_its_peaks() -> None:
+    steps, values = [float(step) for step in range(1, 50_001)], [0.5] * 50_000
+    values[31_234], values[40_001] = 9.0, -9.0
+    chart = Chart(title="", lines={"": (steps, values), "few": (steps[:9], values[:9])}, height=100)
+    path = chart.path("")
+    assert len(path) <= 2 * chart.width
+    assert {(31_235.0, 9.0), (40_002.0, -9.0)} <= set(path)
+    assert path == sorted(path)
+    assert chart.path("few") == list(zip(steps[:9], values[:9], strict=True))
+
+
+def test_a_report_reads_a_log_without_keeping_its_records(tmp_path: Path) -> None:
+    metrics = {f"m{number}": number / 7 for number in range(60)}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s, **metrics}) + "\n" for s in range(2000)))
+    tracemalloc.start()
+    write_report(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2000 * 60 * 40  # bytes: of a number with its step 16; of records, with their names, over 100
 
 
 def drawn(chart: Chart | None) -> str:
@@ -245,10 +268,10 @@ def drawn(chart: Chart | None) -> str:
 
 def test_several_reward_functions_get_a_chart_of_their_own(tmp_path: Path) -> None:
     records = [{"step": i, "rewards/a/mean": 0.1 * i, "rewards/b/mean": 1.0, "rewards/b/std": 9.0} for i in (1, 2, 3)]
-    functions = named_series(records, REWARD_FUNCTION)
+    functions = named_series(columns(records), REWARD_FUNCTION)
     assert functions["a"] == ([1.0, 2.0, 3.0], pytest.approx([0.1, 0.2, 0.3]))
     assert list(functions) == ["a", "b"]
-    assert drawn(function_chart(records)) != drawn(function_chart(records[:2]))
+    assert drawn(function_chart(columns(records))) != drawn(function_chart(columns(records[:2])))
     log = RunLog(tmp_path)
     for record in records:
         log.log_metrics(record | {"reward": 0.5})
@@ -257,12 +280,13 @@ def test_several_reward_functions_get_a_chart_of_their_own(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("values", "is_log"), [((1e-5, 1e-2), True), ((0.1, 0.2), False), ((0.0, 1.0), False)])
 def test_a_metric_of_many_magnitudes_gets_a_logarithmic_axis(values: tuple[float, ...], is_log: bool) -> None:
-    (chart,) = panel_charts([{"step": i, "kl": value} for i, value in enumerate(values)])
+    (chart,) = panel_charts(columns({"step": i, "kl": value} for i, value in enumerate(values)))
     assert chart.is_log is is_log
 
 
 def test_a_part_of_a_phase_is_not_counted_twice() -> None:
-    assert list(named_series([{"step": 1, "time/reward": 2.0, "time/reward/accuracy": 1.9}], PHASE)) == ["reward"]
+    found = columns([{"step": 1, "time/reward": 2.0, "time/reward/accuracy": 1.9}])
+    assert list(named_series(found, PHASE)) == ["reward"]
 
 
 def test_a_conversation_is_shown_message_by_message(tmp_path: Path) -> None:
@@ -288,7 +312,7 @@ def test_an_episode_is_shown_with_its_calls_and_answers_and_has_charts(tmp_path:
     assert "assistantlook(at='<script>" in page.shown
     assert text.count('class="answer"') == 1
     assert "script" not in page.tags
-    assert [chart.title for chart in panel_charts(read_metrics(tmp_path / "metrics.jsonl"))] == [
+    assert [chart.title for chart in panel_charts(columns(read_metrics(tmp_path / "metrics.jsonl")))] == [
         "turns of an episode",
         "tool calls per completion, share that failed",
     ]

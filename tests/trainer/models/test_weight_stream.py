@@ -1,5 +1,7 @@
 """Weights on their way to an engine: the layout of a checkpoint, their dtype, and no more of them than one layer."""
 
+from types import SimpleNamespace
+
 import torch
 from live_bytes import LiveBytes
 from transformers.core_model_loading import Chunk, WeightConverter, revert_weight_conversion
@@ -45,3 +47,16 @@ def test_what_an_engine_leaves_is_read_where_others_gather_too():
         next(changed)
         finish(changed)
         assert len(list(stream)) == left
+
+
+def test_buckets_add_up_each_size_once():
+    class Size(int):
+        additions = 0
+
+        def __radd__(self, other):
+            Size.additions += 1
+            return int(self) + other
+
+    shapes = {f"w{number}": SimpleNamespace(nbytes=Size(4)) for number in range(300)}
+    assert list(WeightStream(shapes, ()).buckets()) == [[4] * 300]
+    assert Size.additions == 300

@@ -1,5 +1,7 @@
 """What user code is handed: equal to the original, and nothing in it that an edit would reach the original through."""
 
+import copy
+import pickle
 import threading
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -10,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis.strategies import dictionaries, lists, one_of, recursive, sampled_from, sets, text, tuples
+from transformers import TrainerState
 
-from fused_grpo.trainer.rewards.reward_call import own_copy
+from fused_grpo.trainer.rewards.reward_call import RewardCaller, RewardInputs, own_copy
 
 MUTABLE = (list, dict, set, bytearray, deque, np.ndarray, torch.Tensor)
 leaves = one_of(
@@ -74,6 +77,34 @@ def test_fields_of_dataclasses_are_copied_and_what_cannot_be_is_shared():
     copied["more"].pop()
     assert (task.tests, copied["task"].lock) == (["a"], lock)
     assert copied["more"] == [(lock, ["b"]), there]
+
+
+def test_a_function_that_reads_no_log_gets_no_copy_of_it():
+    copies, seen = [], []
+
+    class Log(list):
+        def __deepcopy__(self, memo):
+            copies.append(len(self))
+            return Log(self)
+
+    state = TrainerState(max_steps=5, log_history=Log([{"loss": 1.0}]))
+
+    def steps(completions, **columns):
+        return [columns["trainer_state"].max_steps for _ in completions]
+
+    inputs = RewardInputs(columns={"prompts": ["a"], "completions": ["b"]}, trainer_state=state)
+    assert (RewardCaller(steps, "steps")(inputs).values, copies) == ([5.0], [])
+    state.log_history = list(state.log_history)
+
+    def reads(completions, trainer_state):
+        trainer_state.log_history[0]["loss"], trainer_state.epoch = 0.0, 7.0
+        seen.extend([trainer_state, copy.deepcopy(trainer_state), pickle.loads(pickle.dumps(trainer_state))])
+        return [float(isinstance(trainer_state, TrainerState)) for _ in completions]
+
+    assert RewardCaller(reads, "reads")(inputs).values == [1.0]
+    assert state.log_history == [{"loss": 1.0}]
+    assert [(one.log_history, one.epoch, one.max_steps) for one in seen] == [([{"loss": 0.0}], 7.0, 5)] * 3
+    assert type(seen[1]) is type(seen[2]) is TrainerState
 
 
 def test_a_list_in_itself_and_one_of_ten_thousand_levels_are_shared():
