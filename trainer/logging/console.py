@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from io import TextIOWrapper
 from typing import Any, NamedTuple, TextIO
 
@@ -191,15 +191,23 @@ class _Console(RichConsole):
             clear_line()
             super().print(*objects, **options)
 
+    def on_broken_pipe(self) -> None:
+        """As any other output that is lost; rich would end the process, with the steps since the last checkpoint."""
+        raise
+
 
 @contextmanager
 def _may_be_lost() -> Iterator[None]:
-    """A terminal that is gone, or a full disk, ends no run: its files have all. A broken pipe does, as anywhere."""
+    """A terminal that is gone, a full disk or a broken pipe ends no run: its files have all.
+
+    A scheduler stops the `tee` behind a run with the same signal, and the run has yet to save.
+    """
     try:
         yield
-    except BrokenPipeError:
-        raise
     except OSError as error:
+        if isinstance(error, BrokenPipeError):  # for good: what reward functions print must not fail either
+            with suppress(OSError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
         warn_once(f"standard output cannot be written ({error.strerror}): the run goes on without these lines")
 
 
@@ -275,7 +283,7 @@ def progress(text: str, *, bars: bool = False) -> Iterator[None]:
     start = time.perf_counter()
     with ExitStack() as shown:
         if bars or not _rewrites_lines():
-            begun = threading.Timer(SLOW, lambda: print(f"{visible(text)} ...", flush=True))
+            begun = threading.Timer(SLOW, _say, [f"{visible(text)} ..."])
             begun.daemon = True
             begun.start()
             shown.callback(begun.cancel)
@@ -283,9 +291,13 @@ def progress(text: str, *, bars: bool = False) -> Iterator[None]:
             shown.enter_context(live(text))
         yield
     if (seconds := time.perf_counter() - start) >= SLOW:
-        with _drawing, _may_be_lost():
-            clear_line()
-            print(f"{visible(text)}: {duration(seconds)}", flush=True)
+        _say(f"{visible(text)}: {duration(seconds)}")
+
+
+def _say(line: str) -> None:
+    with _drawing, _may_be_lost():
+        clear_line()
+        print(line, flush=True)
 
 
 @contextmanager
@@ -332,7 +344,7 @@ def clear_line() -> None:
 def _rewrite(text: str, over: threading.Event) -> None:
     start = time.perf_counter()
     while not over.wait(REFRESH):
-        with _drawing:
+        with _drawing, _may_be_lost():
             _is_shown.set()
             _overwrite(f"{text} ... {duration(time.perf_counter() - start)}")
 
