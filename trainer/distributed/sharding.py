@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from transformers.utils.logging import log_levels, set_verbosity
 
 from fused_grpo.errors import UnavailableError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.loading import wants_bf16
 
@@ -73,8 +75,11 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
         **tracker_arguments(args),
     }
     launched = {name: os.environ[name] for name in LAUNCHED if name in os.environ}  # Accelerate sets others of them
+    processes = os.environ.get("WORLD_SIZE", "1")  # another job may have left it: then no others come
+    words = f"waiting for the {processes} processes of WORLD_SIZE at {os.environ.get('MASTER_ADDR')}"
     try:
-        accelerator = Accelerator(**options)
+        with nullcontext() if processes == "1" else progress(words):
+            accelerator = Accelerator(**options)
     except Exception as error:
         # What is half done would fail again in the next cell of a notebook.
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -211,7 +211,7 @@ def test_an_output_directory_in_which_no_weights_can_be_saved_is_refused(name):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "iso8859-1"])
-def test_where_python_and_safetensors_name_a_folder_differently_it_is_refused(monkeypatch, encoding):
+def test_a_folder_that_safetensors_would_name_differently_is_refused(monkeypatch, encoding):
     monkeypatch.setattr("sys.getfilesystemencoding", lambda: encoding)
     with pytest.raises(InputError, match=r"got output_dir='läufe', want a path of UTF-8 text.*PYTHONUTF8=1"):
         GRPOConfig("läufe")

@@ -142,6 +142,16 @@ def test_half_of_a_launchers_variables_are_an_error_that_names_them(monkeypatch,
     assert sharding.make_accelerator(GRPOConfig()).num_processes == 1  # in the next cell
 
 
+def test_a_process_that_waits_for_others_says_so(made, monkeypatch, capsys):
+    monkeypatch.setattr("fused_grpo.trainer.logging.console.SLOW", 0.0)
+    made()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("WORLD_SIZE", "4")  # left by another job
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    made()
+    assert "waiting for the 4 processes of WORLD_SIZE at node7" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("value", ["", "two", "-1", "1.0"])
 def test_a_number_of_a_launcher_that_is_none_is_named(monkeypatch, value):
     for name, option in (
