@@ -14,6 +14,7 @@ It leaves the cursor at its start, so that what others print meanwhile overwrite
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import sys
 import threading
@@ -205,10 +206,18 @@ def _may_be_lost() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # for good: what reward functions print must not fail either
-            with suppress(OSError), open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
         warn_once(f"standard output cannot be written ({error.strerror}): the run goes on without these lines")
+
+
+def _leave_ended_reader() -> None:
+    """Standard output to nowhere once its reader has ended: what a reward function prints would raise otherwise."""
+    with suppress(OSError, TypeError, ValueError):  # none, of a notebook, closed
+        output = select.poll()
+        output.register(sys.stdout, 0)  # errors alone
+        if output.poll(0):
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            warn_once("the reader of standard output has ended: the run goes on without these lines")
 
 
 def best_and_worst(rows: Sequence[Mapping[str, object]], limit: int) -> list[Mapping[str, object]]:
@@ -378,6 +387,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        _leave_ended_reader()
         start, doing = time.perf_counter(), PHASES[name]
         if self.first:
             # On a GPU, the first backward pass waits for the compiler.

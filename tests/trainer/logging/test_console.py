@@ -217,18 +217,29 @@ def test_an_output_that_is_lost_ends_no_run(monkeypatch, caplog, number) -> None
     assert [record.message.partition(" (")[0] for record in caplog.records] == ["standard output cannot be written"]
 
 
-def test_a_run_whose_tee_has_ended_saves_and_what_rewards_print_is_lost(monkeypatch, make_trainer) -> None:
+def test_a_run_whose_tee_has_ended_saves_and_what_rewards_print_is_lost(monkeypatch, make_trainer, caplog) -> None:
+    warn_once.cache_clear()
+    reader, writer = os.pipe()
+    calls = []
+
     def printing(completions, **columns) -> list[float]:
-        print("scored", flush=True)
+        if not calls:
+            os.close(reader)  # before the console writes a line
+        calls.append("")
         return [float(index) for index in range(len(completions))]
 
-    reader, writer = os.pipe()
-    os.close(reader)
+    def printing_too(completions, **columns) -> list[None]:
+        if len(calls) > 1:
+            print("scored", flush=True)
+        return [None for _ in completions]
+
     with open(writer, "w") as out:
         monkeypatch.setattr("sys.stdout", out)
-        result = make_trainer(printing).train()
+        result = make_trainer([printing, printing_too]).train()
         monkeypatch.undo()
-    assert Path(result.report).with_name("final").joinpath("model.safetensors").exists()
+    assert len(calls) == 3
+    assert (Path(result.report).parent / "final" / "model.safetensors").exists()
+    assert "the reader of standard output has ended: the run goes on without these lines" in caplog.messages
 
 
 def test_a_process_without_standard_output_runs(monkeypatch, make_trainer) -> None:
