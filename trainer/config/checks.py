@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from typing import Any
 
 from fused_grpo.config import Ranges, check_ranges, option_types
@@ -77,7 +78,9 @@ def check_config(args: Any) -> None:
             args, name, not is_empty or name in (*MISSING, "system_prompt"), "text that is not empty; fix: leave it out"
         )
     is_text = not re.search("[\0\ud800-\udfff]", args.output_dir)
-    want(args, "output_dir", is_text, "a path of UTF-8 text, as safetensors writes to; fix: another name")
+    is_text &= args.output_dir.isascii() or sys.getfilesystemencoding() == "utf-8"
+    fix = "a path of UTF-8 text, as safetensors writes to; fix: another name, or PYTHONUTF8=1 in an old locale"
+    want(args, "output_dir", is_text, fix)
     check_ranges(args, RANGES)
     _check_batch(args)
     _check_optimizer(args)

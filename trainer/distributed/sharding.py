@@ -9,13 +9,20 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, fsdp2_prepare_model
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    fsdp2_prepare_model,
+)
 from torch import nn
 from transformers.trainer_utils import enable_full_determinism
 from transformers.utils.import_utils import enable_tf32
@@ -23,17 +30,33 @@ from transformers.utils.logging import log_levels, set_verbosity
 
 from fused_grpo.errors import UnavailableError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.loading import wants_bf16
 
 M = TypeVar("M", bound=nn.Module)
 # Schedulers and containers set some of them for every process.
-LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_DEEPSPEED")
+LAUNCHED = (
+    *("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_DEEPSPEED"),
+    *(f"{mpi}_{of}" for mpi in ("PMI", "OMPI_COMM_WORLD", "MV2_COMM_WORLD") for of in ("SIZE", "RANK")),
+)
+REPLACING = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_FP8_BACKEND")
 DDP_OPTIONS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
 def make_accelerator(args: GRPOConfig) -> Accelerator:
-    """Accelerate, configured by the options and the launcher's environment; UnavailableError where that fails."""
+    """Accelerate, configured by the options and the launcher's environment.
+
+    Raises:
+        UnavailableError: Accelerate raises an exception.
+        UnsupportedError: it would compile the policy, or replace its layers.
+    """
+    for name in REPLACING:
+        if (value := os.environ.get(name, "no")).lower() not in ("", "no"):
+            raise UnsupportedError(
+                f"got {name}={value!r}, by which Accelerate wraps or replaces the policy's layers, want them as they "
+                f"are; fix: unset {name} (in a configuration of accelerate: no dynamo_config and no fp8_config)"
+            )
     if args.full_determinism:
         enable_full_determinism(args.seed)
     if args.tf32 is not None:
@@ -47,11 +70,16 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
             InitProcessGroupKwargs(**args.process_group_options()),
             DistributedDataParallelKwargs(**ddp),
         ],
+        # Without it, a variable of `accelerate launch` divides every loss: ours are of the whole step.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
         **tracker_arguments(args),
     }
     launched = {name: os.environ[name] for name in LAUNCHED if name in os.environ}  # Accelerate sets others of them
+    processes = os.environ.get("WORLD_SIZE", "1")  # another job may have left it: then no others come
+    words = f"waiting for the {processes} processes of WORLD_SIZE at {os.environ.get('MASTER_ADDR')}"
     try:
-        accelerator = Accelerator(**options)
+        with nullcontext() if processes == "1" else progress(words):
+            accelerator = Accelerator(**options)
     except Exception as error:
         # What is half done would fail again in the next cell of a notebook.
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import shutil
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from io import TextIOWrapper
 from typing import Any, NamedTuple, TextIO
 
@@ -198,16 +199,32 @@ class _Console(RichConsole):
             clear_line()
             super().print(*objects, **options)
 
+    def on_broken_pipe(self) -> None:
+        """As any other output that is lost; rich would end the process, with the steps since the last checkpoint."""
+        raise
+
 
 @contextmanager
 def _may_be_lost() -> Iterator[None]:
-    """A terminal that is gone, or a full disk, ends no run: its files have all. A broken pipe does, as anywhere."""
+    """A terminal that is gone, a full disk or a broken pipe ends no run: its files have all.
+
+    A scheduler stops the `tee` behind a run with the same signal, and the run has yet to save.
+    """
     try:
         yield
-    except BrokenPipeError:
-        raise
     except OSError as error:
         warn_once(f"standard output cannot be written ({error.strerror}): the run goes on without these lines")
+
+
+def _leave_ended_reader() -> None:
+    """Standard output to nowhere once its reader has ended: what a reward function prints would raise otherwise."""
+    with suppress(OSError, TypeError, ValueError):  # none, of a notebook, closed
+        output = select.poll()
+        output.register(sys.stdout, 0)  # errors alone
+        if output.poll(0):
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            warn_once("the reader of standard output has ended: the run goes on without these lines")
 
 
 def best_and_worst(rows: Sequence[Mapping[str, object]], limit: int) -> list[Mapping[str, object]]:
@@ -282,7 +299,7 @@ def progress(text: str, *, bars: bool = False) -> Iterator[None]:
     start = time.perf_counter()
     with ExitStack() as shown:
         if bars or not _rewrites_lines():
-            begun = threading.Timer(SLOW, lambda: print(f"{visible(text)} ...", flush=True))
+            begun = threading.Timer(SLOW, _say, [f"{visible(text)} ..."])
             begun.daemon = True
             begun.start()
             shown.callback(begun.cancel)
@@ -290,9 +307,13 @@ def progress(text: str, *, bars: bool = False) -> Iterator[None]:
             shown.enter_context(live(text))
         yield
     if (seconds := time.perf_counter() - start) >= SLOW:
-        with _drawing, _may_be_lost():
-            clear_line()
-            print(f"{visible(text)}: {duration(seconds)}", flush=True)
+        _say(f"{visible(text)}: {duration(seconds)}")
+
+
+def _say(line: str) -> None:
+    with _drawing, _may_be_lost():
+        clear_line()
+        print(line, flush=True)
 
 
 @contextmanager
@@ -339,7 +360,7 @@ def clear_line() -> None:
 def _rewrite(text: str, over: threading.Event) -> None:
     start = time.perf_counter()
     while not over.wait(REFRESH):
-        with _drawing:
+        with _drawing, _may_be_lost():
             _is_shown.set()
             _overwrite(f"{text} ... {duration(time.perf_counter() - start)}")
 
@@ -373,6 +394,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        _leave_ended_reader()
         start, doing = time.perf_counter(), PHASES[name]
         if self.first:
             # On a GPU, the first backward pass waits for the compiler.

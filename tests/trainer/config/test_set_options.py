@@ -208,3 +208,11 @@ def test_an_output_directory_may_be_in_the_home_directory(monkeypatch, tmp_path,
 def test_an_output_directory_in_which_no_weights_can_be_saved_is_refused(name):
     with pytest.raises(InputError, match=r"got output_dir=.*, want a path of UTF-8 text"):
         GRPOConfig(name)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso8859-1"])
+def test_a_folder_that_safetensors_would_name_differently_is_refused(monkeypatch, encoding):
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: encoding)
+    with pytest.raises(InputError, match=r"got output_dir='läufe', want a path of UTF-8 text.*PYTHONUTF8=1"):
+        GRPOConfig("läufe")
+    assert GRPOConfig("runs").output_dir == "runs"

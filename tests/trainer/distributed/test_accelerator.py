@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.engines.engine_choice import engine_name
@@ -52,6 +52,43 @@ def test_a_second_trainer_of_a_process_may_have_another_precision(make_trainer):
         assert trainer.accelerator.mixed_precision == ("bf16" if bf16 else "no")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("GRADIENT_ACCUMULATION_STEPS", "4"),
+        ("MIXED_PRECISION", "fp16"),
+        ("MIXED_PRECISION", "junk"),
+        ("DYNAMO_BACKEND", "no"),
+        ("FP8_BACKEND", "NO"),
+        ("DEBUG_MODE", "true"),
+        ("CPU_AFFINITY", "true"),
+        ("USE_IPEX", "true"),
+        ("CONFIG_FILE", "/no/such.yaml"),
+    ],
+)
+def test_variables_of_accelerate_launch_change_no_step(make_trainer, monkeypatch, name, value):
+    steps = []
+    for given in (None, value):
+        if given is not None:
+            monkeypatch.setenv(f"ACCELERATE_{name}", given)
+        sharding.AcceleratorState._reset_state(reset_partial_state=True)
+        trainer = make_trainer(max_steps=1, max_grad_norm=0.01, logging_steps=1)
+        trainer.train()
+        logged = [(record["grad_norm"], record["loss"]) for record in trainer.state.log_history if "loss" in record]
+        steps.append((logged, [float(weight.detach().double().sum()) for weight in trainer.model.parameters()]))
+    assert len(steps[0][0]) == 1
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_FP8_BACKEND"])
+def test_a_policy_whose_layers_accelerate_would_replace_is_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "TE")
+    with pytest.raises(UnsupportedError, match=f"got {name}='TE'.*fix: unset {name}"):
+        sharding.make_accelerator(GRPOConfig())
+    monkeypatch.delenv(name)
+    assert sharding.make_accelerator(GRPOConfig()).num_processes == 1  # in the next cell
+
+
 def test_precision_and_determinism_are_set_for_the_process(made, monkeypatch):
     seen = []
     monkeypatch.setattr(sharding, "enable_full_determinism", seen.append)
@@ -88,6 +125,7 @@ def test_levels_of_messages_are_those_of_the_process(made, options, level):
         ({"WORLD_SIZE": "2", "RANK": "0"}, r"with WORLD_SIZE='2' RANK='0', want all variables of a launcher or none"),
         ({"LOCAL_RANK": "0"}, "with LOCAL_RANK='0', want all variables"),
         ({"LOCAL_RANK": "first"}, "with LOCAL_RANK='first', want all variables"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "with OMPI_COMM_WORLD_SIZE='2', want all variables"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "with ACCELERATE_USE_DEEPSPEED='true', want all .*; else what it says"),
     ],
 )
@@ -102,6 +140,16 @@ def test_half_of_a_launchers_variables_are_an_error_that_names_them(monkeypatch,
     for name in variables:
         monkeypatch.delenv(name)
     assert sharding.make_accelerator(GRPOConfig()).num_processes == 1  # in the next cell
+
+
+def test_a_process_that_waits_for_others_says_so(made, monkeypatch, capsys):
+    monkeypatch.setattr("fused_grpo.trainer.logging.console.SLOW", 0.0)
+    made()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("WORLD_SIZE", "4")  # left by another job
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    made()
+    assert "waiting for the 4 processes of WORLD_SIZE at node7" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", ["", "two", "-1", "1.0"])

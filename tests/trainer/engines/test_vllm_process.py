@@ -138,6 +138,14 @@ def test_a_cache_that_cannot_be_written_is_said(cache, model, tokenizer) -> None
         config_folder(model, tokenizer, untie=True)
 
 
+def test_a_user_without_a_home_is_told_the_variable_of_the_cache(monkeypatch, model, tokenizer) -> None:
+    for name in ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a number that is no user's, in a container
+    with pytest.raises(UnavailableError, match="fix: set VLLM_CACHE_ROOT"):
+        config_folder(model, tokenizer, untie=True)
+
+
 def test_a_second_engine_at_the_same_time_is_refused(engine, model, tokenizer) -> None:
     with pytest.raises(UnavailableError, match=r"second vllm engine.*close\(\).*end\(\)"):
         VLLMEngine(model, tokenizer, OPTIONS)

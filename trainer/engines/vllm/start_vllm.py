@@ -196,12 +196,12 @@ def config_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *,
     That path is part of the key of vLLM's compiled code, which stays there too. Ranks and other runs may make the same
     one at the same time. UnavailableError where nothing can be written.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    cache = Path(os.environ.get("VLLM_CACHE_ROOT") or home / "vllm").expanduser() / "fused-grpo"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     try:
+        cache = Path(os.environ.get("VLLM_CACHE_ROOT") or home / "vllm").expanduser() / "fused-grpo"
         cache.mkdir(parents=True, exist_ok=True)
         drafts = tempfile.TemporaryDirectory(dir=cache)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # a user without a home has a RuntimeError
         raise UnavailableError(
             f"got {error} for a folder in vLLM's cache, want one for the config that vLLM reads; "
             "fix: set VLLM_CACHE_ROOT to a folder that can be written"
