@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -110,9 +111,13 @@ def check_head(
 
 
 def is_number(value: Any, low: float, high: float) -> bool:
-    """Whether `value` is a plain number from `low` to `high` that a tensor can represent: no text, no tensor."""
-    is_plain = isinstance(value, int | float) and low <= value <= high
-    return is_plain and abs(value) <= (EXACT if isinstance(value, int) else LARGEST)
+    """Whether `value` is a number from `low` to `high` that a tensor can represent: Python's or NumPy's, no tensor."""
+    if not isinstance(value, int | float):  # a compiler traces no more than this
+        if not isinstance(value, Real):
+            return False
+        value = int(value) if isinstance(value, Integral) else float(value)
+    number: float = value
+    return low <= number <= high and abs(number) <= (EXACT if isinstance(number, int) else LARGEST)
 
 
 def check_tensors(optional: Mapping[str, Any] | None = None, /, **tensors: Any) -> None:
@@ -170,6 +175,21 @@ def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *upstream)
 
     return checked
+
+
+def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
+    """`ctx.save_for_backward`, but for tensors of inference_mode, which it refuses: these are kept as they are.
+
+    A loop may sample, or load a frozen head, in inference_mode. Such tensors have no version that could be checked.
+    """
+    ctx.of_inference = [x if x is not None and x.is_inference() else None for x in tensors]
+    ctx.save_for_backward(*(x if kept is None else None for x, kept in zip(tensors, ctx.of_inference, strict=True)))
+
+
+def saved_tensors(ctx: Any) -> list[Any]:
+    """What `save_for_backward` saved."""
+    pairs = zip(ctx.saved_tensors, ctx.of_inference, strict=True)
+    return [x if kept is None else kept for x, kept in pairs]
 
 
 def check_plan(
