@@ -11,7 +11,7 @@ read values are called by `torch.compile` without being traced: `outside_graphs`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -113,11 +113,12 @@ def check_head(
 def is_number(value: Any, low: float, high: float) -> bool:
     """Whether `value` is a number from `low` to `high` that a tensor can represent: Python's or NumPy's, no tensor."""
     if not isinstance(value, int | float):  # a compiler traces no more than this
-        if not isinstance(value, Real):
+        if not (isinstance(value, Real) and hasattr(value, "dtype")):  # NumPy's; tensors take no other, like Fraction
             return False
         value = int(value) if isinstance(value, Integral) else float(value)
     number: float = value
-    return low <= number <= high and abs(number) <= (EXACT if isinstance(number, int) else LARGEST)
+    largest = EXACT if isinstance(number, int) else LARGEST
+    return low <= number <= high and -largest <= number <= largest
 
 
 def check_tensors(optional: Mapping[str, Any] | None = None, /, **tensors: Any) -> None:
@@ -177,19 +178,24 @@ def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
-    """`ctx.save_for_backward`, but for tensors of inference_mode, which it refuses: these are kept as they are.
+def save_for_backward(ctx: Any, given: Sequence[Tensor | None], *computed: Tensor | None) -> None:
+    """`ctx.save_for_backward`, but for what is given from inference_mode, which it refuses: that is kept as it is.
 
     A loop may sample, or load a frozen head, in inference_mode. Such tensors have no version that could be checked.
     """
-    ctx.of_inference = [x if x is not None and x.is_inference() else None for x in tensors]
-    ctx.save_for_backward(*(x if kept is None else None for x, kept in zip(tensors, ctx.of_inference, strict=True)))
+    ctx.of_inference = {}
+    for at, x in enumerate(given):
+        if x is not None and x.is_inference():
+            ctx.of_inference[at] = x
+    if ctx.of_inference:
+        given = [None if at in ctx.of_inference else x for at, x in enumerate(given)]
+    ctx.save_for_backward(*given, *computed)
 
 
-def saved_tensors(ctx: Any) -> list[Any]:
+def saved_tensors(ctx: Any) -> Sequence[Any]:
     """What `save_for_backward` saved."""
-    pairs = zip(ctx.saved_tensors, ctx.of_inference, strict=True)
-    return [x if kept is None else kept for x, kept in pairs]
+    saved: tuple[Any, ...] = ctx.saved_tensors
+    return [ctx.of_inference.get(at, x) for at, x in enumerate(saved)] if ctx.of_inference else saved
 
 
 def check_plan(

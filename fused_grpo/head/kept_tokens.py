@@ -311,7 +311,7 @@ class _Supported(torch.autograd.Function):
         statistics = rows.statistics(entropy=entropy, moments=moments)
         ctx.set_materialize_grads(False)
         # The leaves are saved so that autograd finds out if they were changed before the backward pass.
-        save_for_backward(ctx, hidden, weight, bias, *statistics)
+        save_for_backward(ctx, (hidden, weight, bias), *statistics)
         ctx.rows = rows
         seen = rows.moments(statistics) if moments else None
         if seen is not None:

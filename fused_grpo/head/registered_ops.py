@@ -221,7 +221,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output = _below_autograd(*inputs)
         tensors, ctx.options = inputs[:5], inputs[6:]
-        save_for_backward(ctx, *tensors, *output[:5])
+        save_for_backward(ctx, tensors, *output[:5])
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
         return output

@@ -123,7 +123,7 @@ class _VocabParallel(torch.autograd.Function):
             own = own._replace(target_logit=own.shift.new_full(head.targets.shape, -torch.inf))
         statistics = several_targets.finish_rows(shards.gather(own), passes, entropy=options.entropy)
         ctx.plan = (passes, shards, wanted, options.chunk_bytes, head.logit_scale, head.softcap)
-        save_for_backward(ctx, hidden, weight, bias, head.targets, head.temperature, *statistics)
+        save_for_backward(ctx, (hidden, weight, bias, head.targets, head.temperature), *statistics)
         ctx.set_materialize_grads(False)
         entropy = statistics.entropy
         return statistics.logprobs, torch.zeros_like(statistics.shift) if entropy is None else entropy

@@ -85,7 +85,7 @@ class _Speculative(torch.autograd.Function):
         with full_precision(hidden):
             result = chunked_loss(head, inputs, config, choice.passes(options["impl"]), plan)
         ctx.set_materialize_grads(False)
-        save_for_backward(ctx, hidden, weight, bias)
+        save_for_backward(ctx, (hidden, weight, bias))
         ctx.speculative, ctx.gradients = result.upstream, result.gradients
         ctx.targets, ctx.options = head.targets, {**head.transform(), **options, "bias": None}
         return _with_masked_rows(result, head, inputs, options)
