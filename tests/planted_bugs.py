@@ -251,7 +251,7 @@ BUGS = {
         "fused_grpo/_maths/formulas.py", "lowest, highest = 1 - terms.epsilon_low", "lowest, highest = 1", TRL
     ),
     "delta bounds the clipped branch, too": Bug(
-        "fused_grpo/_maths/formulas.py", "ratio.clamp(lowest, highest) * advantages)", "bounded * advantages)", TRL
+        "fused_grpo/_maths/formulas.py", "full_like(ratio, min(highest, delta))", "full_like(ratio, delta)", TRL
     ),
     "cispo sends a gradient through its weight": Bug(
         "fused_grpo/_maths/formulas.py",
@@ -276,8 +276,8 @@ BUGS = {
     ),
     "the sampler's ratio upside down": Bug(
         "fused_grpo/_maths/formulas.py",
-        "torch.where(mask, old - sampling_logprobs",
-        "torch.where(mask, sampling_logprobs - old",
+        "torch.where(known, old - sampling_logprobs",
+        "torch.where(known, sampling_logprobs - old",
         ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-token_truncate]"],
     ),
     "what is out of bounds is truncated, not left out": Bug(
@@ -288,8 +288,8 @@ BUGS = {
     ),
     "the off-policy mask takes positive advantages": Bug(
         "fused_grpo/_maths/factors.py",
-        "(tokens.advantages >= 0) | sequences",
-        "(tokens.advantages > 1e9) | sequences",
+        "(tokens.advantages >= 0) | ~sequences",
+        "(tokens.advantages > 1e9) | ~sequences",
         ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-off-policy mask]"],
     ),
     "the tokens of low entropy are kept": Bug(
@@ -342,8 +342,8 @@ BUGS = {
     ),
     "the kernel clips a falling advantage from above": Bug(
         f"{KERNELS}/grpo_loss.py",
-        "(ratio < lowest) | (ratio > tl.maximum(highest, delta))",
-        "ratio > highest",
+        "tl.where(falls, tl.maximum(highest, delta), tl.minimum(highest, delta))",
+        "tl.minimum(highest, delta)",
         LOSS_KERNEL,
     ),
     "the kernel's KL slope without the ratio": Bug(

@@ -8,6 +8,7 @@ REMAX_RESUMED = ["tests/trainer/collect/test_prefetch.py", "-k", "stopped and re
 REMAX_EPISODES = ["tests/trainer/episodes/test_environments.py", "-k", "greedy"]
 COVARIANCE = ["tests/trainer/batching/test_covariance_selection.py"]
 LOSS_KERNEL = ["tests/kernels/test_grpo_loss.py", "-k", "every_variant"]
+EXTREMES = ["--full", "tests/kernels/test_grpo_loss.py", "-k", "infinite_logprobs and (clipped or cispo) and 1.0"]
 
 BUGS = {
     "dppo masks what moves back": (
@@ -216,9 +217,21 @@ BUGS = {
     ),
     "the kernel's ipo masks by the sign of the advantage": (
         KERNEL,
-        "falls, rises = far, far",
-        "falls, rises = falls & far, rises & far",
+        "return far, far & (advantage < 0.0)",
+        "return (falls & (advantage < 0.0)) | (rises & (advantage > 0.0)), far & (advantage < 0.0)",
         LOSS_KERNEL,
+    ),
+    "the kernel hides a ratio that is not a number": (
+        KERNEL,
+        "tl.where(values > bound, bound, values)",
+        "tl.where(values < bound, values, bound)",
+        EXTREMES,
+    ),
+    "the slope of a constant is 0 times an infinite ratio": (
+        "fused_grpo/_maths/formulas.py",
+        "torch.where(constant, 0.0, log_ratio).exp()",
+        "log_ratio.exp()",
+        EXTREMES,
     ),
     "the kernel's kl-cov has the sign of a bonus": (
         KERNEL,

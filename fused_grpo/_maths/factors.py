@@ -53,8 +53,9 @@ def token_factors(
         policy_factors.append(vespo_weights(current, old, inputs, config))
     if config.off_policy_mask_threshold is not None:
         drift = -log_rho(current, old if sampling is None else sampling, mask)
-        close = sequences.mean(drift, mask) <= config.off_policy_mask_threshold
-        policy_factors.append(((tokens.advantages >= 0) | sequences.spread(close, len(mask))).double())
+        # What is not a number is left out nowhere here: it has to reach the loss.
+        far = sequences.mean(drift, mask) > config.off_policy_mask_threshold
+        policy_factors.append(((tokens.advantages >= 0) | ~sequences.spread(far, len(mask))).double())
     if config.sequence_rejection is not None and sampling is not None:
         kept = kept_sequences(log_rho(old, sampling, mask), inputs, config)
         policy_factors.append(sequences.spread(kept, len(mask)).double())
@@ -92,7 +93,7 @@ def kept_sequences(log_ratio: Tensor, inputs: LossInputs, config: GRPOLossConfig
         token_values = log_ratio.exp() if name == "ratio" else kl_term(log_ratio, str(name))
         statistic = inputs.sequences.mean(token_values, mask)
     low, high = config.sequence_rejection_min, config.sequence_rejection_max
-    return (statistic >= (-torch.inf if low is None else low)) & (statistic <= (torch.inf if high is None else high))
+    return ~((statistic < (-torch.inf if low is None else low)) | (statistic > (torch.inf if high is None else high)))
 
 
 def select_by_covariance(logprobs: Tensor, advantages: Tensor, clipped: Tensor, config: GRPOLossConfig) -> Tensor:
@@ -137,8 +138,7 @@ def ratio_and_clipped(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConf
     if tokens.sampling_logprobs is not None:
         old = denominator(old, tokens.sampling_logprobs, tokens.mask, terms)
     log_ratio = sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else logprobs - old
-    ratio = log_ratio.exp()
-    return ratio, policy_term(logprobs, ratio, tokens.advantages, terms, old=old)[1]
+    return log_ratio.exp(), policy_term(logprobs, log_ratio, tokens.advantages, terms, old=old)[1]
 
 
 def vespo_weights(current: Tensor, old: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:

@@ -190,15 +190,19 @@ def token_loss(
     old = current if old_logprobs is None else torch.where(mask, old_logprobs, 0.0)
     if sampling_logprobs is not None:
         old = denominator(old, sampling_logprobs, mask, terms)
-    ratio = torch.exp(logprobs - old if log_ratio is None else torch.where(mask, log_ratio, 0.0))
-    policy, clipped = policy_term(logprobs, ratio, advantages, terms, old=old)
+    log_ratio = logprobs - old if log_ratio is None else torch.where(mask, log_ratio, 0.0)
     policy_weight = torch.ones_like(old)
     if sampling_logprobs is not None:
         policy_weight = sampling_weights(old, sampling_logprobs, mask, terms)
     if policy_weights is not None:
         policy_weight = policy_weight * torch.where(mask, policy_weights, 0.0)
-    # A weight of 0 leaves a token out, even where its term is infinite.
-    policy = torch.where(policy_weight == 0, 0.0, policy * policy_weight)
+    # A weight of 0 leaves a token out, even where its term or the slope of that is infinite.
+    gone = policy_weight == 0
+    policy, clipped = policy_term(
+        logprobs, torch.where(gone, log_ratio.detach(), log_ratio), advantages, terms, old=old
+    )
+    policy = torch.where(gone, 0.0, policy * policy_weight)
+    ratio = log_ratio.exp()
     kl = torch.zeros_like(logprobs)
     if ref_logprobs is not None:
         kl = kl_term(torch.where(mask, ref_logprobs - logprobs, 0.0), terms.kl_estimator)
@@ -216,8 +220,7 @@ def token_loss(
     ratio, on = ratio.detach(), mask.to(logprobs.dtype)
     difference = torch.zeros_like(current)
     if sampling_logprobs is not None:
-        difference = torch.where(mask, current - sampling_logprobs, 0.0).abs()
-    difference = torch.nan_to_num(difference)
+        difference = log_rho(current, sampling_logprobs, mask).abs()
     extremes = torch.stack([torch.where(mask, -ratio, -torch.inf), torch.where(mask, ratio, -torch.inf), difference])
     least, most, farthest = extremes.amax(1) if len(mask) else extremes.new_full((3,), -torch.inf)
     statistics = {
@@ -239,26 +242,26 @@ def token_loss(
 
 
 def policy_term(
-    logprobs: Tensor, ratio: Tensor, advantages: Tensor, terms: TokenTerms, *, old: Tensor | None = None
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, terms: TokenTerms, *, old: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(the policy term [N], without weights; whether the token is clipped [N]).
+    """(the policy term [N], without weights; whether the token is clipped [N]) from log p and the log of the ratio.
 
-    `old` is the log-prob in the denominator of the token's own ratio, which "gmpo", "dppo_*" and "ipo" need.
+    Where the term is a constant its gradient is 0, even if the ratio is infinite: the old log-prob may be -inf. `old`
+    is the log-prob in the denominator of the token's own ratio, which "gmpo", "dppo_*" and "ipo" need.
 
     A ratio of 1.5 is beyond 1 + epsilon_high = 1.28: with A = 1 it is clipped, with A = -1 it is not.
 
     >>> from fused_grpo.config import GRPOLossConfig
     >>> terms = TokenTerms.of(GRPOLossConfig(epsilon=0.2, epsilon_high=0.28))
     >>> ratio, A = torch.tensor([1.5, 1.5]), torch.tensor([1.0, -1.0])
-    >>> policy, clipped = policy_term(ratio.log(), ratio, A, terms)
+    >>> policy, clipped = policy_term(ratio.log(), ratio.log(), A, terms)
     >>> [round(l, 4) for l in policy.tolist()], clipped.tolist()
     ([-1.28, 1.5], [True, False])
     """
     if terms.form == "clipped":
-        lowest, highest = 1 - terms.epsilon_low, 1 + terms.epsilon_high
-        bounded = ratio if terms.delta is None else ratio.clamp(max=terms.delta)
-        policy = -torch.minimum(bounded * advantages, ratio.clamp(lowest, highest) * advantages)
-        return policy, torch.where(advantages < 0, bounded < lowest, (bounded > highest) & (advantages > 0))
+        return clipped_term(log_ratio, advantages, terms)
+    # The gate of "sapo" is 1 long before this bound, beyond which its slope would be 0 * inf.
+    ratio = (torch.where(log_ratio > 80.0, 80.0, log_ratio) if terms.form == "sapo" else log_ratio).exp()
     if terms.form == "cispo":
         capped = ratio.clamp(max=terms.epsilon_high).detach()
         return -capped * advantages * logprobs, (ratio > terms.epsilon_high) & (advantages > 0)
@@ -269,8 +272,8 @@ def policy_term(
         assert old is not None
         masked = masked_by_divergence(logprobs.detach(), old, advantages, terms)
         bounded = ratio.detach() if terms.delta is None else ratio.detach().clamp(max=terms.delta)
-        own = torch.exp(logprobs - logprobs.detach())  # 1, with the gradient of log p
-        return torch.where(masked, 0.0, -bounded * advantages * own), masked
+        own = torch.exp(torch.nan_to_num(logprobs - logprobs.detach()))  # 1, with the gradient of log p
+        return torch.where(masked, 0.0, -bounded * advantages) * own, masked
     never = torch.zeros_like(advantages, dtype=torch.bool)
     if terms.form == "sapo":
         # Not torch.where of two numbers, which rounds them to the default dtype.
@@ -278,6 +281,19 @@ def policy_term(
         tau = torch.full_like(advantages, tau_low).masked_fill_(advantages > 0, tau_high)
         return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, never
     return -advantages * logprobs, never
+
+
+def clipped_term(log_ratio: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor]:
+    """-min(min(r, delta) A, clip(r, low, high) A) [N], and whether the token is clipped [N]."""
+    lowest, highest = 1 - terms.epsilon_low, 1 + terms.epsilon_high
+    delta = torch.inf if terms.delta is None else terms.delta
+    ratio, falls = log_ratio.detach().exp(), advantages < 0
+    below = falls & (ratio < lowest)
+    limit = torch.full_like(ratio, min(highest, delta)).masked_fill_(falls, max(highest, delta))
+    constant = below | (ratio > limit)
+    used = torch.where(constant, limit.masked_fill_(below, lowest), torch.where(constant, 0.0, log_ratio).exp())
+    clipped = torch.where(falls, ratio.clamp(max=delta) < lowest, (ratio.clamp(max=delta) > highest) & (advantages > 0))
+    return -used * advantages, clipped
 
 
 def clipped_change(change: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor]:
@@ -336,9 +352,9 @@ def sampling_weights(old: Tensor, sampling_logprobs: Tensor, mask: Tensor, terms
 
 
 def log_rho(old: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """log p_old - log p of the sampler, [N]; 0 where masked, and where the sampler's log-prob is NaN."""
-    difference = torch.where(mask, old - sampling_logprobs, 0.0)
-    return difference.masked_fill(difference.isnan(), 0.0)
+    """log p_old - log p of the sampler, [N]; 0 where masked, where both are -inf, and where the sampler's is NaN."""
+    known = mask & ~sampling_logprobs.isnan() & (old != sampling_logprobs)
+    return torch.where(known, old - sampling_logprobs, 0.0)
 
 
 def bounded_ratio(log_ratio: Tensor, bound: str, clip_min: float | None, clip_max: float | None) -> Tensor:

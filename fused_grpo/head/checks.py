@@ -11,7 +11,8 @@ read values are called by `torch.compile` without being traced: `outside_graphs`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -110,9 +111,14 @@ def check_head(
 
 
 def is_number(value: Any, low: float, high: float) -> bool:
-    """Whether `value` is a plain number from `low` to `high` that a tensor can represent: no text, no tensor."""
-    is_plain = isinstance(value, int | float) and low <= value <= high
-    return is_plain and abs(value) <= (EXACT if isinstance(value, int) else LARGEST)
+    """Whether `value` is a number from `low` to `high` that a tensor can represent: Python's or NumPy's, no tensor."""
+    if not isinstance(value, int | float):  # a compiler traces no more than this
+        if not (isinstance(value, Real) and hasattr(value, "dtype")):  # NumPy's; tensors take no other, like Fraction
+            return False
+        value = int(value) if isinstance(value, Integral) else float(value)
+    number: float = value
+    largest = EXACT if isinstance(number, int) else LARGEST
+    return low <= number <= high and -largest <= number <= largest
 
 
 def check_tensors(optional: Mapping[str, Any] | None = None, /, **tensors: Any) -> None:
@@ -170,6 +176,26 @@ def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *upstream)
 
     return checked
+
+
+def save_for_backward(ctx: Any, given: Sequence[Tensor | None], *computed: Tensor | None) -> None:
+    """`ctx.save_for_backward`, but for what is given from inference_mode, which it refuses: that is kept as it is.
+
+    A loop may sample, or load a frozen head, in inference_mode. Such tensors have no version that could be checked.
+    """
+    ctx.of_inference = {}
+    for at, x in enumerate(given):
+        if x is not None and x.is_inference():
+            ctx.of_inference[at] = x
+    if ctx.of_inference:
+        given = [None if at in ctx.of_inference else x for at, x in enumerate(given)]
+    ctx.save_for_backward(*given, *computed)
+
+
+def saved_tensors(ctx: Any) -> Sequence[Any]:
+    """What `save_for_backward` saved."""
+    saved: tuple[Any, ...] = ctx.saved_tensors
+    return [ctx.of_inference.get(at, x) for at, x in enumerate(saved)] if ctx.of_inference else saved
 
 
 def check_plan(

@@ -280,8 +280,8 @@ def flatten_head(
         bias=options.bias,
         targets=targets.reshape(-1) if single else targets.reshape(-1, targets.shape[-1]),
         temperature=temperature,
-        logit_scale=options.logit_scale,
-        softcap=options.softcap,
+        logit_scale=float(options.logit_scale),
+        softcap=None if options.softcap is None else float(options.softcap),
     )
 
 

@@ -35,7 +35,7 @@ from fused_grpo._maths import distributions
 from fused_grpo._maths.moments import RowsMoments
 from fused_grpo._maths.statistics import RowState, Statistics, Upstream, full_precision, joined
 from fused_grpo.head import logprob_plans
-from fused_grpo.head.checks import differentiated_once, outside_graphs
+from fused_grpo.head.checks import differentiated_once, outside_graphs, save_for_backward, saved_tensors
 from fused_grpo.head.entries import Entries, Segments, Support, kept_entries
 from fused_grpo.head.head import Gradients, Head, Wanted
 from fused_grpo.passes import buffers, choice
@@ -311,7 +311,7 @@ class _Supported(torch.autograd.Function):
         statistics = rows.statistics(entropy=entropy, moments=moments)
         ctx.set_materialize_grads(False)
         # The leaves are saved so that autograd finds out if they were changed before the backward pass.
-        ctx.save_for_backward(hidden, weight, bias, *statistics)
+        save_for_backward(ctx, (hidden, weight, bias), *statistics)
         ctx.rows = rows
         seen = rows.moments(statistics) if moments else None
         if seen is not None:
@@ -323,6 +323,6 @@ class _Supported(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        statistics = Statistics(*ctx.saved_tensors[3:])
+        statistics = Statistics(*saved_tensors(ctx)[3:])
         g = torch.zeros_like(statistics.logprobs) if grad_logprobs is None else grad_logprobs
         return *ctx.rows.gradients(statistics, Upstream(g, grad_entropy)), None, None, None

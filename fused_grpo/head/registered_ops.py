@@ -16,7 +16,13 @@ from torch import Tensor
 from fused_grpo._maths.moments import RowsMoments
 from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype
 from fused_grpo.head import logprob_plans, several_targets
-from fused_grpo.head.checks import differentiated_once, leaves_out_rows, may_synchronize
+from fused_grpo.head.checks import (
+    differentiated_once,
+    leaves_out_rows,
+    may_synchronize,
+    save_for_backward,
+    saved_tensors,
+)
 from fused_grpo.head.head import Head, Wanted
 from fused_grpo.head.several_targets import rows_with
 from fused_grpo.passes import choice
@@ -215,7 +221,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output = _below_autograd(*inputs)
         tensors, ctx.options = inputs[:5], inputs[6:]
-        ctx.save_for_backward(*tensors, *output[:5])
+        save_for_backward(ctx, tensors, *output[:5])
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
         return output
@@ -229,7 +235,7 @@ class _Differentiable(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return None, None, None, *nothing
         backward = torch.ops.fused_grpo.linear_logprobs_backward.default
-        gradients = iter(backward(*ctx.saved_tensors, grad_logprobs, grad_entropy, *ctx.options))
+        gradients = iter(backward(*saved_tensors(ctx), grad_logprobs, grad_entropy, *ctx.options))
         return *(next(gradients) if want else None for want in ctx.options[-1]), *nothing
 
 

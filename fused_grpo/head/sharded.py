@@ -24,7 +24,7 @@ from torch import Tensor
 from fused_grpo._maths.statistics import RowState, Statistics, Upstream, no_columns
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head import logprob_plans, several_targets
-from fused_grpo.head.checks import differentiated_once
+from fused_grpo.head.checks import differentiated_once, save_for_backward, saved_tensors
 from fused_grpo.head.head import Head, Wanted, local_targets
 from fused_grpo.passes import choice
 from fused_grpo.passes.protocol import RowPasses
@@ -123,7 +123,7 @@ class _VocabParallel(torch.autograd.Function):
             own = own._replace(target_logit=own.shift.new_full(head.targets.shape, -torch.inf))
         statistics = several_targets.finish_rows(shards.gather(own), passes, entropy=options.entropy)
         ctx.plan = (passes, shards, wanted, options.chunk_bytes, head.logit_scale, head.softcap)
-        ctx.save_for_backward(hidden, weight, bias, head.targets, head.temperature, *statistics)
+        save_for_backward(ctx, (hidden, weight, bias, head.targets, head.temperature), *statistics)
         ctx.set_materialize_grads(False)
         entropy = statistics.entropy
         return statistics.logprobs, torch.zeros_like(statistics.shift) if entropy is None else entropy
@@ -131,7 +131,7 @@ class _VocabParallel(torch.autograd.Function):
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, *statistics = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, *statistics = saved_tensors(ctx)
         passes, shards, wanted, chunk_bytes, logit_scale, softcap = ctx.plan
         head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
         grad_logprobs = torch.zeros_like(targets, dtype=head.dtype) if grad_logprobs is None else grad_logprobs

@@ -250,20 +250,20 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def _loss_with_padding(self, logprobs: Tensor, tokens: _Tokens, config: GRPOLossConfig) -> Tensor:
         """ "luspo" where padding counts: [B, T] log-probs to the loss."""
-        ratio = self._ratio(logprobs, tokens)
-        loss, _ = policy_term(logprobs, ratio, tokens.advantages, TokenTerms.of(config))
+        change = self._log_ratio(logprobs, tokens)
+        loss, _ = policy_term(logprobs, change, tokens.advantages, TokenTerms.of(config))
         if tokens.rho is not None:
             loss = loss * tokens.rho
         if tokens.ref is not None:
-            loss = loss + self.beta * self._kl(logprobs, ratio, tokens.ref)
+            loss = loss + self.beta * self._kl(logprobs, change.exp(), tokens.ref)
         return (loss * tokens.lengths()).mean()
 
-    def _ratio(self, logprobs: Tensor, tokens: _Tokens) -> Tensor:
-        """r of tokens [B, T] or of sequences [B, 1]."""
+    def _log_ratio(self, logprobs: Tensor, tokens: _Tokens) -> Tensor:
+        """log r of tokens [B, T] or of sequences [B, 1]."""
         change = logprobs - (logprobs.detach() if tokens.old is None else tokens.old)
         if self.importance_sampling_level == "sequence":
             change = torch.where(tokens.mask, change, 0.0).sum(1, keepdim=True) / tokens.lengths().clamp_min(1)
-        return change.exp()
+        return change
 
     def _kl(self, logprobs: Tensor, ratio: Tensor, ref: Tensor) -> Tensor:
         kl = kl_term(ref - logprobs, "k3")
@@ -271,7 +271,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def _metrics(self, logprobs: Tensor, tokens: _Tokens) -> tuple[Tensor, ...]:
         """The mean KL with its correction (not with beta = 0) and the share of clipped tokens."""
-        count, ratio = tokens.lengths().sum().clamp_min(1), self._ratio(logprobs, tokens)
+        count, ratio = tokens.lengths().sum().clamp_min(1), self._log_ratio(logprobs, tokens).exp()
         clipped = torch.zeros_like(tokens.mask)
         if self.loss_type in (*CLIPPED, "cispo"):
             low, high = 1 - self.epsilon_low, 1 + self.epsilon_high

@@ -14,6 +14,7 @@ So the gradients are right for any use of the log-probs; speculation only makes 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.statistics import full_precision
 from fused_grpo.config import GRPOLossConfig
-from fused_grpo.head.checks import differentiated_once, outside_graphs
+from fused_grpo.head.checks import differentiated_once, outside_graphs, save_for_backward, saved_tensors
 from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, chunked_loss, scaled
 from fused_grpo.head.head import Head, Wanted
 from fused_grpo.head.logprob_plans import rows_of
@@ -84,7 +85,7 @@ class _Speculative(torch.autograd.Function):
         with full_precision(hidden):
             result = chunked_loss(head, inputs, config, choice.passes(options["impl"]), plan)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias)
+        save_for_backward(ctx, (hidden, weight, bias))
         ctx.speculative, ctx.gradients = result.upstream, result.gradients
         ctx.targets, ctx.options = head.targets, {**head.transform(), **options, "bias": None}
         return _with_masked_rows(result, head, inputs, options)
@@ -92,7 +93,7 @@ class _Speculative(torch.autograd.Function):
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        leaves = ctx.saved_tensors  # raises in a second backward pass, whose gradients are freed already
+        leaves = saved_tensors(ctx)  # raises in a second backward pass, whose gradients are freed already
         factor = factor_between(ctx.speculative, upstream)
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         gradients = ctx.gradients
@@ -146,7 +147,7 @@ def factor_between(guess: tuple[Tensor, Tensor | None], upstream: tuple[Tensor |
 
 
 def _from_scratch(
-    ctx: Any, leaves: tuple[Tensor | None, ...], upstream: tuple[Tensor | None, ...]
+    ctx: Any, leaves: Sequence[Tensor | None], upstream: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of hidden, weight and bias for the real upstream gradient, from recomputed logits."""
     needed = ctx.needs_input_grad[:3]

@@ -12,6 +12,7 @@ from torch import Tensor
 from fused_grpo._maths import formulas
 from fused_grpo.config import TokenTerms
 from fused_grpo.kernels import grpo_token_loss, token_statistics
+from fused_grpo.passes import torch_passes
 
 pytestmark = pytest.mark.grid
 ON_GPU = os.environ.get("FUSED_GRPO_TEST_DEVICE") == "cuda"
@@ -202,6 +203,50 @@ def test_masked_tokens_are_nothing_even_where_inputs_are_not_numbers() -> None:
     assert torch.equal(grad, wanted_grad)
     assert torch.equal(grad[~clean["mask"]], torch.zeros((~clean["mask"]).sum()))
     assert all(torch.equal(statistics[name], wanted[name]) for name in wanted)
+
+
+LOGPROBS = (-float("inf"), -200.0, -1.0, float("nan"))
+WITHOUT_KL = {name: CONFIG | {"beta": 0.0} | options for name, options in {"clipped": {}, **VARIANTS}.items()}
+
+
+def differences(config: dict[str, Any], **values: float) -> dict[str, tuple[float, float]]:
+    """What the kernel and plain torch say of one token with these values, where they differ.
+
+    A loss that is not finite has no gradient to compare.
+    """
+    inputs = {name: torch.tensor([value]) for name, value in values.items()}
+    inputs |= {"weights": torch.ones(1), "mask": torch.ones(1, dtype=torch.bool)}
+    gradient, _, statistics = run(inputs, **config)
+    logprobs = inputs.pop("logprobs")
+    wanted_gradient, _, sums = torch_passes.grpo_token_loss(logprobs, inputs=inputs, terms=TokenTerms(**config))
+    wanted = {"gradient": wanted_gradient[0], **formulas.token_statistics([sums])}
+    pairs = {name: (x.item(), wanted[name].item()) for name, x in {"gradient": gradient[0], **statistics}.items()}
+    if not wanted["loss"].isfinite():
+        del pairs["gradient"], pairs["zero_gradient_fraction"]
+    return {name: pair for name, pair in pairs.items() if pair != pytest.approx(pair[::-1], rel=1e-5, nan_ok=True)}
+
+
+# NumPy, under the interpreter, warns of what these tests are about.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("name", WITHOUT_KL)
+def test_infinite_logprobs_and_nan_are_what_torch_makes_of_them(name: str, advantage: float) -> None:
+    """One token at a time, so that nothing is hidden in the sum over others."""
+    wrong = {}
+    for current, old, sampled in itertools.product(LOGPROBS, repeat=3):
+        token = {"logprobs": current, "old_logprobs": old, "sampling_logprobs": sampled, "advantages": advantage}
+        wrong[current, old, sampled] = differences(WITHOUT_KL[name], **token)
+    assert not {values: found for values, found in wrong.items() if found}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", ["clipped", "k1", "k2, corrected", "k1, corrected", "dro"])
+def test_an_infinite_reference_and_nan_are_what_torch_makes_of_them(name: str) -> None:
+    wrong = {}
+    for current, old, ref in itertools.product(LOGPROBS, repeat=3):
+        token = {"logprobs": current, "old_logprobs": old, "ref_logprobs": ref, "advantages": 1.0}
+        wrong[current, old, ref] = differences(WITHOUT_KL[name] | {"beta": 0.1}, **token)
+    assert not {values: found for values, found in wrong.items() if found}
 
 
 @pytest.mark.parametrize("N", [0, 5])

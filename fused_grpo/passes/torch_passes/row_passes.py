@@ -29,6 +29,8 @@ from fused_grpo.passes import buffers
 
 # Whether a transform of torch.func is active.
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Whether saved_tensors_hooks may be entered here.
+hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 def row_statistics(
@@ -221,7 +223,8 @@ def grpo_token_loss(
     everything = {"logprobs": logprobs, "log_ratio": log_ratio, **inputs}
     # This is a small backward pass of our own. Hooks of the caller must not see its saved tensors: those of activation
     # checkpointing would run the whole region again to recompute them.
-    hooks = nullcontext() if transformed() else saved_tensors_hooks(lambda x: x, lambda x: x)
+    hooked = not transformed() and hooks_are_allowed()
+    hooks = saved_tensors_hooks(lambda x: x, lambda x: x) if hooked else nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), hooks:
         # Autograd does not accept tensors of inference mode, but it accepts copies of them.
         ours: Any = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}

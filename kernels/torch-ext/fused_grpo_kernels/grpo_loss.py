@@ -53,7 +53,9 @@ LARGEST = ("sampling_difference_max", "ratio_max")
 SMALLEST = ("ratio_min",)
 STATISTICS = len(SUMS + LARGEST + SMALLEST)
 PARTIALS, TOTALS = tl.constexpr(STATISTICS), tl.constexpr(len(SUMS))  # of a program
-LOSS_TOKENS, CLIP_LOW, CLIP_HIGH = (tl.constexpr(SUMS.index(name)) for name in ("loss_tokens", "clip_low", "clip_high"))
+LOSS_TOKENS, RATIO, CLIP_LOW, CLIP_HIGH, DIFFERENCE = (
+    tl.constexpr(SUMS.index(name)) for name in ("loss_tokens", "ratio", "clip_low", "clip_high", "sampling_difference")
+)
 # The results of `token_statistics` by its names, in the order of those columns: sums as they are or over the number of
 # tokens, extremes, and the sum of two.
 RESULTS = (
@@ -111,8 +113,15 @@ def _load_masked(values, tokens, mask):
 
 
 @triton.jit
+def _at_most(values, bound):
+    """`min(values, bound)` that keeps NaN: `tl.minimum` returns the bound, and min.NaN needs sm_80."""
+    return tl.where(values > bound, bound, values)
+
+
+@triton.jit
 def _masked_by_divergence(current, old, advantage, lowest, highest, FORM: tl.constexpr):
-    """(masked with A < 0, with A > 0): tokens beyond the bounds that A would move on, or with "ipo" all beyond them."""
+    """(masked, and which of these with A < 0, with A > 0): tokens beyond the bounds that A would move on, or with "ipo"
+    all beyond them."""
     moved = tl.exp(current) - tl.exp(old)
     divergence = tl.abs(moved)
     if FORM == "dppo_kl":
@@ -122,8 +131,10 @@ def _masked_by_divergence(current, old, advantage, lowest, highest, FORM: tl.con
     falls, rises = (moved < 0.0) & (divergence > lowest), (moved > 0.0) & (divergence > highest)
     if FORM == "ipo":
         far = falls | rises
-        falls, rises = far, far
-    return falls & (advantage < 0.0), rises & (advantage > 0.0)
+        return far, far & (advantage < 0.0), far & (advantage > 0.0)
+    else:
+        falls, rises = falls & (advantage < 0.0), rises & (advantage > 0.0)
+        return falls | rises, falls, rises
 
 
 @triton.jit
@@ -136,20 +147,18 @@ def _policy(ratio, advantage, current, old, bounds, FORM: tl.constexpr):
     nothing = tl.zeros(ratio.shape, tl.float32)
     never = nothing > 0.0
     if FORM == "clipped":
-        bounded = tl.minimum(ratio, delta)
-        inside = tl.minimum(tl.maximum(ratio, lowest), highest)
-        falls = advantage < 0.0
-        used = tl.where(falls, tl.maximum(bounded, inside), tl.minimum(bounded, inside))
-        constant = tl.where(
-            falls, (ratio < lowest) | (ratio > tl.maximum(highest, delta)), ratio > tl.minimum(highest, delta)
-        )
+        falls, bounded = advantage < 0.0, _at_most(ratio, delta)
+        below, limit = falls & (ratio < lowest), tl.where(falls, tl.maximum(highest, delta), tl.minimum(highest, delta))
+        constant = below | (ratio > limit)
+        used = tl.where(constant, tl.where(below, lowest, limit), ratio)
         slope = tl.where(constant, 0.0, -ratio * advantage)
         return -used * advantage, slope, nothing, falls & (bounded < lowest), (advantage > 0.0) & (bounded > highest)
     elif FORM == "cispo":
-        slope = -tl.minimum(ratio, highest) * advantage
+        slope = -_at_most(ratio, highest) * advantage
         return slope * current, nothing, slope, never, (advantage > 0.0) & (ratio > highest)
     elif FORM == "sapo":
-        tau = tl.where(advantage > 0.0, tau_pos, tau_neg)
+        # The gate is 1 long before this bound, beyond which its slope would be 0 * inf.
+        tau, ratio = tl.where(advantage > 0.0, tau_pos, tau_neg), _at_most(ratio, 5.5e34)
         gate = tl.sigmoid(tau * (ratio - 1.0))
         slope = -4.0 * gate * (1.0 - gate) * ratio * advantage
         return -gate * (4.0 / tau) * advantage, slope, nothing, never, never
@@ -157,8 +166,8 @@ def _policy(ratio, advantage, current, old, bounds, FORM: tl.constexpr):
         change, slope = current - old, -ratio * advantage
         return slope, slope, nothing, (advantage < 0.0) & (change < lowest), (advantage > 0.0) & (change > highest)
     elif FORM == "dppo_tv" or FORM == "dppo_kl" or FORM == "ipo":
-        falls, rises = _masked_by_divergence(current, old, advantage, lowest, highest, FORM)
-        slope = tl.where(falls | rises, 0.0, -tl.minimum(ratio, delta) * advantage)
+        masked, falls, rises = _masked_by_divergence(current, old, advantage, lowest, highest, FORM)
+        slope = tl.where(masked, 0.0, -_at_most(ratio, delta) * advantage)
         return slope, nothing, slope, falls, rises
     else:
         return -advantage * current, nothing, -advantage, never, never
@@ -177,17 +186,18 @@ def _kl(q, KL: tl.constexpr):
 
 @triton.jit
 def _sampling_correction(current, old, sampled, correction_bounds, CORRECTION: tl.constexpr):
-    """(rho within its bounds, |log p - log p_sampling|); NaN is a missing log-prob, which changes neither."""
+    """(rho within its bounds, |log p - log p_sampling|). A sampler's NaN is a missing log-prob, which changes neither,
+    and equal log-probs have a ratio of 1, even -inf."""
     clip_min, clip_max = correction_bounds
     clip_min, clip_max = tl.cast(clip_min, tl.float32), tl.cast(clip_max, tl.float32)
-    rho = tl.full(current.shape, 1.0, tl.float32)
+    known, rho = sampled == sampled, tl.full(current.shape, 1.0, tl.float32)
     if CORRECTION == "truncate" or CORRECTION == "mask":
-        rho = tl.exp(tl.where(sampled == sampled, old - sampled, 0.0))
+        rho = tl.exp(tl.where(known & (old != sampled), old - sampled, 0.0))
     if CORRECTION == "truncate":
-        rho = tl.minimum(tl.maximum(rho, clip_min), clip_max)
+        rho = _at_most(tl.where(rho < clip_min, clip_min, rho), clip_max)
     if CORRECTION == "mask":
         rho = tl.where((rho < clip_min) | (rho > clip_max), 0.0, rho)
-    return rho, tl.where(sampled == sampled, tl.abs(current - sampled), 0.0)
+    return rho, tl.where(known & (current != sampled), tl.abs(current - sampled), 0.0)
 
 
 @triton.jit
@@ -222,6 +232,11 @@ def _store_results(results, total):
     mean = tl.math.div_rn(tl.where(is_sum, total, 0.0), tl.full([16], 1.0, tl.float32) * tokens)
     result = tl.where((column > LOSS_TOKENS) & is_sum, mean, total)
     clipped = tl.sum(tl.where((column == CLIP_LOW) | (column == CLIP_HIGH), mean, 0.0))
+    # An extreme of a GPU is one of numbers: NaN is in the sum alone.
+    ratios = tl.sum(tl.where(column == RATIO, total, 0.0))
+    differences = tl.sum(tl.where(column == DIFFERENCE, total, 0.0))
+    spread = tl.where(column == TOTALS, differences, ratios)
+    result = tl.where((column >= TOTALS) & (spread != spread), spread, result)
     tl.store(results + column, tl.where(exists, result, clipped), mask=column <= PARTIALS)
 
 
