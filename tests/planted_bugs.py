@@ -251,7 +251,7 @@ BUGS = {
         "fused_grpo/_maths/formulas.py", "lowest, highest = 1 - terms.epsilon_low", "lowest, highest = 1", TRL
     ),
     "delta bounds the clipped branch, too": Bug(
-        "fused_grpo/_maths/formulas.py", "full_like(ratio, min(highest, delta))", "full_like(ratio, delta)", TRL
+        "fused_grpo/_maths/formulas.py", "ratio.clamp(lowest, highest)\n", "bounded\n", TRL
     ),
     "cispo sends a gradient through its weight": Bug(
         "fused_grpo/_maths/formulas.py",

@@ -287,13 +287,13 @@ def clipped_term(log_ratio: Tensor, advantages: Tensor, terms: TokenTerms) -> tu
     """-min(min(r, delta) A, clip(r, low, high) A) [N], and whether the token is clipped [N]."""
     lowest, highest = 1 - terms.epsilon_low, 1 + terms.epsilon_high
     delta = torch.inf if terms.delta is None else terms.delta
-    ratio, falls = log_ratio.detach().exp(), advantages < 0
-    below = falls & (ratio < lowest)
-    limit = torch.full_like(ratio, min(highest, delta)).masked_fill_(falls, max(highest, delta))
-    constant = below | (ratio > limit)
-    used = torch.where(constant, limit.masked_fill_(below, lowest), torch.where(constant, 0.0, log_ratio).exp())
-    clipped = torch.where(falls, ratio.clamp(max=delta) < lowest, (ratio.clamp(max=delta) > highest) & (advantages > 0))
-    return -used * advantages, clipped
+    falls, ratio = advantages < 0, log_ratio.detach().exp()
+    constant = torch.where(falls, (ratio < lowest) | (ratio > max(highest, delta)), ratio > min(highest, delta))
+    # No gradient goes into the exp of a constant: where that is infinite, it would be 0 * inf.
+    ratio = torch.where(constant, log_ratio.detach(), log_ratio).exp()
+    bounded, inside = ratio.clamp(max=delta), ratio.clamp(lowest, highest)
+    used = torch.where(falls, torch.maximum(bounded, inside), torch.minimum(bounded, inside))
+    return -used * advantages, torch.where(falls, bounded < lowest, (bounded > highest) & (advantages > 0))
 
 
 def clipped_change(change: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor]:
