@@ -30,7 +30,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fused_grpo.errors import UnsupportedError
-from fused_grpo.integrations.model_modes import checkpoint_activations, disable_dropout, warn_of_rounding
+from fused_grpo.integrations.model_modes import (
+    checkpoint_activations,
+    disable_dropout,
+    modes_of,
+    set_modes,
+    warn_of_rounding,
+)
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.micro_batch_metrics import (
     correction_weights,
@@ -133,8 +139,10 @@ class Learner:
             max_tokens=args.max_tokens_per_micro_batch,
             replays=args.router_replay,
         )
+        self._given_modes = modes_of(model)
         if args.gradient_checkpointing:
             checkpoint_activations(model, args.gradient_checkpointing_kwargs or {})
+        self._run_modes = modes_of(model)
         # A copy, because the model changes.
         needs_copy = (args.beta > 0 or teacher == SELF) and not is_adapted(model)
         # What no checkpoint has, and a resumed run reads again: a reference that stays, or the base of an adapter.
@@ -195,6 +203,18 @@ class Learner:
         if self.args.use_adaptive_entropy:
             self.entropy.load_state(entropy)
         self.step = step
+
+    @contextmanager
+    def run_modes(self) -> Iterator[None]:
+        """Around a run: afterwards every layer has the modes with which the model was given.
+
+        In training mode, layers that recompute their activations read no cache: `generate` would give another text.
+        """
+        set_modes(self._run_modes)
+        try:
+            yield
+        finally:
+            set_modes(self._given_modes)
 
     def learn(
         self, batch: list[Sample], *, check: Check | None = None, event: Event = lambda name: None

@@ -193,7 +193,7 @@ class GRPOTrainer(TransformersFace):
             SystemExit: with status 143, after SIGTERM, SIGHUP or SIGUSR1: the step was finished and a checkpoint saved.
         """
         try:
-            with report_failure(self.accelerator), self.stop:
+            with report_failure(self.accelerator), self.stop, self.learner.run_modes():
                 self._start(resume_from_checkpoint or self.start.resume)
                 while not self._is_over():
                     phases = Phases(first=not self.events.steps.steps)

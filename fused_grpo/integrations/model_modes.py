@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_grpo.errors import InputError, UnsupportedError
 
 M = TypeVar("M")
+Modes = list[tuple[nn.Module, bool, bool | None]]
 _log = logging.getLogger(__name__)
 
 
@@ -80,17 +81,29 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
+def modes_of(model: nn.Module) -> Modes:
+    """Of every layer: whether it is in training mode, and whether it recomputes its activations (None: it cannot)."""
+    return [(layer, layer.training, getattr(layer, "gradient_checkpointing", None)) for layer in model.modules()]
+
+
+def set_modes(modes: Modes) -> None:
+    """Put every layer into its mode in `modes`, and no other."""
+    for layer, training, recomputes in modes:
+        layer.training = training
+        if recomputes is not None:
+            setattr(layer, "gradient_checkpointing", recomputes)  # noqa: B010 -- no attribute of every layer
+
+
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """A context that restores the modes of all layers and the states of torch's generators. Nothing is compiled."""
-    modes = [(layer, layer.training) for layer in model.modules()]
+    modes = modes_of(model)
     devices = {weight.device for weight in model.parameters() if weight.device.type == "cuda"}
     with torch.random.fork_rng(devices), eagerly(model):
         try:
             yield
         finally:
-            for layer, mode in modes:
-                layer.training = mode
+            set_modes(modes)
 
 
 @contextmanager

@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers.modeling_utils
-from transformers import CTRLConfig, CTRLLMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from peft import LoraConfig
+from transformers import CTRLConfig, CTRLLMHeadModel, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.integrations.model_modes import checkpoint_activations
-from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 OFFLOADS = pytest.mark.skipif(
@@ -28,6 +29,13 @@ def recomputed(model: Any) -> list[bool]:
     return [layer.gradient_checkpointing for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 
+class Seen(TrainerCallback):
+    """The modes within a step."""
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        self.modes = (all(layer.training for layer in model.modules()), all(recomputed(model)))
+
+
 class OnHost(torch.autograd.graph.saved_tensors_hooks):
     """In place of `save_on_cpu`, whose pinned memory takes a GPU."""
 
@@ -35,6 +43,38 @@ class OnHost(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(lambda tensor: self.kept.append(tensor.clone()) or self.kept[-1], lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_comes_back_in_the_modes_in_which_it_was_given(make_model, tokenizer, tmp_path, training, adapted):
+    model = make_model().train(training)
+    for number, recomputes in enumerate([True, False]):
+        lora = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5) if adapted and not number else None
+        trainer = GRPOTrainer(
+            model,
+            lambda completions, **_: [float(len(text)) for text in completions],
+            GRPOConfig(
+                output_dir=str(tmp_path / str(number)),
+                max_steps=1,
+                gradient_checkpointing=recomputes,
+                per_device_train_batch_size=4,
+                num_generations=4,
+                max_completion_length=4,
+                use_vllm=False,
+                save_strategy="no",
+            ),
+            [{"prompt": "1+1="}],
+            processing_class=tokenizer,
+            peft_config=lora,
+            callbacks=[seen := Seen()],
+        )
+        for _ in range(2):  # a second `train` recomputes, too
+            trainer.train()
+            assert seen.modes == (True, recomputes)
+            assert {layer.training for layer in trainer.model.modules()} == {training}
+            assert not any(recomputed(trainer.model))
+        model = trainer.model
 
 
 def megabytes(tensors: Any, without: Any) -> float:

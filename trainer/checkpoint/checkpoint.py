@@ -214,6 +214,12 @@ def read_manifest(directory: Path, *, any_version: bool = False) -> dict[str, tu
         if outside := [name for name in files if not (directory / name).resolve().is_relative_to(directory.resolve())]:
             raise ValueError(f"it names files outside of it ({outside[0]})")
     except (FileNotFoundError, NotADirectoryError):
+        if (directory / STATE_FILE).is_file():
+            raise CheckpointError(
+                f"got {directory}, which has no {MANIFEST_FILE}, as one that TRL or transformers wrote, or a copy that "
+                "ended early; want a checkpoint of this trainer, with all its files; fix: copy it again, or pass it as "
+                "the model of a new run"
+            ) from None
         raise _damaged(directory, MANIFEST_FILE, "is missing") from None
     except Exception as error:  # of any kind, where somebody else has written it
         raise _damaged(directory, MANIFEST_FILE, f"cannot be read ({type(error).__name__}: {error})") from error

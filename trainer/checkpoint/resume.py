@@ -181,11 +181,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             known = files.check_numbers(numbers, here, collector.sampler.stream_form)
             state = files.read_trainer_state(checkpoint, numbers["step"])
             files.check_cursors(numbers, state.epoch, learner)
-        if numbers["step"] > learner.max_steps:
-            raise CheckpointError(
-                f"got {checkpoint} of step {numbers['step']}, want one of max_steps={learner.max_steps} at most; "
-                "fix: a larger max_steps, or an earlier checkpoint"
-            )
+        files.check_step(checkpoint, numbers, learner.max_steps)
         with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
             files.check_tensors({}, left)  # no other is named in training.json
             for name, scheduled in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):

@@ -83,6 +83,17 @@ def read_numbers(directory: Path) -> dict[str, Any]:
     return numbers
 
 
+def check_step(directory: Path, numbers: Mapping[str, Any], max_steps: int) -> None:
+    """CheckpointError where the content of training.json is of a later step than `max_steps`."""
+    with refuse_unusable(directory, TRAINING_FILE):
+        step = int(numbers["step"])
+    if step > max_steps:
+        raise CheckpointError(
+            f"got {directory} of step {step}, want one of max_steps={max_steps} at most; "
+            "fix: a larger max_steps, or an earlier checkpoint"
+        )
+
+
 @contextmanager
 def tensors_of(directory: Path, name: str, names: dict[str, list[str]] | None = None) -> Iterator[dict[str, Any]]:
     """Around the use of the tensors of one file; none where there is no such file, which may be where there are none.
@@ -161,9 +172,12 @@ def read_trainer_state(checkpoint: Path, step: int) -> TrainerState:
         if saved["global_step"] != step or not all(isinstance(entry, dict) for entry in saved["log_history"]):
             raise ValueError(f"global_step is {saved['global_step']}, want {step}, and log_history a list of entries")
         state = TrainerState(**{name: saved[name] for name in fresh.keys() & saved.keys()})
-    if state.best_model_checkpoint is not None and not Path(str(state.best_model_checkpoint)).is_dir():
-        _log.warning("the best checkpoint, %s, does not exist any more", state.best_model_checkpoint)
-        state.best_model_checkpoint = None
+    if (named := state.best_model_checkpoint) is not None:
+        # Beside the checkpoint: a run that was moved or copied has its own there.
+        places = (place for place in (checkpoint.absolute().parent / Path(named).name, Path(named)) if place.is_dir())
+        state.best_model_checkpoint = str(found) if (found := next(places, None)) is not None else None
+        if found is None:
+            _log.warning("the best checkpoint, %s, does not exist any more", named)
     return state
 
 

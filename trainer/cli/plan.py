@@ -44,7 +44,7 @@ def size_of(name: str) -> ModelSize:
     with loading(f"config of {name!r}"):
         config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     text, shape = config.get_text_config(), shape_of(model)
     counts = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
     experts, chosen = next(filter(None, counts), 1), getattr(text, "num_experts_per_tok", None) or 1

@@ -27,6 +27,7 @@ from fused_grpo.errors import DataError, InputError, WrongTypeError
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.optimizer_states import check_optimizer
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
+from fused_grpo.trainer.checkpoint.training_state import check_step, read_numbers
 from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_arguments, check_evaluates
@@ -308,7 +309,7 @@ def check_model(start: Start) -> None:
     has_adapter = start.peft_config is not None or is_adapted(start.model)
     is_sharded = getattr(start.accelerator, "distributed_type", None) == DistributedType.FSDP
     check_quantization(quantization, has_adapter=has_adapter, is_sharded=is_sharded)
-    start.shape = planned_shape(start.config, start.model, start.peft_config, quantization)
+    start.shape = planned_shape(start.config, start.model, start.peft_config, quantization, args.runs_remote_code)
     with loading(f"model {start.model_path!r}, whose tokenizer"):
         start.tokenizer = tokenizer_for(start.model, start.processing_class, args)
     # A folder without a tokenizer's files gives one that knows no text, without an error.
@@ -392,10 +393,9 @@ def check_places(start: Start) -> None:
     args, path, resume = start.args, Path(start.args.output_dir), start.args.resume_from_checkpoint
     if not start.is_main:
         return
-    if resume is True:
-        newest_checkpoint(path, sums=False)
-    elif resume:
-        verify_checkpoint(Path(str(resume)), sums=False)
+    if checkpoint := newest_checkpoint(path, sums=False) if resume is True else Path(str(resume)) if resume else None:
+        verify_checkpoint(checkpoint, sums=False)
+        check_step(checkpoint, read_numbers(checkpoint), start.max_steps)
     # Where there are checkpoints, the arguments of `train` say whether to resume from them; the command has none.
     is_open = bool(resume or (start.accelerator is not None and checkpoints(path)))
     # Where a resumed run goes on is not known yet.

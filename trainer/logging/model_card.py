@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import yaml
-from huggingface_hub import get_token
+from huggingface_hub import constants, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
@@ -127,7 +127,7 @@ def _is_readable(value: Any) -> bool:
 
 
 def check_hub(args: GRPOConfig) -> None:
-    """For `push_to_hub`: UnavailableError without a login; InputError where no repository can have that name."""
+    """For `push_to_hub`: UnavailableError offline or without a login; InputError for a name that no repository has."""
     if not args.push_to_hub:
         return
     name = args.hub_model_id or Path(args.output_dir).resolve().name
@@ -140,3 +140,8 @@ def check_hub(args: GRPOConfig) -> None:
         validate_repo_id(name)
     except HFValidationError as error:
         raise InputError(f"got {name!r} as the name on the hub, want another ({error}); fix: hub_model_id") from error
+    if constants.HF_HUB_OFFLINE:
+        raise UnavailableError(
+            "got push_to_hub with HF_HUB_OFFLINE set, want the hub, where the model goes after the run; fix: unset it, "
+            "or push_to_hub=False, and hf upload afterwards"
+        )

@@ -99,7 +99,7 @@ def adapt(
             )
         with torch.random.fork_rng():
             torch.manual_seed(args.seed)
-            model = peft.get_peft_model(model, peft_config)
+            model = peft.get_peft_model(model, peft_config).train(model.training)
     _check_tie(base_model(model))
     check_biases(model)
     if keep_reference and (bias := getattr(model.peft_config[_trained(model)], "bias", "none")) != "none":

@@ -170,10 +170,12 @@ def warn_of_other_weights(model: Any) -> None:
     """A warning for a module, not quantised, with other weights than a new one of its class and config has.
 
     What is saved of it would load as another model. A class that cannot be made from its config is not compared.
+    Two names of one tensor (a tied head) differ from two tensors.
     """
 
-    def shapes(one: nn.Module) -> dict[str, torch.Size]:
-        return {name: weight.shape for name, weight in one.state_dict().items()}
+    def shapes(one: nn.Module) -> dict[str, tuple[torch.Size, str]]:
+        first, weights = dict[int, str](), one.state_dict(keep_vars=True)
+        return {name: (weight.shape, first.setdefault(id(weight), name)) for name, weight in weights.items()}
 
     if not isinstance(model, PreTrainedModel) or quantization_of(model.config):  # whose weights are codes
         return
@@ -182,8 +184,9 @@ def warn_of_other_weights(model: Any) -> None:
         expected = shapes(type(model)(copy.deepcopy(model.config)))
     if differ := sorted({name for name, _ in expected.items() ^ found.items()}):
         warn_once(
-            f"got a {type(model).__name__} whose {', '.join(differ[:8])} are not those of its config: from_pretrained "
-            "will load what is saved as another model; fix: a class of your own for it"
+            f"got a {type(model).__name__} whose {', '.join(differ[:8])} are not those of its config, or tied "
+            "otherwise: from_pretrained will load what is saved as another model; fix: a class of your own for it, or "
+            "config.tie_word_embeddings as it is"
         )
 
 

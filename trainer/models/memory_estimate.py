@@ -101,7 +101,12 @@ def kv_width(text: Any) -> int:
     return heads * size
 
 
-def shape_of(model: Any, peft_config: Any = None, quantization: Mapping[str, Any] | None = None) -> ModelShape:
+def shape_of(
+    model: Any,
+    peft_config: Any = None,
+    quantization: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> ModelShape:
     """The shape of a causal LM.
 
     Args:
@@ -109,10 +114,11 @@ def shape_of(model: Any, peft_config: Any = None, quantization: Mapping[str, Any
         peft_config: of the adapter that it is going to get, and that alone is trained. Where its targets are no list of
             names, all linear layers but the head get one.
         quantization: where it says `load_in_4bit`, bitsandbytes is going to quantise all linear layers but the head.
+        trust_remote_code: run the code that lies beside a config. Without it transformers asks, or here refuses.
     """
     if not isinstance(model, nn.Module):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model)
+            model = AutoModelForCausalLM.from_config(model, trust_remote_code=trust_remote_code)
     text, head = model.config.get_text_config(), model.get_output_embeddings()
     # bitsandbytes has the codes of two weights in one number.
     quantized = sum(math.prod(layer.weight.quant_state.shape) for layer in layers_in_4bit(model).values())
@@ -143,12 +149,10 @@ def shape_of(model: Any, peft_config: Any = None, quantization: Mapping[str, Any
     )
 
 
-def planned_shape(
-    config: Any, model: Any, peft_config: Any = None, quantization: Mapping[str, Any] | None = None
-) -> ModelShape | None:
+def planned_shape(config: Any, model: Any, *given: Any) -> ModelShape | None:
     """`shape_of` a model that is loaded or not; None where its config's own code fails, which loading raises again."""
     with suppress(Exception):
-        return shape_of(model if isinstance(model, nn.Module) else config, peft_config, quantization)
+        return shape_of(model if isinstance(model, nn.Module) else config, *given)
     return None
 
 

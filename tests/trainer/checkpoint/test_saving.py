@@ -41,6 +41,7 @@ def test_a_model_goes_to_the_hub_with_its_card_and_nothing_of_the_data(make_trai
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(Hub, "calls", [], raising=False)
     monkeypatch.setenv("HF_TOKEN", "of a test")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     trainer = make_trainer(max_steps=1, push_to_hub=True)
     trainer.train()
     assert trainer.hub_model_id == "me/run"
@@ -55,7 +56,9 @@ def test_a_model_goes_to_the_hub_with_its_card_and_nothing_of_the_data(make_trai
 
 
 def test_a_run_whose_upload_fails_has_its_report_and_its_model(make_trainer, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("HF_TOKEN", "of a test")  # and HF_HUB_OFFLINE is set
+    monkeypatch.setenv("HF_TOKEN", "of a test")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", refuse)
     with pytest.raises(UnavailableError, match=r"fix: hf auth login, then hf upload run .*/run/final"):
         make_trainer(max_steps=1, push_to_hub=True).train()
     assert {"final", "report.html", "reward.svg"} <= {path.name for path in (tmp_path / "run").iterdir()}

@@ -165,6 +165,11 @@ def test_a_name_that_no_repository_can_have_is_refused_before_the_upload(start, 
     refused(lambda: start(push_to_hub=True, hub_model_id=name), message, tmp_path)
 
 
+def test_an_upload_without_the_hub_is_refused_before_the_run(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")  # and HF_HUB_OFFLINE is set
+    refused(lambda: start(push_to_hub=True), "got push_to_hub with HF_HUB_OFFLINE set", tmp_path)
+
+
 def test_a_dry_run_says_it_of_eval_sets_and_rewards_too(folder, tmp_path):
     write(tmp_path / "rows.jsonl", "\n".join(map(json.dumps, ROWS)))
     write(tmp_path / "held_out.jsonl", json.dumps({"prompt": "1="}))

@@ -81,6 +81,8 @@ def test_an_option_set_afterwards_is_checked_as_one_that_is_given(value):
     ("name", "value", "becomes"),
     [
         ("model_init_kwargs", '{"dtype": "float32"}', {"dtype": "float32"}),
+        ("model_init_kwargs", {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        ("teacher_model_init_kwargs", {"torch_dtype": "auto", "revision": "a"}, {"dtype": "auto", "revision": "a"}),
         ("report_to", "tensorboard", ["tensorboard"]),
         ("report_to", "none", []),
         ("report_to", None, []),

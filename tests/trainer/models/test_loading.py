@@ -1,5 +1,6 @@
 """Where a model is loaded to."""
 
+import json
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.models import loading
+from fused_grpo.trainer.models.memory_estimate import planned_shape
 from fused_grpo.trainer.rewards.reward_functions import load_reward_model
 
 
@@ -85,5 +87,30 @@ def test_a_model_that_would_load_as_another_one_is_a_warning(make_model, caplog,
     else:
         change(model)
     loading.warn_of_other_weights(model)
-    said = [f"got a Qwen2ForCausalLM whose {name} are not those of its config: from_pretrained will load what is saved"]
+    said = f"got a Qwen2ForCausalLM whose {name} are not those of its config, or tied otherwise: from_pretrained will"
+    said = [f"{said} load what is saved"]
     assert [text.partition(" as another")[0] for text in caplog.messages if text[:5] == "got a"] == said[: bool(name)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_is_tied_otherwise_than_its_config_says_is_a_warning(make_model, caplog, tied):
+    warn_once.cache_clear()
+    model = make_model(tie_word_embeddings=tied)
+    loading.warn_of_other_weights(model)
+    assert not caplog.text
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone()) if tied else model.model.embed_tokens.weight
+    loading.warn_of_other_weights(model)
+    assert "whose lm_head.weight are not those of its config, or tied otherwise" in caplog.text
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_beside_a_config_runs_without_a_question(make_model, tmp_path, monkeypatch, trusted):
+    asked = list[str]()
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    code = "from transformers import Qwen2Config, Qwen2ForCausalLM\nclass Config(Qwen2Config): model_type = 'mine'\n"
+    (tmp_path / "mine.py").write_text(f"{code}class Model(Qwen2ForCausalLM): config_class = Config\n")
+    names = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(make_model().config.to_dict() | names))
+    config = transformers.AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    shape = planned_shape(config, str(tmp_path), None, None, trusted)
+    assert (shape is not None, asked) == (trusted, [])

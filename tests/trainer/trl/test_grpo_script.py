@@ -110,6 +110,7 @@ def test_the_model_goes_to_the_hub(script, hub: Path, monkeypatch, capsys):
 
     made, uploaded = Mock(return_value=types.SimpleNamespace(repo_id="me/sums")), Mock()
     monkeypatch.setenv("HF_TOKEN", "of a test")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(HfApi, "create_repo", made)
     monkeypatch.setattr(HfApi, "upload_folder", uploaded)
     trainer = script(command_line(push_to_hub=True, hub_model_id="sums"))
