@@ -149,10 +149,16 @@ def shape_of(
     )
 
 
-def planned_shape(config: Any, model: Any, *given: Any) -> ModelShape | None:
+def planned_shape(
+    config: Any,
+    model: Any,
+    peft_config: Any = None,
+    quantization: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> ModelShape | None:
     """`shape_of` a model that is loaded or not; None where its config's own code fails, which loading raises again."""
     with suppress(Exception):
-        return shape_of(model if isinstance(model, nn.Module) else config, *given)
+        return shape_of(model if isinstance(model, nn.Module) else config, peft_config, quantization, trust_remote_code)
     return None
 
 

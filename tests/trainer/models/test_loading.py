@@ -112,5 +112,5 @@ def test_code_beside_a_config_runs_without_a_question(make_model, tmp_path, monk
     names = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(make_model().config.to_dict() | names))
     config = transformers.AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
-    shape = planned_shape(config, str(tmp_path), None, None, trusted)
+    shape = planned_shape(config, str(tmp_path), trust_remote_code=trusted)
     assert (shape is not None, asked) == (trusted, [])
