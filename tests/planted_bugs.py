@@ -248,10 +248,10 @@ BUGS = {
         ["tests/ops/test_outside_oracle.py::test_a_master_weight_is_rounded_once_and_its_gradient_never[reference]"],
     ),
     "the upper clip on the wrong side": Bug(
-        "fused_grpo/_maths/formulas.py", "lowest, highest = 1 - terms.epsilon_low", "lowest, highest = 1", TRL
+        "fused_grpo/_maths/formulas.py", "highest, delta = 1 - terms.epsilon_low", "highest, delta = 1", TRL
     ),
     "delta bounds the clipped branch, too": Bug(
-        "fused_grpo/_maths/formulas.py", "ratio.clamp(lowest, highest)\n", "bounded\n", TRL
+        "fused_grpo/_maths/formulas.py", "inside = ratio.clamp(lowest", "inside = bounded.clamp(lowest", TRL
     ),
     "cispo sends a gradient through its weight": Bug(
         "fused_grpo/_maths/formulas.py",

@@ -229,7 +229,7 @@ BUGS = {
     ),
     "the slope of a constant is 0 times an infinite ratio": (
         "fused_grpo/_maths/formulas.py",
-        "torch.where(constant, log_ratio.detach(), log_ratio).exp()",
+        "torch.where(constant, change, log_ratio).exp()",
         "log_ratio.exp()",
         EXTREMES,
     ),

@@ -285,13 +285,16 @@ def policy_term(
 
 def clipped_term(log_ratio: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor]:
     """-min(min(r, delta) A, clip(r, low, high) A) [N], and whether the token is clipped [N]."""
-    lowest, highest = 1 - terms.epsilon_low, 1 + terms.epsilon_high
-    delta = torch.inf if terms.delta is None else terms.delta
-    falls, ratio = advantages < 0, log_ratio.detach().exp()
-    constant = torch.where(falls, (ratio < lowest) | (ratio > max(highest, delta)), ratio > min(highest, delta))
+    lowest, highest, delta = 1 - terms.epsilon_low, 1 + terms.epsilon_high, terms.delta
+    falls, change = advantages < 0, log_ratio.detach()
+    ratio = change.exp()
+    # Above these the term is a constant, where A > 0 and where A < 0.
+    rising, falling = (highest, torch.inf) if delta is None else (min(highest, delta), max(highest, delta))
+    constant = torch.where(falls, (ratio < lowest) | (ratio > falling), ratio > rising)
     # No gradient goes into the exp of a constant: where that is infinite, it would be 0 * inf.
-    ratio = torch.where(constant, log_ratio.detach(), log_ratio).exp()
-    bounded, inside = ratio.clamp(max=delta), ratio.clamp(lowest, highest)
+    ratio = torch.where(constant, change, log_ratio).exp()
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    inside = ratio.clamp(lowest, highest)
     used = torch.where(falls, torch.maximum(bounded, inside), torch.minimum(bounded, inside))
     return -used * advantages, torch.where(falls, bounded < lowest, (bounded > highest) & (advantages > 0))
 
