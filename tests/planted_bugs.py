@@ -251,7 +251,7 @@ BUGS = {
         "fused_grpo/_maths/formulas.py", "highest, delta = 1 - terms.epsilon_low", "highest, delta = 1", TRL
     ),
     "delta bounds the clipped branch, too": Bug(
-        "fused_grpo/_maths/formulas.py", "inside = ratio.clamp(lowest", "inside = bounded.clamp(lowest", TRL
+        "fused_grpo/_maths/formulas.py", "inside = ratio.clamp(lowest, highest)", "inside = bounded", TRL
     ),
     "cispo sends a gradient through its weight": Bug(
         "fused_grpo/_maths/formulas.py",
