@@ -42,7 +42,7 @@ TEMPORARY = re.compile(r"\.(checkpoint-\d+|final)\.(partial|previous)")
 # Formats that are pickles, or may contain one. This trainer writes none of them.
 _PICKLES = (".bin", ".ckpt", ".distcp", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".tar", ".zip")
 # Bytes of JSON, which takes ten times as much memory: trainer_state.json has the log of a long run.
-_MAX_JSON, _MAX_MANIFEST = 256 << 20, 4 << 20
+_LONG_JSON, _MAX_JSON, _MAX_MANIFEST = 1 << 20, 256 << 20, 4 << 20
 _MAX_FILES = 10_000
 
 
@@ -95,8 +95,10 @@ def save_checkpoint(
 
 
 def _state_text(state: Mapping[str, object]) -> str:
-    """The state as JSON that `read_json` takes; in one line, because Python's fast encoder does not indent."""
+    """The state as JSON that `read_json` takes; in one line where it is long: Python's fast encoder does not indent."""
     text, log = json.dumps(dict(state)), state.get("log_history")
+    if len(text) < _LONG_JSON:
+        return json.dumps(dict(state), indent=2)
     while len(text) >= _MAX_JSON and isinstance(log, list) and log:
         log = log[len(log) // 4 + 1 :]
         text = json.dumps({**state, "log_history": log})

@@ -82,6 +82,7 @@ def test_the_trainer_state_is_saved_as_json(tmp_path: Path) -> None:
 
 def test_a_log_too_long_to_be_read_is_saved_from_its_newest_entries_on(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("fused_grpo.trainer.checkpoint.checkpoint._MAX_JSON", 2000)
+    monkeypatch.setattr("fused_grpo.trainer.checkpoint.checkpoint._LONG_JSON", 0)
     log = [{"step": step, "reward": step / 7} for step in range(100)]
     for place in ("c", "d"):
         state = {"global_step": 99, "log_history": log}
