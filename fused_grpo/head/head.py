@@ -208,12 +208,13 @@ class Head:
     def sizes(self, *, weight_gradient: bool = True, gathers: bool = False) -> dict[str, Any]:
         """Device and bytes of a logit, and the bytes beside a tile: of hidden states that are cast, gathered or scaled,
         and of a slice of W."""
-        widens = self.gemm_dtype != self.hidden.dtype
-        copied = self.dtype.itemsize if widens else self.hidden.dtype.itemsize * (gathers or self.index is not None)
-        scaled = self.gemm_dtype.itemsize if weight_gradient else 0
+        dtype, gemm_dtype = self.dtype, self.gemm_dtype
+        widens = gemm_dtype != self.hidden.dtype
+        copied = dtype.itemsize if widens else self.hidden.dtype.itemsize * (gathers or self.index is not None)
+        scaled = gemm_dtype.itemsize if weight_gradient else 0
         return {
             "device": self.hidden.device,
-            "itemsize": self.dtype.itemsize,
+            "itemsize": dtype.itemsize,
             "row_bytes": self.hidden.shape[1] * (copied + scaled),
             "slice_bytes": SLICE_BYTES if widens else 0,  # which a GEMM widens
         }

@@ -301,11 +301,12 @@ def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tu
     """(`forward`, d log p / d hidden [N, D] in the dtype of accumulators, its targets [N]: of K, the largest)."""
     wanted = Wanted(hidden=True)
     kernel = _weights_pass(head, passes, options, wanted)
-    memory = head.chunk_memory(passes, options.chunk_bytes, wanted, head.gemm_dtype if kernel else head.dtype)
+    dtype, gemm_dtype = head.dtype, head.gemm_dtype
+    memory = head.chunk_memory(passes, options.chunk_bytes, wanted, gemm_dtype if kernel else dtype)
     ones = torch.ones_like(head.temperature)
     scale = power_of_two_scale(head, ones, exponent=_FP16_EXPONENT)
     entropy, moments = options.entropy, options.moments
-    gradients = HeadGradients(head, wanted, one_group=False, scale=scale, hidden_dtype=head.dtype)
+    gradients = HeadGradients(head, wanted, one_group=False, scale=scale, hidden_dtype=dtype)
     groups, largest = [], []
     with full_precision(head.hidden):
         for tile in head.tiles(memory, multiply=kernel is None):
@@ -313,7 +314,7 @@ def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tu
             tile, below = several_targets.largest_target(tile)
             if head.takes_weights:
                 weights, factor, statistics = softmax_weights_of(
-                    tile, passes, kernel, entropy=entropy, moments=moments, dtype=head.gemm_dtype
+                    tile, passes, kernel, entropy=entropy, moments=moments, dtype=gemm_dtype
                 )
                 gradients.add_weights(tile, passes, weights, factor, upstream)
             else:
