@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -221,11 +221,7 @@ def check_plan(
     forward = forward_ad._current_level >= 0
     traced = forward and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     if traced or (impl != "reference" and (forward or transformed())):  # the tangents would be 0
-        raise UnsupportedError(
-            f"got impl={impl!r} inside torch.func (jvp, grad, linearize, ...) or torch.autograd.forward_ad, want a "
-            "call outside of them: its gradients are those of a backward pass; fix: torch.autograd.grad, or "
-            "impl='reference', which all of them but linearize see through"
-        )
+        _refuse_transforms(impl)
     if not isinstance(ignore_index, int) or not -INT64 <= ignore_index < INT64:
         raise InputError(f"got ignore_index={ignore_index!r}, want a whole number of 64 bits")
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
@@ -235,6 +231,15 @@ def check_plan(
         )
     if chunk_bytes is not None and not (isinstance(chunk_bytes, int) and 0 < chunk_bytes < INT64):
         raise InputError(f"got chunk_bytes={chunk_bytes!r}, want a whole number of bytes > 0, or None for the default")
+
+
+@outside_graphs  # the compiler of torch 2.10 cannot trace an exception
+def _refuse_transforms(impl: str) -> NoReturn:
+    raise UnsupportedError(
+        f"got impl={impl!r} inside torch.func (jvp, grad, linearize, ...) or torch.autograd.forward_ad, want a call "
+        "outside of them: its gradients are those of a backward pass; fix: torch.autograd.grad, or impl='reference', "
+        "which all of them but linearize see through"
+    )
 
 
 def may_synchronize(tensor: Tensor) -> bool:

@@ -239,10 +239,12 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
         if isinstance(getattr(args, name), os.PathLike | str):
             setattr(args, name, os.path.expanduser(getattr(args, name)))  # as transformers; `to_dict` writes "~"
     for name in mappings:
-        setattr(args, name, given := mapping(name, getattr(args, name)))
+        given = mapping(name, getattr(args, name))
         if isinstance(given, dict) and "torch_dtype" in given:  # the name of `dtype` before transformers 5
-            others = {option: value for option, value in given.items() if option != "torch_dtype"}
-            setattr(args, name, {"dtype": given["torch_dtype"]} | others)
+            given = {"dtype": given["torch_dtype"]} | {
+                key: value for key, value in given.items() if key != "torch_dtype"
+            }
+        setattr(args, name, given)
     for name in ("checkpointing", "checkpointing_kwargs"):
         if getattr(args, f"activation_{name}") is not None:
             setattr(args, f"gradient_{name}", getattr(args, f"activation_{name}"))

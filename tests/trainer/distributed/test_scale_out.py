@@ -221,6 +221,7 @@ def test_a_checkpoint_of_sharded_weights_loads_as_any_other(shared):
     assert "lm_head.weight" not in load_file(root / name / "run" / "final" / "model.safetensors")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     own = loaded.state_dict()
+    assert own.keys() - found[name][0]["parameters"].keys() == {"lm_head.weight"}
     for key, value in found[name][0]["parameters"].items():
         assert torch.equal(own[key], value), key
 
