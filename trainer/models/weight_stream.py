@@ -110,9 +110,7 @@ class Part(NamedTuple):
         return cls({name: empty(weight.shape, dtype=weight.dtype) for name, weight in weights.items()}, make)
 
 
-def checkpoint_stream(
-    model: Any, parts: Sequence[Part], *, dtype: torch.dtype | None = None, is_gathered: bool = False
-) -> WeightStream:
+def checkpoint_stream(model: Any, parts: Sequence[Part], *, dtype: torch.dtype | None) -> WeightStream:
     """`parts`, all weights of a causal LM, in the layout of its checkpoint: experts, for example, lie one by one there.
 
     They are cast to `dtype` as by `narrowing`.
@@ -140,7 +138,7 @@ def checkpoint_stream(
                 yield name, made.pop(name).detach()
 
     shapes = {name: weight for part in parts for name, weight in converted(dict(part.shapes)).items()}
-    return WeightStream(shapes, weights(), is_gathered=is_gathered)
+    return WeightStream(shapes, weights(), is_gathered=any(map(is_sharded, model.parameters())))
 
 
 def _reads_codes(conversion: Any) -> bool:

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.trainer.engines.vllm.start_vllm import write_checkpoint
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.adapters import checkpoint_weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def server_command(
