@@ -75,7 +75,6 @@ class VLLMServerEngine(RolloutEngine):
 
     name = "vllm-server"
     samples_in_background = first_rank_sends = True
-    _prefix = ""  # of the weight versions on the servers
     _adapter: ServedAdapter | None = None  # of a VLLMServerAdapterEngine
     why_no_support = "it needs top_k of 1 to 1024, and servers with --max-logprobs of 1.5 * top_k + 8 at least"
 
@@ -213,7 +212,8 @@ class VLLMServerEngine(RolloutEngine):
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the weights into all servers, which have a version afterwards that is unique to this sync."""
         self._check_open()  # on the first rank, whose error all ranks raise
-        server_version = f"{self._prefix}{uuid.uuid4().hex}:{version}"
+        prefix = ADAPTER_PREFIX if self.takes_adapter else ""
+        server_version = f"{prefix}{uuid.uuid4().hex}:{version}"
         self._replicas.each(self._compare, doing="comparing models")
         stream = WeightStream.of(weights)
         if not self.sync_metrics:
@@ -280,7 +280,6 @@ class VLLMServerAdapterEngine(VLLMServerEngine):
     """
 
     takes_adapter = True
-    _prefix = ADAPTER_PREFIX
     _adapter: ServedAdapter
 
     def __init__(self, model: Any, tokenizer: Any, *, weights_directory: str | None = None, **options: Any) -> None:
