@@ -1,6 +1,6 @@
 """The bugs of `planted_bugs.py` in adapters, on servers and on bases in 4 bits: (file, old, new, caught by)."""
 
-ENGINE = "trainer/engines/server/server_engine.py"
+SENDER, INFO = "trainer/engines/server/weight_transfer.py", "trainer/engines/server/server_info.py"
 SERVER = "trainer/engines/server/server_engine.py"
 TESTS = "tests/trainer/engines/test_adapter_server.py"
 SYNC = [TESTS, "-k", "nothing_else"]
@@ -63,9 +63,9 @@ BUGS = {
         [QUANTIZED, "-k", "computes_with"],
     ),
     "an adapter is loaded under the name of the one before": (
-        ENGINE,
-        "partial(_load, name=server_version,",
-        "partial(_load, name=self._server_version,",
+        SERVER,
+        "partial(load_adapter, name=server_version,",
+        "partial(load_adapter, name=self._server_version,",
         SYNC,
     ),
     "requests name the base": (
@@ -74,17 +74,17 @@ BUGS = {
         "self._model_name",
         SYNC,
     ),
-    "the adapter before stays loaded": (ENGINE, "for old in names - {name}:", "for old in ():", SYNC),
-    "adapters of others are unloaded": (ENGINE, " if model.id.startswith(_PREFIX)}", "}", KILLED),
+    "the adapter before stays loaded": (SENDER, "for old in names - {name}:", "for old in ():", SYNC),
+    "adapters of others are unloaded": (SENDER, " if model.id.startswith(ADAPTER_PREFIX)}", "}", KILLED),
     "a 404 ends the run": (
         "trainer/engines/server/replicas.py",
         "if isinstance(error, NoRouteError):",
         "if False:",
         LOST,
     ),
-    "a loaded adapter need not be there": (ENGINE, "if name not in names:", "if False:", [TESTS, "-k", "did_not"]),
+    "a loaded adapter need not be there": (SENDER, "if name not in names:", "if False:", [TESTS, "-k", "did_not"]),
     "a lower rank is accepted": (
-        ENGINE,
+        INFO,
         "most < rank,",
         "False,",
         [
@@ -100,8 +100,8 @@ BUGS = {
         [TESTS, "-k", "largest_rank"],
     ),
     "merged weights of another run are a base": (
-        ENGINE,
-        'version != "default" and not version.startswith(_PREFIX)',
+        INFO,
+        'version != "default" and not version.startswith(ADAPTER_PREFIX)',
         "False",
         [
             "tests/trainer/engines/test_adapter_server.py",
@@ -110,9 +110,9 @@ BUGS = {
         ],
     ),
     "a server that was restarted is not asked for LoRA": (
-        ENGINE,
-        "        await _check_lora(client, replica, info.config, rank=self._adapter.rank)\n",
-        "",
+        INFO,
+        "if wanted.adapter_rank is not None:",
+        "if False:",
         REFUSED,
     ),
     "adapters are merged for servers too": (

@@ -147,7 +147,7 @@ BUGS = {
         ["tests/trainer/batching/test_completion_mask.py", "-k", "rows_hold"],
     ),
     "kept tokens of a step stay with the step": (
-        "trainer/engines/sampling.py",
+        "trainer/engines/transformers_generate.py",
         "torch.cat(self._ids)[order]",
         "torch.cat(self._ids)",
         SUPPORTS,

@@ -16,13 +16,13 @@ BUGS = {
         LISTS,
     ),
     "log-probs of several sequences stay in the order of steps": (
-        SAMPLING,
+        "trainer/engines/transformers_generate.py",
         "torch.cat(self._logprobs)[order].split(counts)",
         "torch.cat(self._logprobs).split(counts)",
         ENGINE,
     ),
     "likely tokens that were left out are listed": (
-        SAMPLING,
+        "trainer/engines/transformers_generate.py",
         "kept &= torch.zeros_like(kept).scatter_(1, likely, True)",
         "kept = torch.zeros_like(kept).scatter_(1, likely, True)",
         [
@@ -32,13 +32,13 @@ BUGS = {
         ],
     ),
     "tokens that are all kept are not listed": (
-        SAMPLING,
+        "trainer/engines/transformers_generate.py",
         "if logprobs is None:\n            kept",
         "if True:\n            kept",
         LISTS,
     ),
     "the probabilities of kept tokens may sum to less than 1": (
-        SAMPLING,
+        "trainer/engines/checked_engine.py",
         "0.0 if listed.is_top_k else 1.0",
         "0.0",
         [

@@ -51,7 +51,7 @@ BUGS = {
         [*REFUSED, "masked_group"],
     ),
     "zeros are experts": (
-        "trainer/engines/sampling.py",
+        "trainer/engines/checked_engine.py",
         "range(1, len(chosen))",
         "range(0)",
         [RUNS, "-k", "does_not_have and zeros"],

@@ -14,15 +14,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    DistributedType,
-    GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
-    fsdp2_prepare_model,
-)
+from accelerate.utils import GradientAccumulationPlugin, fsdp2_prepare_model
 from torch import nn
 from transformers.trainer_utils import enable_full_determinism
 from transformers.utils.import_utils import enable_tf32

@@ -23,24 +23,18 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fused_grpo.errors import UnavailableError, WeightSyncError
+from fused_grpo.errors import UnavailableError, UnsupportedError, WeightSyncError, WrongTypeError
 from fused_grpo.trainer.batching.micro_batch_metrics import MOST_TURNS
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
-from fused_grpo.trainer.engines.sampling import (
-    SEED_BITS,
-    Routers,
-    check_experts,
-    check_support,
-    wrong_experts,
-    wrong_listed,
-)
+from fused_grpo.trainer.engines.sampling import SEED_BITS
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.router_replay import ROUTING
 from fused_grpo.trainer.models.weight_stream import finish
-from fused_grpo.trainer.types import FinishReason, Rollouts, Sample, SamplingParams
+from fused_grpo.trainer.types import FinishReason, ListedTokens, Rollouts, Sample, SamplingParams
 
 _log = logging.getLogger(__name__)
 RETRIES = 2  # further calls with rollout_failure="retry"
@@ -54,6 +48,10 @@ _MAX_BOUND = 1e-3
 ROUNDINGS = 3.0
 OF_A_TURN = 3.0  # times the bound of the mean: a turn may have few tokens
 _MEAN_BOUND = {torch.float32: 0.02, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+_EXPERT_KINDS = {(dtype, "cpu") for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)}
+Routers = tuple[int, Mapping[int, int]]  # the number of layers, and of the experts by layer
+_MASS_ERROR = 1e-3  # of the sum of a support's probabilities: what may be missing, and rounding
 
 
 def checked_generate(
@@ -339,3 +337,107 @@ def wrong_logprob(values: Sequence[float], *, nan_allowed: bool = False) -> str 
         if not is_number or not (_MIN_LOGPROB <= value <= _MAX_LOGPROB or (nan_allowed and value != value)):
             return f"log-prob {value!r}"
     return None
+
+
+def wrong_experts(sample: Sample, routers: Routers | None) -> str | None:
+    """What is wrong with the experts of a completion, of a model with so many layers, and experts in some of them."""
+    experts = sample.routed_experts
+    if experts is None or routers is None:
+        return None
+    num_layers, num_experts = routers
+    tokens = len(sample.prompt_ids) + len(sample.completion_ids) - 1
+    if experts.ndim != 3 or experts.shape[:2] != (tokens, num_layers) or not experts.shape[2]:
+        return f"experts of shape {tuple(experts.shape)} for {tokens} tokens in {num_layers} layers"
+    chosen = experts.permute(2, 0, 1)[:, :, list(num_experts)]  # the first of each token, and so on
+    lowest, highest = chosen.amin((0, 1)).tolist(), chosen.amax((0, 1)).tolist()
+    for (layer, count), least, most in zip(num_experts.items(), lowest, highest, strict=True):
+        if least < 0 or most >= count:
+            return f"experts {least} to {most} of {count} in layer {layer}"
+    # Not what a router chooses: an engine that returns zeros for what it does not know.
+    if any((chosen[apart:] == chosen[:-apart]).any() for apart in range(1, len(chosen))):
+        return "an expert twice for a token"
+    return None
+
+
+def wrong_listed(listed: ListedTokens, token_ids: Sequence[int], vocab_size: int) -> str | None:
+    """What is wrong with the supports of a completion, or with the most likely tokens in their place."""
+    ids, sizes, logprobs = listed.ids, listed.sizes, listed.logprobs
+    if not len(sizes):
+        return "no complete list of the tokens that the sampler kept"
+    if len(sizes) != len(token_ids) or int(sizes.min()) < 0 or int(sizes.sum()) != len(ids):
+        return f"{len(ids)} kept tokens for supports of {len(sizes)} tokens"
+    if not len(ids):
+        return None
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        return f"kept tokens from {int(ids.min())} to {int(ids.max())}"
+    place = torch.arange(len(sizes)).repeat_interleave(sizes)
+    if not ((ids[1:] > ids[:-1]) | (place[1:] > place[:-1])).all():
+        return "kept tokens that are not ascending, or twice there"
+    # Without duplicates a token is at most once in its support.
+    sampled = ids == torch.as_tensor(token_ids, dtype=torch.int32)[place]
+    if not listed.is_top_k and int(sampled.sum()) != int((sizes > 0).sum()):
+        return "a token that is not among those that were kept"
+    if logprobs is None:
+        return None
+    if len(logprobs) != len(ids) or not logprobs.isfinite().all():
+        return f"{len(logprobs)} log-probs for {len(ids)} kept tokens, or one that is not finite"
+    sums = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, place, logprobs.double().exp())[sizes > 0]
+    least = 0.0 if listed.is_top_k else 1.0
+    if float(sums.min()) < least - _MASS_ERROR or float(sums.max()) > 1.0 + _MASS_ERROR:
+        return f"probabilities of kept tokens that sum to {float(sums.min()):.4g} to {float(sums.max()):.4g}"
+    return None
+
+
+def check_experts(rollouts: Rollouts, sampling: SamplingParams, engine: Any) -> None:
+    """UnsupportedError where the experts of tokens are to be replayed and `rollouts` have none.
+
+    WrongTypeError where they are something else than tensors of whole numbers on the CPU.
+    """
+    for one in rollouts.routed_experts or ():
+        kind = (one.dtype, one.device.type) if isinstance(one, Tensor) else type(one).__name__
+        if kind not in _EXPERT_KINDS:
+            raise WrongTypeError(
+                f"got routed_experts with {kind} from the {engine.name} engine, want a tensor [P+T-1, layers, k] of "
+                "uint8 or int16 on the CPU for each completion; fix: torch.from_numpy(array.astype('int16')), or None "
+                "in the place of the whole list where the engine does not know them"
+            )
+    if sampling.routed_experts and rollouts.routed_experts is None and rollouts.completion_ids:
+        raise UnsupportedError(
+            f"got router_replay=True and no experts of its tokens from the {engine.name} engine, want those of every "
+            "token that it read; fix: vLLM 0.32 or newer with its model runner V2, servers with "
+            "--enable-return-routed-experts, Rollouts.routed_experts of an engine of your own, or router_replay=False"
+        )
+
+
+def check_support(rollouts: Rollouts, sampling: SamplingParams, engine: Any) -> None:
+    """Warn, or raise UnsupportedError, where the support of truncated sampling is wanted and `rollouts` have none.
+
+    Raise it too where score centering has no log-probs of the sampler; WrongTypeError for what is no ListedTokens.
+    """
+    if kinds := {type(one).__name__ for one in rollouts.listed_tokens or () if not isinstance(one, ListedTokens)}:
+        raise WrongTypeError(
+            f"got listed_tokens with {', '.join(sorted(kinds))} from the {engine.name} engine, want ListedTokens for "
+            "each completion; fix: ListedTokens.of(...), or None in the place of the whole list where the engine does "
+            "not know them"
+        )
+    reason = getattr(engine, "why_no_support", None) or "it does not return them"
+    listed, is_top_k = rollouts.listed_tokens, sampling.top_k_listed > 0
+    is_known = listed is not None and all(one.logprobs is not None and one.is_top_k == is_top_k for one in listed)
+    is_known = is_known and rollouts.sampling_logprobs is not None
+    if sampling.wants_logprobs and rollouts.completion_ids and not is_known:
+        raise UnsupportedError(
+            f"got score_centering={sampling.score_centering!r} and no log-probs of the sampler's likely tokens from "
+            f"the {engine.name} engine: {reason}; fix: what it needs, or score_centering='off'"
+        )
+    if not sampling.wants_support or listed is not None or not rollouts.completion_ids:
+        return
+    set_to = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+    options = ", ".join(f"{name}={value}" for name, value in set_to.items() if value not in (0, 1.0))
+    text = (
+        f"got {options} and no tokens that the sampler kept from the {engine.name} engine: {reason}; without them the "
+        "sampler's log-probs are normalised over the tokens that it keeps, the trainer's over all, so that the "
+        "sampling correction is biased and the check of the weight sync is off"
+    )
+    if sampling.sampling_support == "require":
+        raise UnsupportedError(f"{text}; fix: what it needs, no truncation, or sampling_support='auto'")
+    warn_once(f"{text}; fix: what it needs, or no truncation (top_p=1, top_k=0, min_p=0)")

@@ -70,10 +70,7 @@ class FunctionEngine(RolloutEngine):
         """Return `sampling.n` completions for each prompt from the function; see RolloutEngine.
 
         The function is given the prompts of the dataset's `rows`, which come with their numbers; None: `prompt_ids`
-        decoded.
-
-        Raises:
-            DataError: a return value of another shape.
+        decoded. DataError for a return value of another shape.
         """
         tokenizer = self._trainer.processing_class
         if rows is None:

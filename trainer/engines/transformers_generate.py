@@ -2,10 +2,6 @@
 
 It samples with the tensors that the optimizer updates, so weights are never copied and never stale. All sequences of a
 call are in one batch, with one KV cache, unless `max_sequences` bounds it.
-
-A logits processor samples each token, stores its log-prob, and masks all others, so that `generate` can only choose
-this one. It has its own random generator (the global one is not used), and stores B log-probs a step instead of the
-[B, V] scores that `output_scores` would store.
 """
 
 from __future__ import annotations
@@ -23,14 +19,7 @@ from fused_grpo.errors import FusedGRPOError, InputError, UnsupportedError
 from fused_grpo.integrations.model_modes import as_it_was, replaced
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import (
-    SEED_BITS,
-    Completion,
-    SupportRecorder,
-    prepared,
-    rollouts_of,
-    stop_token_ids,
-)
+from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, prepared, rollouts_of, stop_token_ids
 from fused_grpo.trainer.models.adapters import base_model, model_inputs, with_virtual_places
 from fused_grpo.trainer.models.weight_stream import is_sharded
 from fused_grpo.trainer.types import FinishReason, ListedTokens, Rollouts, SamplingParams
@@ -155,7 +144,10 @@ class TransformersEngine(RolloutEngine):
 
 
 class _Sampler:
-    """A logits processor that samples: it stores token and log-prob, and returns scores that allow that token only."""
+    """A logits processor that samples: it stores token and log-prob, and returns scores that allow that token only.
+
+    It has a random generator of its own, and stores B log-probs a step, not the [B, V] scores of `output_scores`.
+    """
 
     def __init__(self, sampling: SamplingParams, *, seed: int, device: torch.device) -> None:
         self._sampling, self.seeds = sampling, random.Random(seed)
@@ -196,6 +188,39 @@ class _Sampler:
         listed = [None] * len(tokens) if self._listed is None else self._listed.take()
         self._tokens, self._logprobs = [], []
         return list(zip(tokens, logprobs, listed, strict=True))
+
+
+class SupportRecorder:
+    """Collects the supports of a batch of B sequences, step by step; with `top` so many of the most likely tokens."""
+
+    def __init__(self, top: int = 0) -> None:
+        self._ids, self._sizes, self._logprobs, self._top = list[Tensor](), list[Tensor](), list[Tensor](), top
+
+    def add(self, scores: Tensor, logprobs: Tensor | None = None) -> None:
+        """The scores [B, V] of a step, -inf where a token was left out, and their log-probs [B, V] where those are
+        wanted."""
+        kept = scores > -torch.inf
+        if logprobs is None:
+            kept &= ~kept.all(dim=1, keepdim=True)
+        elif self._top:
+            likely = logprobs.topk(min(self._top, logprobs.shape[1])).indices
+            kept &= torch.zeros_like(kept).scatter_(1, likely, True)
+        self._ids.append(kept.nonzero()[:, 1].to("cpu", torch.int32))
+        self._sizes.append(kept.sum(dim=1).to("cpu", torch.int32))
+        if logprobs is not None:
+            self._logprobs.append(logprobs[kept].cpu())
+
+    def take(self) -> list[ListedTokens]:
+        """Those of each sequence since the last call."""
+        sizes = torch.stack(self._sizes)  # [T, B]
+        sequences = torch.arange(sizes.shape[1]).repeat(len(sizes)).repeat_interleave(sizes.flatten())
+        order, counts = sequences.argsort(stable=True), sizes.sum(0).tolist()
+        ids, logprobs = torch.cat(self._ids)[order].split(counts), [None] * len(counts)
+        if self._logprobs:
+            logprobs = torch.cat(self._logprobs)[order].split(counts)
+        self._ids, self._sizes, self._logprobs = [], [], []
+        each = zip(ids, sizes.T.contiguous(), logprobs, strict=True)
+        return [ListedTokens(*one, is_top_k=self._top > 0) for one in each]
 
 
 def _completion(

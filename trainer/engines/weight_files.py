@@ -28,20 +28,22 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fused_grpo.errors import UnavailableError, UnsupportedError, shown
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, shown
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, base_model
+from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.weight_stream import Named, WeightStream
 
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "fused-grpo-weights-"
-OPTIONS_IN_4BIT = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
+_OPTIONS_IN_4BIT = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
 _PLUGIN, _OWN = "vllm_bnb_plugin", "model_executor/layers/quantization/bitsandbytes.py"
 _MERGED = "or vllm_adapter_sync=False, which serves merged weights that are not quantised"
 
@@ -193,6 +195,27 @@ class ServedAdapter:
         self.model, self._config = model, config
         self.rank = max([config.r, *config.rank_pattern.values()])
 
+    def arguments(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Those of `vllm.LLM` for an engine in `dtype` that loads it; VLLMAdapterEngine says what it raises."""
+        base, is_4bit = base_model(self.model), bool(layers_in_4bit(self.model))
+        device = next(base.parameters()).device.type
+        check_precision(dtype, device, engine="a vllm engine", fix="vllm_dtype='bfloat16'")
+        if device == "cpu" and getattr(base.config.get_text_config(), "num_experts_per_tok", None):
+            raise UnsupportedError(
+                "got a mixture of experts with vllm_adapter_sync on a CPU, want a GPU: with adapters, vLLM's CPU build "
+                "cannot load experts again; fix: vllm_adapter_sync=False, which serves merged weights"
+            )
+        if is_4bit:
+            _check_4bit(dtype)
+        from vllm.config.lora import MaxLoRARanks
+
+        ranks = get_args(MaxLoRARanks)
+        if self.rank > max(ranks):
+            raise InputError(f"got an adapter of rank {self.rank}, want at most {max(ranks)} in vLLM")
+        smallest = min(rank for rank in ranks if rank >= self.rank)  # that holds the adapter's
+        lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": smallest}
+        return lora | (_OPTIONS_IN_4BIT if is_4bit else {})
+
     @contextmanager
     def folder(self, weights: WeightStream, *, directory: str | None = None) -> Iterator[Path]:
         """PEFT's files in a `temporary_folder`; `weights` are those of `adapter_stream`."""
@@ -212,7 +235,7 @@ def check_precision(dtype: object, device: object, *, engine: str, fix: str) -> 
         )
 
 
-def check_4bit(dtype: object) -> None:
+def _check_4bit(dtype: object) -> None:
     """UnavailableError where vLLM has no layers of bitsandbytes; UnsupportedError for a dtype that they do not take."""
     vllm = importlib.util.find_spec("vllm")
     folders = [] if vllm is None else vllm.submodule_search_locations or []

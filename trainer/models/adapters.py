@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
-from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WrongTypeError
+from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
+from fused_grpo.trainer.common.packages import installed
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.models.quantized import check_biases, dequantized, is_4bit, keep_exact, quantization_of
 from fused_grpo.trainer.models.weight_stream import (
@@ -50,6 +51,8 @@ _ZERO_AT_FIRST = ("lora_B", "lora_embedding_A")  # factors of an update: of line
 # Options of LoraConfig whose adapters are not low-rank updates of single matrices or stacks of them.
 _UNSUPPORTED = ["alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"]
 _UNSUPPORTED += ["trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"]
+
+_peft = cache(partial(installed, "peft", extra="peft"))
 
 
 def adapt(
@@ -277,16 +280,6 @@ def adapter_identity(model: Any) -> dict[str, Any] | None:
     return {name: sorted(value) if isinstance(value, set | list) else value for name, value in options.items()}
 
 
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise UnavailableError(
-            "got an adapter to train, want peft installed; fix: pip install 'fused-grpo[peft]'"
-        ) from error
-    return peft
-
-
 def _has_encoder(model: Any) -> bool:
     """True where a network makes the embeddings of virtual tokens (P-tuning)."""
     return isinstance(model.peft_config[_trained(model)], _peft().PromptEncoderConfig)
@@ -425,7 +418,7 @@ def _named_weights(
     for prefix, layer in layers.items():
         weights = {f"{prefix}.{name}": weight for name, weight in as_shaped(layer).state_dict().items()}
         parts.append(Part.like(weights, partial(plain, prefix, layer)))
-    return checkpoint_stream(base, parts, dtype=dtype, is_gathered=any(map(is_sharded, base.parameters())))
+    return checkpoint_stream(base, parts, dtype=dtype)
 
 
 def _base_layer(layer: Any) -> Any:

@@ -139,10 +139,8 @@ def load_model(
     """The module itself, or a model from a path or hub id, in fp32 unless `options` of `from_pretrained` differ.
 
     It is loaded straight to the rank's device; under FSDP to the CPU, from where its shards go to the device. Logs a
-    warning, once, where there are options for a module; `given` is their name in the config.
-
-    Raises:
-        UnsupportedError: a device without fp64.
+    warning, once, where there are options for a module; `given` is their name in the config. UnsupportedError for a
+    device without fp64.
     """
     if accelerator.device.type == "mps":
         raise UnsupportedError(

@@ -11,7 +11,7 @@ The choice stays until the backward pass is over, because gradient checkpointing
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ _TOPK = (torch.topk, Tensor.topk)
 ROUTING = "sampling/routing_disagreement"
 
 
-class RouterReplay:
+class RouterReplay(AbstractContextManager["RouterReplay"]):
     """The routers of a model, and the experts that they are to choose; as a context, until its end.
 
     Args:
@@ -49,9 +49,6 @@ class RouterReplay:
                 self.layers[numbers[0]] = int(count)
                 block.register_forward_pre_hook(partial(self._enter, numbers[0]))
                 block.register_forward_hook(self._leave, always_call=True)
-
-    def __enter__(self) -> RouterReplay:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._experts = None

@@ -110,9 +110,7 @@ class Part(NamedTuple):
         return cls({name: empty(weight.shape, dtype=weight.dtype) for name, weight in weights.items()}, make)
 
 
-def checkpoint_stream(
-    model: Any, parts: Sequence[Part], *, dtype: torch.dtype | None = None, is_gathered: bool = False
-) -> WeightStream:
+def checkpoint_stream(model: Any, parts: Sequence[Part], *, dtype: torch.dtype | None) -> WeightStream:
     """`parts`, all weights of a causal LM, in the layout of its checkpoint: experts, for example, lie one by one there.
 
     They are cast to `dtype` as by `narrowing`.
@@ -140,7 +138,7 @@ def checkpoint_stream(
                 yield name, made.pop(name).detach()
 
     shapes = {name: weight for part in parts for name, weight in converted(dict(part.shapes)).items()}
-    return WeightStream(shapes, weights(), is_gathered=is_gathered)
+    return WeightStream(shapes, weights(), is_gathered=any(map(is_sharded, model.parameters())))
 
 
 def _reads_codes(conversion: Any) -> bool:
@@ -165,24 +163,21 @@ def narrowing(model: Any, dtype: torch.dtype | None) -> Callable[[str, Tensor], 
 def _joined(parts: Sequence[Part], converted: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> list[Part]:
     """`parts`; joined by layer, or all of them, where a checkpoint has several of them in one weight."""
 
-    def described(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
+    def layout(parts: Sequence[Part]) -> dict[str, Any]:
+        shapes = [converted(dict(part.shapes)) for part in parts]
+        return {name: (weight.shape, weight.dtype) for weights in shapes for name, weight in weights.items()}
 
-    whole = described(converted(_shapes(parts)))
+    whole = [_union(parts)]
+    wanted = layout(whole)
     by_layer = defaultdict[str, list[Part]](list)
     for part in parts:
-        by_layer[_layer(part)].append(part)
+        first = next(iter(part.shapes))
+        by_layer[re.sub(r"(\.\d+).*", r"\1", first, count=1)].append(part)  # up to a number: "model.layers.3"
     for joined in (list(parts), list(map(_union, by_layer.values()))):
         with suppress(Exception):  # of many types, where a conversion misses its other half
-            layouts = [described(converted(dict(part.shapes))) for part in joined]
-            if {name: value for layout in layouts for name, value in layout.items()} == whole:
+            if layout(joined) == wanted:
                 return joined
-    return [_union(parts)]
-
-
-def _layer(part: Part) -> str:
-    """The name of a part's first weight up to its first number: "model.layers.3"."""
-    return re.sub(r"(\.\d+).*", r"\1", next(iter(part.shapes)), count=1)
+    return whole
 
 
 def _union(parts: Sequence[Part]) -> Part:

@@ -13,13 +13,8 @@ from hypothesis.strategies import booleans, floats, integers, lists
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer.engines.checked_engine import checked_generate
-from fused_grpo.trainer.engines.sampling import (
-    SupportRecorder,
-    check_listed,
-    listed_support,
-    num_listed,
-    vllm_requests,
-)
+from fused_grpo.trainer.engines.sampling import check_listed, listed_support, num_listed, vllm_requests
+from fused_grpo.trainer.engines.transformers_generate import SupportRecorder
 from fused_grpo.trainer.engines.vllm import start_vllm
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, _completion
 from fused_grpo.trainer.types import ListedTokens, Rollouts, SamplingParams

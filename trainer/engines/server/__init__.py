@@ -4,7 +4,7 @@ A server outlives runs, and may have a GPU, a container or a machine of its own,
 starts one for itself where vLLM has to sample beside it and the user has none.
 
 server_engine.py    the rollout engines: of merged weights, and of an adapter alone
-replicas.py         requests to one or several servers: which URLs are allowed, failures, one deadline
+replicas.py         requests to one or several servers: which URLs are allowed, failures, one deadline, what answers say
 own_server.py       the process of a server of the trainer's own; serve_beside.py is what it runs
 server_info.py      what a server reports, and whether a trainer can use it
 weight_transfer.py  weights to servers: through files, all or what changed, or by NCCL
@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.trainer.engines.vllm.start_vllm import write_checkpoint
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.adapters import checkpoint_weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def server_command(

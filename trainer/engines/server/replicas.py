@@ -10,6 +10,8 @@ Responses are not trusted: they may come from another program, another version o
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import ipaddress
 import json
 import logging
@@ -20,13 +22,16 @@ from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import httpx
+import numpy as np
 
 from fused_grpo.errors import InputError, UnavailableError, shown
 from fused_grpo.trainer.common.threads import event_loop
+from fused_grpo.trainer.engines.sampling import Completion, as_experts, listed_support
 from fused_grpo.trainer.engines.server.own_server import OwnServer
+from fused_grpo.trainer.types import FinishReason
 
 T = TypeVar("T")
 Json = dict[str, Any]
@@ -225,20 +230,13 @@ class Replicas:
         return self.run(lambda client: _together(on_one(client, replica) for replica in self.all), doing=doing)
 
     def complete(
-        self,
-        bodies: Sequence[Json],
-        *,
-        weight_version: str,
-        read: Callable[[Json, list[Choice]], T],
-        out: dict[Replica, str] | None = None,
-    ) -> list[T]:
-        """The response to each body, in the order of `bodies`, from servers whose weights have `weight_version`.
+        self, bodies: Sequence[Json], *, weight_version: str, top: int, out: dict[Replica, str] | None = None
+    ) -> list[Completion]:
+        """The completions of each body, in the order of `bodies`, from servers whose weights have `weight_version`.
 
-        A body goes to the least busy server, and to another one when that is out. One response to each is kept.
-
-        Args:
-            read: makes the result from body and response; it raises RequestError where it cannot.
-            out: servers that are not asked any more, and why. None: of this call.
+        A body goes to the least busy server, and to another one when that is out. One response to each is kept. With
+        `top` they list so many of the most likely tokens. `out` are servers that are not asked any more, and why; None:
+        of this call.
 
         UnavailableError: no server is left, one refused a request, or time is up.
         """
@@ -249,7 +247,7 @@ class Replicas:
                 out[replica] = f"{problem} at {replica.url}"
                 _log.warning("%s is down or has other weights; sampling without it: %s", replica.url, shown(problem))
 
-        async def completed(client: httpx.AsyncClient, body: Json) -> tuple[Replica, T]:
+        async def completed(client: httpx.AsyncClient, body: Json) -> tuple[Replica, list[Completion]]:
             async with self._slots:
                 while live := [replica for replica in self.all if replica not in out]:
                     replica = min(live, key=lambda replica: replica.in_flight)
@@ -259,7 +257,7 @@ class Replicas:
                         try:
                             path, kind = "/v1/completions", list[Choice]
                             choices = await replica.ask(client, path, body, field="choices", kind=kind)
-                            return replica, read(body, choices)
+                            return replica, _completions(body, choices, top=top)
                         except RequestError as error:
                             problem = replica.redacted(str(error))[:1000]
                             if isinstance(error, NoRouteError):  # restarted: it does not know the adapter of the sync
@@ -270,8 +268,8 @@ class Replicas:
             whys = "; ".join(out.values())
             raise self._no_completions(f"none of them up with the weights of the last sync: {whys}")
 
-        async def all_completed(client: httpx.AsyncClient) -> list[T]:
-            answers: dict[int, tuple[Replica, T]] = {}
+        async def all_completed(client: httpx.AsyncClient) -> list[Completion]:
+            answers: dict[int, tuple[Replica, list[Completion]]] = {}
             while missing := [index for index in range(len(bodies)) if index not in answers]:
                 results = await _together(completed(client, bodies[index]) for index in missing)
                 answers |= zip(missing, results, strict=True)
@@ -282,7 +280,7 @@ class Replicas:
                 for replica in stale:
                     leave_out(replica, "other weights than those of the last sync")
                 answers = {index: result for index, result in answers.items() if result[0] not in stale}
-            return [answers[index][1] for index in range(len(bodies))]
+            return [completion for index in range(len(bodies)) for completion in answers[index][1]]
 
         return self.run(all_completed, doing=f"completing {len(bodies)} prompts")
 
@@ -295,6 +293,44 @@ class Replicas:
 
     def __str__(self) -> str:
         return ", ".join(replica.url for replica in self.all)
+
+
+def _completions(body: Json, choices: list[Choice], *, top: int) -> list[Completion]:
+    """The completions of one prompt: as many as were asked for, in the order of their index."""
+    choices = sorted(choices, key=lambda choice: choice.index)
+    indices = [choice.index for choice in choices]
+    if indices != list(range(body["n"])):
+        raise RequestError(f"completions {indices} where {body['n']} were asked for")
+    return [_completion(choice, listed=body["logprobs"] > 0, top=top) for choice in choices]
+
+
+def _completion(choice: Choice, *, listed: bool, top: int) -> Completion:
+    if choice.finish_reason not in ("stop", "length"):
+        raise RequestError(f"a completion that ended with {choice.finish_reason!r}", retry=True)
+    # Values and lengths are checked with those of all engines, in checked_engine.py.
+    support = listed_support(map(_by_id, choice.logprobs.top_logprobs or []), top) if listed else None
+    reason = cast(FinishReason, choice.finish_reason)
+    experts = None if choice.routed_experts is None else as_experts(_array(choice.routed_experts))
+    return Completion(choice.token_ids, choice.logprobs.token_logprobs, reason, support, experts)
+
+
+def _array(encoded: str) -> Any:
+    """The array of whole numbers of an .npy file in base64."""
+    try:
+        array = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+        if array.dtype.kind not in "ui" or array.ndim != 3:
+            raise ValueError(f"numbers of type {array.dtype} and shape {array.shape}")
+    except Exception as error:  # of several types, all about this text
+        raise RequestError(f"routed_experts that are no array of expert ids ({shown(error, 200)})") from None
+    return array
+
+
+def _by_id(step: dict[str, float]) -> dict[int, float]:
+    """The log-probs of one token, under "token_id:5" in the answer."""
+    names = [name.removeprefix("token_id:") for name in step]
+    if wrong := [name for name in names if not (name.isascii() and name.isdecimal() and len(name) < 10)]:
+        raise RequestError(f"kept tokens called {wrong[0][:50]!r}, want token ids")
+    return dict(zip(map(int, names), step.values(), strict=True))
 
 
 def checked_url(url: str, *, allow_remote: bool) -> str:

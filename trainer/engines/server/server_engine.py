@@ -12,54 +12,34 @@ from its base by mistake. No request is in flight during a sync, so older adapte
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import logging
 import random
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import httpx
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fused_grpo.errors import InputError, UnavailableError, WeightSyncError, shown
+from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import (
-    Completion,
-    as_experts,
-    listed_support,
-    rollouts_of,
-    stop_token_ids,
-    vllm_requests,
-)
+from fused_grpo.trainer.engines.sampling import rollouts_of, stop_token_ids, vllm_requests
 from fused_grpo.trainer.engines.server.own_server import OwnServer
-from fused_grpo.trainer.engines.server.replicas import Choice, Json, NoRouteError, Replica, Replicas, RequestError
-from fused_grpo.trainer.engines.server.server_info import (
-    Model,
-    ModelFacts,
-    ServerInfo,
-    VLLMConfig,
-    Wanted,
-    environment,
-    server_info,
-)
-from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer
+from fused_grpo.trainer.engines.server.replicas import Json, NoRouteError, Replica, Replicas, RequestError
+from fused_grpo.trainer.engines.server.server_info import ADAPTER_PREFIX, ModelFacts, ServerInfo, Wanted, server_info
+from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer, load_adapter
 from fused_grpo.trainer.engines.turns import ConcurrentSession
-from fused_grpo.trainer.engines.weight_files import ServedAdapter, Tie, check_precision
+from fused_grpo.trainer.engines.weight_files import ServedAdapter, Tie
 from fused_grpo.trainer.models.adapters import base_model
 from fused_grpo.trainer.models.weight_stream import WeightStream, finish
-from fused_grpo.trainer.types import FinishReason, Rollouts, SamplingParams
+from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 _log = logging.getLogger(__name__)
 _RESET_ATTEMPTS = 20
-_PREFIX, _UPDATING = "fused-grpo-adapter-", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "torch.float32": torch.float32}
 
 
@@ -95,7 +75,7 @@ class VLLMServerEngine(RolloutEngine):
 
     name = "vllm-server"
     samples_in_background = first_rank_sends = True
-    _prefix = ""  # of the weight versions on the servers
+    _adapter: ServedAdapter | None = None  # of a VLLMServerAdapterEngine
     why_no_support = "it needs top_k of 1 to 1024, and servers with --max-logprobs of 1.5 * top_k + 8 at least"
 
     def __init__(
@@ -138,6 +118,7 @@ class VLLMServerEngine(RolloutEngine):
             batch_invariant=batch_invariant,
             routed_experts=routed_experts,
             changes=full_sync_interval > 1,
+            adapter_rank=self._adapter.rank if self._adapter else None,
         )
         infos = self._replicas.each(self._ready, doing="getting ready")
         self._model_name = infos[0].model
@@ -181,9 +162,9 @@ class VLLMServerEngine(RolloutEngine):
             )
         prompts, options = self._options(prompt_ids, sampling)
         bodies = [self._body(*each, sampling) for each in zip(prompts, options, strict=True)]
-        read = partial(_completions, top=sampling.top_k_listed)
-        groups = self._replicas.complete(bodies, weight_version=self._server_version, read=read, out=out)
-        return rollouts_of(prompts, [*chain(*groups)], sampling, weight_version=self.weight_version)
+        version, top = self._server_version, sampling.top_k_listed
+        completions = self._replicas.complete(bodies, weight_version=version, top=top, out=out)
+        return rollouts_of(prompts, completions, sampling, weight_version=self.weight_version)
 
     def turn_session(self, sampling: SamplingParams) -> AbstractContextManager[ConcurrentSession]:
         """A batch of turns that come one after the other, each a request; see engines/turns.py."""
@@ -193,10 +174,8 @@ class VLLMServerEngine(RolloutEngine):
         """Load these weights (checkpoint names, full tensors, any float dtype) into all servers; see RolloutEngine.
 
         With a process group, every rank calls this; the first one's weights are sent, and all ranks succeed or raise.
-        None of them samples meanwhile. The first call is made by the main thread.
-
-        Raises:
-            WeightSyncError: not every server has loaded them, or the engine is closed; `generate` needs another sync.
+        None of them samples meanwhile. The first call is made by the main thread. WeightSyncError where not every
+        server has loaded them, or the engine is closed; `generate` needs another sync then.
         """
         self.weight_version = -1
         distributed = self.first_rank_sends and torch.distributed.is_initialized()
@@ -233,7 +212,8 @@ class VLLMServerEngine(RolloutEngine):
     def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the weights into all servers, which have a version afterwards that is unique to this sync."""
         self._check_open()  # on the first rank, whose error all ranks raise
-        server_version = f"{self._prefix}{uuid.uuid4().hex}:{version}"
+        prefix = ADAPTER_PREFIX if self.takes_adapter else ""
+        server_version = f"{prefix}{uuid.uuid4().hex}:{version}"
         self._replicas.each(self._compare, doing="comparing models")
         stream = WeightStream.of(weights)
         if not self.sync_metrics:
@@ -245,15 +225,12 @@ class VLLMServerEngine(RolloutEngine):
 
     async def _ready(self, client: httpx.AsyncClient, replica: Replica) -> ServerInfo:
         await replica.wait_until_ready(client)
-        return await self._check(client, replica)
+        return await server_info(client, replica, self._wanted)
 
     async def _compare(self, client: httpx.AsyncClient, replica: Replica) -> None:
         """Before the first sync, and of a server that was restarted since: perhaps with other options."""
         if not await replica.has_weight_version(client, self._server_version):
-            await self._check(client, replica)
-
-    async def _check(self, client: httpx.AsyncClient, replica: Replica) -> ServerInfo:
-        return await server_info(client, replica, self._wanted)
+            await server_info(client, replica, self._wanted)
 
     def _transfer_weights(self, weights: WeightStream, server_version: str) -> None:
         self._transfer.send(weights)
@@ -289,44 +266,6 @@ async def _finish_sync(client: httpx.AsyncClient, replica: Replica, *, server_ve
         await replica.request(client, "POST", "/update_weight_version", {"new_version": server_version})
 
 
-def _completions(body: Json, choices: list[Choice], *, top: int = 0) -> list[Completion]:
-    """The completions of one prompt: as many as were asked for, in the order of their index."""
-    choices = sorted(choices, key=lambda choice: choice.index)
-    indices = [choice.index for choice in choices]
-    if indices != list(range(body["n"])):
-        raise RequestError(f"completions {indices} where {body['n']} were asked for")
-    return [_completion(choice, listed=body["logprobs"] > 0, top=top) for choice in choices]
-
-
-def _completion(choice: Choice, *, listed: bool, top: int) -> Completion:
-    if choice.finish_reason not in ("stop", "length"):
-        raise RequestError(f"a completion that ended with {choice.finish_reason!r}", retry=True)
-    # Values and lengths are checked with those of all engines, in checked_engine.py.
-    support = listed_support(map(_by_id, choice.logprobs.top_logprobs or []), top) if listed else None
-    reason = cast(FinishReason, choice.finish_reason)
-    experts = None if choice.routed_experts is None else as_experts(_array(choice.routed_experts))
-    return Completion(choice.token_ids, choice.logprobs.token_logprobs, reason, support, experts)
-
-
-def _array(encoded: str) -> Any:
-    """The array of whole numbers of an .npy file in base64."""
-    try:
-        array = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-        if array.dtype.kind not in "ui" or array.ndim != 3:
-            raise ValueError(f"numbers of type {array.dtype} and shape {array.shape}")
-    except Exception as error:  # of several types, all about this text
-        raise RequestError(f"routed_experts that are no array of expert ids ({shown(error, 200)})") from None
-    return array
-
-
-def _by_id(step: dict[str, float]) -> dict[int, float]:
-    """The log-probs of one token, under "token_id:5" in the answer."""
-    names = [name.removeprefix("token_id:") for name in step]
-    if wrong := [name for name in names if not (name.isascii() and name.isdecimal() and len(name) < 10)]:
-        raise RequestError(f"kept tokens called {wrong[0][:50]!r}, want token ids")
-    return dict(zip(map(int, names), step.values(), strict=True))
-
-
 class VLLMServerAdapterEngine(VLLMServerEngine):
     """A VLLMServerEngine whose servers have the base of the trainer's PeftModel.
 
@@ -341,55 +280,13 @@ class VLLMServerAdapterEngine(VLLMServerEngine):
     """
 
     takes_adapter = True
-    _prefix = _PREFIX
+    _adapter: ServedAdapter
 
     def __init__(self, model: Any, tokenizer: Any, *, weights_directory: str | None = None, **options: Any) -> None:
         self._adapter, self._directory = ServedAdapter(model), weights_directory
         super().__init__(base_model(model), tokenizer, weight_transfer="files", full_sync_interval=1, **options)
 
-    async def _check(self, client: httpx.AsyncClient, replica: Replica) -> ServerInfo:
-        info = await super()._check(client, replica)
-        await _check_lora(client, replica, info.config, rank=self._adapter.rank)
-        return info
-
     def _transfer_weights(self, weights: WeightStream, server_version: str) -> None:
         with self._adapter.folder(weights, directory=self._directory) as folder:
-            load = partial(_load, name=server_version, path=str(folder))
+            load = partial(load_adapter, name=server_version, path=str(folder))
             self._replicas.each(load, doing="loading the adapter")
-
-
-async def _load(client: httpx.AsyncClient, replica: Replica, *, name: str, path: str) -> None:
-    """Have a server load an adapter, and unload the others that were sent by this engine or an earlier one."""
-    load = {"lora_name": name, "lora_path": path}
-    await replica.request(client, "POST", "/v1/load_lora_adapter", load, is_json=False)
-    listed = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
-    names = {model.id for model in listed if model.id.startswith(_PREFIX)}
-    if name not in names:
-        raise RequestError("no adapter of this sync in /v1/models, though it was loaded")
-    for old in names - {name}:
-        with suppress(NoRouteError):  # it is unloaded
-            await replica.request(client, "POST", "/v1/unload_lora_adapter", {"lora_name": old}, is_json=False)
-
-
-async def _check_lora(client: httpx.AsyncClient, replica: Replica, config: VLLMConfig, *, rank: int) -> None:
-    """InputError, or UnsupportedError, for a server that cannot serve an adapter of that rank on the trainer's base."""
-    engine, device = f"a server at {replica.url}", config.device_config.get("device")
-    check_precision(config.model_config.dtype, device, engine=engine, fix="restart it with --dtype bfloat16")
-    variables, version = await environment(client, replica), "default"
-    with suppress(NoRouteError):
-        version = await replica.ask(client, "/weight_info", field="weight_version", kind=str)
-    api_servers = (config.parallel_config or {}).get("_api_process_count", 1)
-    most = 0 if config.lora_config is None else config.lora_config.max_lora_rank
-    reasons = {
-        "without --enable-lora": config.lora_config is None,
-        f"with --max-lora-rank {most}": most < rank,
-        f"without {_UPDATING}=True": variables is not None and variables.get(_UPDATING) is not True,
-        "with several API servers, of which one knows the adapter": api_servers != 1,
-        "that another run has sent merged weights": version != "default" and not version.startswith(_PREFIX),
-    }
-    if wrong := [name for name, holds in reasons.items() if holds]:
-        raise InputError(
-            f"got {engine} {wrong[0]}, want one that loads adapters of rank {rank} on the trainer's base, for "
-            f"vllm_adapter_sync; fix: restart it with --enable-lora --max-lora-rank {rank} (or more), without "
-            f"--api-server-count, and with the environment variable {_UPDATING}=True; or vllm_adapter_sync=False"
-        )

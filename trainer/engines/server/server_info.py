@@ -20,7 +20,7 @@ from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.engines.changed_weights import RECEIVER
 from fused_grpo.trainer.engines.sampling import check_listed
 from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, RequestError
-from fused_grpo.trainer.engines.weight_files import Tie
+from fused_grpo.trainer.engines.weight_files import Tie, check_precision
 from fused_grpo.trainer.types import SamplingParams
 
 # As vLLM prints it. None of them backtracks over more than a number or a name: the text is another program's.
@@ -32,6 +32,7 @@ _ROW_PARALLEL = rf"{_NAME}RowParallelLinear\((?:quant=\w+, )?in_features={_SIZE}
 _LORA = r"\): \w{1,99}WithLoRA\(\)\(\s{1,99}\(base_layer\): "  # around layers, where it serves adapters
 
 SERVER_INFO = "/server_info?config_format=json"
+ADAPTER_PREFIX, _UPDATING = "fused-grpo-adapter-", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 _log = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Wanted:
     batch_invariant: bool
     routed_experts: bool
     changes: bool  # it is sent what changed, for which it needs our worker extension
+    adapter_rank: int | None  # of the adapter that it loads; None: it is sent merged weights
 
 
 async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wanted) -> ServerInfo:
@@ -168,6 +170,8 @@ async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wante
     await _check_model(client, replica, wanted.facts)
     if wanted.tie is not None and config.device_config.get("device") == "cpu":
         await _check_untied(client, replica, wanted.tie)
+    if wanted.adapter_rank is not None:
+        await _check_lora(client, replica, config, rank=wanted.adapter_rank)
     return ServerInfo(models[0].id, limit, config)
 
 
@@ -227,6 +231,30 @@ async def _check_untied(client: httpx.AsyncClient, replica: Replica, tie: Tie) -
         raise InputError(
             f"got a server at {replica.url} that ties {tie.head} to the embedding, want weights of its own: vLLM's CPU "
             "build never updates a tied head; fix: serve the folder that server_folder(model, tokenizer, DIR) writes"
+        )
+
+
+async def _check_lora(client: httpx.AsyncClient, replica: Replica, config: VLLMConfig, *, rank: int) -> None:
+    """InputError, or UnsupportedError, for a server that cannot serve an adapter of that rank on the trainer's base."""
+    engine, device = f"a server at {replica.url}", config.device_config.get("device")
+    check_precision(config.model_config.dtype, device, engine=engine, fix="restart it with --dtype bfloat16")
+    variables, version = await environment(client, replica), "default"
+    with suppress(NoRouteError):
+        version = await replica.ask(client, "/weight_info", field="weight_version", kind=str)
+    api_servers = (config.parallel_config or {}).get("_api_process_count", 1)
+    most = 0 if config.lora_config is None else config.lora_config.max_lora_rank
+    reasons = {
+        "without --enable-lora": config.lora_config is None,
+        f"with --max-lora-rank {most}": most < rank,
+        f"without {_UPDATING}=True": variables is not None and variables.get(_UPDATING) is not True,
+        "with several API servers, of which one knows the adapter": api_servers != 1,
+        "that another run has sent merged weights": version != "default" and not version.startswith(ADAPTER_PREFIX),
+    }
+    if wrong := [name for name, holds in reasons.items() if holds]:
+        raise InputError(
+            f"got {engine} {wrong[0]}, want one that loads adapters of rank {rank} on the trainer's base, for "
+            f"vllm_adapter_sync; fix: restart it with --enable-lora --max-lora-rank {rank} (or more), without "
+            f"--api-server-count, and with the environment variable {_UPDATING}=True; or vllm_adapter_sync=False"
         )
 
 

@@ -31,8 +31,8 @@ from torch import Tensor
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError, shown
 from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.engines.changed_weights import changes, digest
-from fused_grpo.trainer.engines.server.replicas import Replica, Replicas
-from fused_grpo.trainer.engines.server.server_info import VLLMConfig
+from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, Replicas, RequestError
+from fused_grpo.trainer.engines.server.server_info import ADAPTER_PREFIX, Model, VLLMConfig
 from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 from fused_grpo.trainer.models.weight_stream import BUCKET_BYTES, WeightStream
 
@@ -284,6 +284,19 @@ class NCCLTransfer:
             del bucket, place  # to be written over, in the order of the stream, by the next
         receiving.result()
         self._servers.post("/finish_weight_update")
+
+
+async def load_adapter(client: httpx.AsyncClient, replica: Replica, *, name: str, path: str) -> None:
+    """Have a server load an adapter, and unload the others that were sent by this engine or an earlier one."""
+    load = {"lora_name": name, "lora_path": path}
+    await replica.request(client, "POST", "/v1/load_lora_adapter", load, is_json=False)
+    listed = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
+    names = {model.id for model in listed if model.id.startswith(ADAPTER_PREFIX)}
+    if name not in names:
+        raise RequestError("no adapter of this sync in /v1/models, though it was loaded")
+    for old in names - {name}:
+        with contextlib.suppress(NoRouteError):  # it is unloaded
+            await replica.request(client, "POST", "/v1/unload_lora_adapter", {"lora_name": old}, is_json=False)
 
 
 def _meeting_point(server: str) -> tuple[str, int]:

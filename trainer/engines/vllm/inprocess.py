@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from fused_grpo.trainer.engines.sampling import (
     turn_sampling,
     vllm_requests,
 )
-from fused_grpo.trainer.engines.turns import VLLMTurns, sampling_errors
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_installed,
     config_folder,
@@ -45,14 +44,7 @@ from fused_grpo.trainer.engines.vllm.start_vllm import (
     start_vllm,
     write_checkpoint,
 )
-from fused_grpo.trainer.engines.weight_files import (
-    OPTIONS_IN_4BIT,
-    ServedAdapter,
-    Tie,
-    check_4bit,
-    check_precision,
-    temporary_folder,
-)
+from fused_grpo.trainer.engines.weight_files import ServedAdapter, Tie, temporary_folder
 from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_model, base_weights, checkpoint_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
 from fused_grpo.trainer.models.quantized import layers_in_4bit
@@ -115,18 +107,7 @@ class VLLMOptions:
     def with_adapter(self, adapter: ServedAdapter) -> VLLMOptions:
         """Those of an engine that loads this adapter; VLLMAdapterEngine says what it raises."""
         check_installed()
-        model, is_4bit = base_model(adapter.model), bool(layers_in_4bit(adapter.model))
-        device = next(model.parameters()).device.type
-        check_precision(self.dtype, device, engine="a vllm engine", fix="vllm_dtype='bfloat16'")
-        if device == "cpu" and getattr(model.config.get_text_config(), "num_experts_per_tok", None):
-            raise UnsupportedError(
-                "got a mixture of experts with vllm_adapter_sync on a CPU, want a GPU: with adapters, vLLM's CPU build "
-                "cannot load experts again; fix: vllm_adapter_sync=False, which serves merged weights"
-            )
-        if is_4bit:
-            check_4bit(self.dtype)
-        lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": _rank_of_engine(adapter.rank)}
-        return replace(self, needed={**self.needed, **lora, **(OPTIONS_IN_4BIT if is_4bit else {})})
+        return replace(self, needed={**self.needed, **adapter.arguments(self.dtype)})
 
 
 def check_engine_options(given: Mapping[str, Any], needed: Mapping[str, Any], *, closed: Collection[str] = ()) -> None:
@@ -232,7 +213,7 @@ class VLLMEngine(RolloutEngine):
         prompts, options = self._options(prompt_ids, sampling)
         requests = self._requests(options, sampling)
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
-        with self._sampling() as llm, sampling_errors():
+        with self._sampling() as llm, _sampling_errors():
             outputs = llm.generate(inputs, requests, use_tqdm=False, lora_request=self._lora_request)
         listed, top = any(each["logprobs"] for each in options), sampling.top_k_listed
         completions = [_completion(each, listed, top) for output in outputs for each in output.outputs]
@@ -241,14 +222,8 @@ class VLLMEngine(RolloutEngine):
     @contextmanager
     def turn_session(self, sampling: SamplingParams) -> Iterator[VLLMTurns]:
         """A batch of turns that come one after the other; see engines/turns.py. It raises what `generate` raises."""
-
-        def request(turn: Turn) -> Any:
-            _, options = self._options([turn.prompt_ids], turn_sampling(sampling, turn.max_tokens, seed=turn.seed))
-            return self._requests(options, sampling)[0]
-
         with self._sampling(generators=False) as llm:  # tools draw meanwhile
-            completion = partial(_completion, top=sampling.top_k_listed)
-            yield VLLMTurns(llm, request, completion, self._lora_request)
+            yield VLLMTurns(self, llm, sampling)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy these weights (checkpoint names, full tensors, any float dtype) into the engine; see RolloutEngine.
@@ -410,6 +385,51 @@ class VLLMAdapterEngine(VLLMEngine):
             self._lora_request = LoRARequest("policy", 1, str(folder))
 
 
+class VLLMTurns:
+    """A TurnSession on the `LLM` of an engine, which has no other requests."""
+
+    is_together, pending = False, ()
+
+    def __init__(self, engine: VLLMEngine, llm: Any, sampling: SamplingParams) -> None:
+        self._engine, self._llm, self._sampling = engine, llm.llm_engine, sampling
+        self._counter, self._sampled = llm.request_counter, dict[str, tuple[int, bool]]()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._llm.has_unfinished_requests())
+
+    def add(self, turn: Turn) -> None:
+        from vllm.sampling_params import RequestOutputKind
+
+        of_turn = turn_sampling(self._sampling, turn.max_tokens, seed=turn.seed)
+        (prompt,), options = self._engine._options([turn.prompt_ids], of_turn)
+        (params,) = self._engine._requests(options, of_turn)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        name, lora = str(next(self._counter)), self._engine._lora_request
+        self._sampled[name] = turn.episode, bool(params.logprobs)
+        with _sampling_errors():
+            self._llm.add_request(name, {"prompt_token_ids": prompt}, params, lora_request=lora)
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """A token of each turn that is under way."""
+        with _sampling_errors():
+            outputs = [output for output in self._llm.step() if output.finished]
+        told = [(*self._sampled.pop(output.request_id), output.outputs[0]) for output in outputs]
+        return [(episode, _completion(output, listed, self._sampling.top_k_listed)) for episode, listed, output in told]
+
+
+@contextmanager
+def _sampling_errors() -> Iterator[None]:
+    """Turn what vLLM raises while it samples into an UnavailableError."""
+    try:
+        yield
+    except Exception as error:
+        raise UnavailableError(
+            f"got {type(error).__name__} from vLLM while sampling, and closed the engine: {error}; want a model and "
+            "options that vLLM can run here; fix: change engine_options or generation_kwargs, or use_vllm=False"
+        ) from error
+
+
 def _completion(output: Any, listed: bool, top: int = 0) -> Completion:
     logprobs = [step[token].logprob for token, step in zip(output.token_ids, output.logprobs, strict=True)]
     support, mask = None, getattr(output, "sampling_mask", None)
@@ -420,13 +440,3 @@ def _completion(output: Any, listed: bool, top: int = 0) -> Completion:
         support = listed_support(steps, top)
     experts = as_experts(getattr(output, "routed_experts", None))
     return Completion(list(output.token_ids), logprobs, output.finish_reason, support, experts)
-
-
-def _rank_of_engine(rank: int) -> int:
-    """The smallest of vLLM's ranks that holds the adapter's."""
-    from vllm.config.lora import MaxLoRARanks
-
-    known = get_args(MaxLoRARanks)
-    if rank > max(known):
-        raise InputError(f"got an adapter of rank {rank}, want at most {max(known)} in vLLM")
-    return int(min(one for one in known if one >= rank))
