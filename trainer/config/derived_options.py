@@ -28,11 +28,24 @@ if TYPE_CHECKING:
 OVERRIDDEN = {"top_p", "top_k", "min_p", "repetition_penalty"}
 
 
+def _launched(name: str, default: int) -> property:
+    """A property: the number in a variable that a launcher sets; InputError where it is none."""
+
+    def read(_: object) -> int:
+        value = os.environ.get(name, str(default))
+        if not value.isdecimal():
+            raise InputError(
+                f"got the variable {name}={value!r}, want a number, as launchers set it; fix: unset {name}"
+            )
+        return int(value)
+
+    return property(read)
+
+
 class DerivedOptions:
     """The base of `GRPOConfig`: the arithmetic of a generated batch, and the properties of transformers' arguments."""
 
     per_device_train_batch_size: int
-    per_device_eval_batch_size: int
     gradient_accumulation_steps: int
     num_iterations: int
     num_generations: int
@@ -116,37 +129,17 @@ class DerivedOptions:
         part = self.group_part(num_processes)
         return self.prompts_per_generation(num_processes) * self.num_generations // part // num_processes
 
-    @property
-    def world_size(self) -> int:
-        """Number of processes, as the launcher sets it."""
-        return _launched("WORLD_SIZE", 1)
-
-    @property
-    def process_index(self) -> int:
-        """Rank of this process."""
-        return _launched("RANK", 0)
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
-        return _launched("LOCAL_RANK", 0)
+    # The number of processes, the rank of this one, and its rank on its machine.
+    world_size = _launched("WORLD_SIZE", 1)
+    process_index = _launched("RANK", 0)
+    local_process_index = _launched("LOCAL_RANK", 0)
 
     @property
     def should_save(self) -> bool:
         """Whether this process writes files, and logs."""
-        return self.process_index == 0
+        return bool(self.process_index == 0)
 
     should_log = should_save
-
-    @property
-    def train_batch_size(self) -> int:
-        """Sequences of a micro-batch of this process."""
-        return self.per_device_train_batch_size
-
-    @property
-    def eval_batch_size(self) -> int:
-        """The same in an evaluation, as far as events count."""
-        return self.per_device_eval_batch_size
 
     @property
     def distributed_state(self) -> PartialState:
@@ -187,7 +180,7 @@ class DerivedOptions:
     if not TYPE_CHECKING:  # for which every name would be one
 
         def __getattr__(self, name: str) -> Any:
-            """The other methods and properties of transformers' arguments, such as `get_process_log_level`."""
+            """The other methods and properties of transformers' arguments, such as `train_batch_size`."""
             from transformers import TrainingArguments
 
             found = None if name.startswith("_") else inspect.getattr_static(TrainingArguments, name, None)
@@ -212,14 +205,6 @@ class DerivedOptions:
             name: value if type(value) in (bool, int, float, str) else str(value)
             for name, value in self.to_dict().items()
         }
-
-
-def _launched(name: str, default: int) -> int:
-    """A number that a launcher sets."""
-    value = os.environ.get(name, str(default))
-    if not value.isdecimal():
-        raise InputError(f"got the variable {name}={value!r}, want a number, as launchers set it; fix: unset {name}")
-    return int(value)
 
 
 def normalise(args: Any, mappings: Iterable[str]) -> None:
