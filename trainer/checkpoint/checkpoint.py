@@ -344,10 +344,8 @@ def newest_checkpoint(
             continue
         for newer in damaged if rename else ():
             free = free_path(newer.with_name(f"checkpoint-{step_of(newer)}"), ".unusable")
-            try:
+            with changing(newer.parent):
                 newer.rename(free)
-            except OSError as error:
-                raise unwritable(newer.parent, error) from error
             _log.warning("%s is called %s now, and the run goes on from %s", newer, free.name, path)
         return path
     raise CheckpointError(
@@ -440,12 +438,16 @@ def refuse_foreign(directory: Path) -> None:
         )
 
 
-def unwritable(directory: Path, error: OSError) -> CheckpointError:
-    """The error for an output directory in which nothing can be changed."""
-    return CheckpointError(
-        f"got {directory}, which cannot be written ({error.strerror}); want a directory for this run; "
-        "fix: choose another --output-dir"
-    )
+@contextmanager
+def changing(directory: Path) -> Iterator[None]:
+    """Around changes in an output directory: an OSError becomes a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"got {directory}, which cannot be written ({error.strerror}); want a directory for this run; "
+            "fix: choose another --output-dir"
+        ) from error
 
 
 def check_space(directory: Path, wanted: int) -> None:
