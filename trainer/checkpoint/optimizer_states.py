@@ -175,9 +175,7 @@ def _smaller_ones(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Module, tor
             like = min(group["params"], key=Tensor.numel)
             model.append(nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=like.device)))
             model[-1].grad = torch.ones_like(model[-1])
-            groups.append(
-                {**{name: deepcopy(group[name]) for name in group if name != "params"}, "params": [model[-1]]}
-            )
+            groups.append(deepcopy({**group, "params": []}) | {"params": [model[-1]]})
         defaults = {
             name: optimizer.defaults[name] for name in inspect.signature(make).parameters if name in optimizer.defaults
         }
