@@ -66,8 +66,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, full:
 
     Without `full`, every rank gets its own tensors, as they are: shards know the whole shape.
     """
-    named: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FULL if full else None)
-    return {**optimizer.state_dict(), **named}
+    return {**optimizer.state_dict(), **get_optimizer_state_dict(model, optimizer, options=FULL if full else None)}
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, tensors: Any) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 OVERRIDDEN = {"top_p", "top_k", "min_p", "repetition_penalty"}
 
 
-def _launched(name: str, default: int) -> property:
+def _launched(name: str, default: int) -> Any:
     """A property: the number in a variable that a launcher sets; InputError where it is none."""
 
     def read(_: object) -> int:
@@ -46,6 +46,7 @@ class DerivedOptions:
     """The base of `GRPOConfig`: the arithmetic of a generated batch, and the properties of transformers' arguments."""
 
     per_device_train_batch_size: int
+    per_device_eval_batch_size: int
     gradient_accumulation_steps: int
     num_iterations: int
     num_generations: int
@@ -130,14 +131,14 @@ class DerivedOptions:
         return self.prompts_per_generation(num_processes) * self.num_generations // part // num_processes
 
     # The number of processes, the rank of this one, and its rank on its machine.
-    world_size = _launched("WORLD_SIZE", 1)
-    process_index = _launched("RANK", 0)
-    local_process_index = _launched("LOCAL_RANK", 0)
+    world_size: int = _launched("WORLD_SIZE", 1)
+    process_index: int = _launched("RANK", 0)
+    local_process_index: int = _launched("LOCAL_RANK", 0)
 
     @property
     def should_save(self) -> bool:
         """Whether this process writes files, and logs."""
-        return bool(self.process_index == 0)
+        return self.process_index == 0
 
     should_log = should_save
 
@@ -226,9 +227,8 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
     for name in mappings:
         given = mapping(name, getattr(args, name))
         if isinstance(given, dict) and "torch_dtype" in given:  # the name of `dtype` before transformers 5
-            given = {"dtype": given["torch_dtype"]} | {
-                key: value for key, value in given.items() if key != "torch_dtype"
-            }
+            given = {"dtype": given["torch_dtype"], **given}
+            del given["torch_dtype"]
         setattr(args, name, given)
     for name in ("checkpointing", "checkpointing_kwargs"):
         if getattr(args, f"activation_{name}") is not None:

@@ -66,8 +66,7 @@ PANELS: dict[str, dict[str, str]] = {
 def write_report(output_dir: Path) -> Path:
     """Write report.html and reward.svg from what a run logged in `output_dir`. Returns the path of report.html.
 
-    Raises:
-        CheckpointError: there is no metrics.jsonl with a record in it, or a log or run.json is damaged.
+    CheckpointError where there is no metrics.jsonl with a record in it, or a log or run.json is damaged.
     """
     found, described = _read_steps(output_dir), output_dir / files.RUN_FILE
     try:
@@ -181,8 +180,7 @@ def _facts(run: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _endpoints(found: Columns) -> dict[str, tuple[float | None, float | None]]:
-    """What is compared, before and after: on each set of held-out prompts, accuracy first, or without one the reward of
-    the first and the last tenth of the steps."""
+    """What is compared, before and after: held-out means, accuracy first, or the reward of the first and last tenth."""
     held_out = {name: values for name, (_, values) in named_series(found, HELD_OUT).items() if len(values) > 1}
     if held_out:
         names = sorted(held_out, key=lambda name: not name.endswith("accuracy"))
