@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 OVERRIDDEN = {"top_p", "top_k", "min_p", "repetition_penalty"}
 
 
-def _launched(name: str, default: int) -> Any:
+def _launched(name: str, default: int, doc: str) -> Any:
     """A property: the number in a variable that a launcher sets; InputError where it is none."""
 
     def read(_: object) -> int:
@@ -39,7 +39,7 @@ def _launched(name: str, default: int) -> Any:
             )
         return int(value)
 
-    return property(read)
+    return property(read, doc=doc)
 
 
 class DerivedOptions:
@@ -130,10 +130,9 @@ class DerivedOptions:
         part = self.group_part(num_processes)
         return self.prompts_per_generation(num_processes) * self.num_generations // part // num_processes
 
-    # The number of processes, the rank of this one, and its rank on its machine.
-    world_size: int = _launched("WORLD_SIZE", 1)
-    process_index: int = _launched("RANK", 0)
-    local_process_index: int = _launched("LOCAL_RANK", 0)
+    world_size: int = _launched("WORLD_SIZE", 1, "Number of processes, as the launcher sets it.")
+    process_index: int = _launched("RANK", 0, "Rank of this process.")
+    local_process_index: int = _launched("LOCAL_RANK", 0, "Rank of this process on its machine.")
 
     @property
     def should_save(self) -> bool:
