@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import glob
 from io import BufferedReader
 from itertools import count
@@ -371,10 +371,9 @@ def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
 
 def _alternative(output_dir: Path, *, other_than: Path | None = None, sums: bool = True) -> str:
     """Where the newest complete checkpoint is: part of an error message."""
-    try:
+    with suppress(CheckpointError, OSError):
         return f"the newest complete checkpoint is {newest_checkpoint(output_dir, other_than=other_than, sums=sums)}"
-    except (CheckpointError, OSError):
-        return f"there is no {'other ' if other_than else ''}complete checkpoint in {output_dir}"
+    return f"there is no {'other ' if other_than else ''}complete checkpoint in {output_dir}"
 
 
 def step_of(path: Path) -> int:
@@ -466,10 +465,9 @@ def _is_of_disk(error: Exception) -> bool:
 
 
 def _free(directory: Path) -> str:
-    try:
+    with suppress(OSError):
         return bytes_text(shutil.disk_usage(existing(directory.parent)).free)
-    except OSError:
-        return "an unknown number of bytes"
+    return "an unknown number of bytes"
 
 
 def existing(path: Path) -> Path:

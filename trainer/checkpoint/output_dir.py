@@ -257,8 +257,7 @@ def _locked(directory: Path, flags: int, kind: int) -> int:
 
 
 def _owner(descriptor: int) -> str:
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         owner = json.loads(os.pread(descriptor, 500, 0))
         return f"process {int(owner['process'])} on {str(owner['host'])[:100]!r}, since {str(owner['since'])[:40]!r}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "of an unknown process"
+    return "of an unknown process"

@@ -82,7 +82,7 @@ def read_numbers(directory: Path, max_steps: int) -> dict[str, Any]:
         )
     with refuse_unusable(directory, TRAINING_FILE):
         numbers: dict[str, Any] = read_json(path)
-        mappings = dict[str, Any].fromkeys(("run", "buffers", "tensors", "options", "unlogged"), {})
+        mappings = {name: dict[str, Any]() for name in ("run", "buffers", "tensors", "options", "unlogged")}
         check_alike({"step": 0, **mappings}, numbers, "content", exact=True)
         if numbers["step"] > max_steps:
             raise CheckpointError(
