@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import glob
 from io import BufferedReader
 from itertools import count
@@ -344,10 +344,8 @@ def newest_checkpoint(
             continue
         for newer in damaged if rename else ():
             free = free_path(newer.with_name(f"checkpoint-{step_of(newer)}"), ".unusable")
-            try:
+            with changing(newer.parent):
                 newer.rename(free)
-            except OSError as error:
-                raise unwritable(newer.parent, error) from error
             _log.warning("%s is called %s now, and the run goes on from %s", newer, free.name, path)
         return path
     raise CheckpointError(
@@ -373,10 +371,9 @@ def find_checkpoint(output_dir: Path, resume: bool | str | Path) -> Path:
 
 def _alternative(output_dir: Path, *, other_than: Path | None = None, sums: bool = True) -> str:
     """Where the newest complete checkpoint is: part of an error message."""
-    try:
+    with suppress(CheckpointError, OSError):
         return f"the newest complete checkpoint is {newest_checkpoint(output_dir, other_than=other_than, sums=sums)}"
-    except (CheckpointError, OSError):
-        return f"there is no {'other ' if other_than else ''}complete checkpoint in {output_dir}"
+    return f"there is no {'other ' if other_than else ''}complete checkpoint in {output_dir}"
 
 
 def step_of(path: Path) -> int:
@@ -440,12 +437,16 @@ def refuse_foreign(directory: Path) -> None:
         )
 
 
-def unwritable(directory: Path, error: OSError) -> CheckpointError:
-    """The error for an output directory in which nothing can be changed."""
-    return CheckpointError(
-        f"got {directory}, which cannot be written ({error.strerror}); want a directory for this run; "
-        "fix: choose another --output-dir"
-    )
+@contextmanager
+def changing(directory: Path) -> Iterator[None]:
+    """Around changes in an output directory: an OSError becomes a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"got {directory}, which cannot be written ({error.strerror}); want a directory for this run; "
+            "fix: choose another --output-dir"
+        ) from error
 
 
 def check_space(directory: Path, wanted: int) -> None:
@@ -464,10 +465,9 @@ def _is_of_disk(error: Exception) -> bool:
 
 
 def _free(directory: Path) -> str:
-    try:
+    with suppress(OSError):
         return bytes_text(shutil.disk_usage(existing(directory.parent)).free)
-    except OSError:
-        return "an unknown number of bytes"
+    return "an unknown number of bytes"
 
 
 def existing(path: Path) -> Path:

@@ -66,8 +66,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, full:
 
     Without `full`, every rank gets its own tensors, as they are: shards know the whole shape.
     """
-    named: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FULL if full else None)
-    return {**optimizer.state_dict(), **named}
+    return {**optimizer.state_dict(), **get_optimizer_state_dict(model, optimizer, options=FULL if full else None)}
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, tensors: Any) -> None:
@@ -175,9 +174,7 @@ def _smaller_ones(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Module, tor
             like = min(group["params"], key=Tensor.numel)
             model.append(nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=like.device)))
             model[-1].grad = torch.ones_like(model[-1])
-            groups.append(
-                {**{name: deepcopy(group[name]) for name in group if name != "params"}, "params": [model[-1]]}
-            )
+            groups.append(deepcopy({**group, "params": []}) | {"params": [model[-1]]})
         defaults = {
             name: optimizer.defaults[name] for name in inspect.signature(make).parameters if name in optimizer.defaults
         }

@@ -25,6 +25,7 @@ from pathlib import Path
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import (
     TEMPORARY,
+    changing,
     checkpoints,
     existing,
     free_path,
@@ -33,7 +34,6 @@ from fused_grpo.trainer.checkpoint.checkpoint import (
     remove,
     remove_empty,
     step_of,
-    unwritable,
 )
 from fused_grpo.trainer.common.file_names import METRICS_FILE, NONFINITE_FOLDER, RUN_FILE, RUN_FILES, TRACKERS_FOLDER
 
@@ -59,10 +59,8 @@ def check_output_dir(
 
     Without `is_saved`, the places where the run is going to save are not looked at. `is_locked`: by this run.
     """
-    try:
+    with changing(path):  # it may be in another user's folder
         there = existing(path)
-    except OSError as error:  # in another user's folder
-        raise unwritable(path, error) from error
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "cannot be written" if there.is_dir() else "is a file" if there.exists() else "is a link to nothing"
         raise CheckpointError(f"got {path}, where {there} {what}; want a directory; fix: choose another --output-dir")
@@ -129,7 +127,7 @@ def prepare_output_dir(
     """
     entries = check_output_dir(path, resume=resume, overwrite=overwrite, keep=keep, is_saved=is_saved, is_locked=True)
     former = former_run(path)
-    try:
+    with changing(path):
         path.mkdir(parents=True, exist_ok=True)
         # Before their checkpoints are gone, which say what they are.
         for leftover in _leftovers(path):
@@ -141,8 +139,6 @@ def prepare_output_dir(
         for checkpoint in checkpoints(path):
             if not checkpoint.is_symlink():
                 remove_empty(checkpoint)
-    except OSError as error:
-        raise unwritable(path, error) from error
     return (lambda: None) if resume else partial(_take_back, path, former, set(path.iterdir()))
 
 
@@ -177,10 +173,8 @@ def _move_aside(path: Path, entries: list[Path]) -> None:
         target.rmdir()
         raise
     _log.warning(
-        "%s held another run, whose files are now in %s (instead of this, resume_from_checkpoint continues it, and "
-        "overwrite_output_dir removes it)",
-        path,
-        target,
+        f"{path} held another run, whose files are now in {target} (instead of this, resume_from_checkpoint continues "
+        "it, and overwrite_output_dir removes it)"
     )
 
 
@@ -206,11 +200,9 @@ class RunLock:
         """
         self._path, self._made = directory / LOCK_FILE, not directory.exists()
         while self._descriptor is None:
-            try:
+            with changing(directory):
                 directory.mkdir(parents=True, exist_ok=True)
                 descriptor = _locked(directory, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
-            except OSError as error:
-                raise unwritable(directory, error) from error
             # The run before may have removed the file between the two calls: then this lock is of nothing.
             if self._path.exists() and os.path.samestat(os.fstat(descriptor), self._path.stat()):
                 self._descriptor = descriptor
@@ -235,18 +227,14 @@ class RunLock:
 
 def refuse_alive(directory: Path) -> None:
     """Raise CheckpointError where a run is alive in `directory`, or its lock cannot be read; without locking it."""
-    try:
+    with changing(directory), suppress(FileNotFoundError, NotADirectoryError):
         os.close(_locked(directory, os.O_RDONLY, fcntl.LOCK_SH))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        raise unwritable(directory, error) from error
 
 
 def _locked(directory: Path, flags: int, kind: int) -> int:
     """Open and lock the file of `directory`; OSError where it cannot be opened."""
     descriptor = os.open(directory / LOCK_FILE, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    failure = unwritable(directory, OSError(errno.EINVAL, f"{LOCK_FILE} is no regular file"))
+    failure: Exception = OSError(errno.EINVAL, f"{LOCK_FILE} is no regular file")
     for _ in range(_TRIES if stat.S_ISREG(os.fstat(descriptor).st_mode) else 0):
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -269,8 +257,7 @@ def _locked(directory: Path, flags: int, kind: int) -> int:
 
 
 def _owner(descriptor: int) -> str:
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         owner = json.loads(os.pread(descriptor, 500, 0))
         return f"process {int(owner['process'])} on {str(owner['host'])[:100]!r}, since {str(owner['since'])[:40]!r}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "of an unknown process"
+    return "of an unknown process"

@@ -168,7 +168,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     own = optimizer_state(learner.policy, optimizer, full=False)
     here = _numbers(learner, collector.state(wait=False)[0], {}, learner.scheduler.state_dict())
     with all_ranks_succeed(accelerator, f"reading {checkpoint}"):
-        numbers = files.read_numbers(checkpoint)
+        numbers = files.read_numbers(checkpoint, learner.max_steps)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             saved, names = numbers["buffers"][str(rank)], numbers["tensors"]
             packed = {name: numbers[name] for name in ("optimizer", "scheduler")}
@@ -181,7 +181,6 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             known = files.check_numbers(numbers, here, collector.sampler.stream_form)
             state = files.read_trainer_state(checkpoint, numbers["step"])
             files.check_cursors(numbers, state.epoch, learner)
-        files.check_step(checkpoint, numbers, learner.max_steps)
         with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
             files.check_tensors({}, left)  # no other is named in training.json
             for name, scheduled in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):

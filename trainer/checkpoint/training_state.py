@@ -69,8 +69,11 @@ class TrainingFiles:
         (directory / TRAINING_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def read_numbers(directory: Path) -> dict[str, Any]:
-    """The content of training.json, which `check_numbers` compares with the run; CheckpointError without one."""
+def read_numbers(directory: Path, max_steps: int) -> dict[str, Any]:
+    """The content of training.json, which `check_numbers` compares with the run.
+
+    CheckpointError without one, or where it is of a later step than `max_steps`.
+    """
     path = directory / TRAINING_FILE
     if not path.exists():
         raise CheckpointError(
@@ -79,19 +82,14 @@ def read_numbers(directory: Path) -> dict[str, Any]:
         )
     with refuse_unusable(directory, TRAINING_FILE):
         numbers: dict[str, Any] = read_json(path)
-        check_alike({"run": {}, "buffers": {}, "tensors": {}, "options": {}, "unlogged": {}}, numbers, "content")
+        mappings = {name: dict[str, Any]() for name in ("run", "buffers", "tensors", "options", "unlogged")}
+        check_alike({"step": 0, **mappings}, numbers, "content", exact=True)
+        if numbers["step"] > max_steps:
+            raise CheckpointError(
+                f"got {directory} of step {numbers['step']}, want one of max_steps={max_steps} at most; "
+                "fix: a larger max_steps, or an earlier checkpoint"
+            )
     return numbers
-
-
-def check_step(directory: Path, numbers: Mapping[str, Any], max_steps: int) -> None:
-    """CheckpointError where the content of training.json is of a later step than `max_steps`."""
-    with refuse_unusable(directory, TRAINING_FILE):
-        step = int(numbers["step"])
-    if step > max_steps:
-        raise CheckpointError(
-            f"got {directory} of step {step}, want one of max_steps={max_steps} at most; "
-            "fix: a larger max_steps, or an earlier checkpoint"
-        )
 
 
 @contextmanager

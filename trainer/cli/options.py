@@ -234,17 +234,13 @@ def check_combination(options: TrainOptions) -> None:
             "got --tools or --environment-factory without --model, want a chat model that calls them; fix: add "
             "--model, or --task calculator"
         )
-    given = {
-        "--model": options.model is not None,
-        "--dataset": options.dataset is not None,
-        "--reward-funcs": bool(options.reward_funcs),
-    }
+    given = {"--model": options.model, "--dataset": options.dataset, "--reward-funcs": options.reward_funcs}
     if options.model is not None and (options.teacher_model or options.environment_factory) is not None:
         del given["--reward-funcs"]
         if options.environment_factory is not None:  # the trainer says what it still needs
             del given["--dataset"]
-    if any(given.values()) and not all(given.values()):
-        has, lacks = (" and ".join(option for option in given if given[option] is wanted) for wanted in (True, False))
+    has, lacks = (" and ".join(name for name in given if bool(given[name]) is wanted) for wanted in (True, False))
+    if has and lacks:
         raise InputError(
             f"got {has} without {lacks}, want all three, or --model and --task, or none for the built-in task; fix: "
             f"add {lacks}"

@@ -181,9 +181,7 @@ def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
     if not columns:  # no rows, or no dataset, which the trainer says
         return rows
     listed = ", ".join(map(repr, columns))
-    read = {
-        name: NAMED[name.partition("=")[0]].column for name in options.reward_funcs if name.partition("=")[0] in NAMED
-    }
+    read = {name: NAMED[short].column for name in options.reward_funcs if (short := name.partition("=")[0]) in NAMED}
     names = {"prompt": options.prompt_column}
     if options.answer_column is not None:
         names["answer"] = options.answer_column

@@ -27,7 +27,7 @@ from fused_grpo.errors import DataError, InputError, WrongTypeError
 from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.optimizer_states import check_optimizer
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
-from fused_grpo.trainer.checkpoint.training_state import check_step, read_numbers
+from fused_grpo.trainer.checkpoint.training_state import read_numbers
 from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_arguments, check_evaluates
@@ -395,7 +395,7 @@ def check_places(start: Start) -> None:
         return
     if checkpoint := newest_checkpoint(path, sums=False) if resume is True else Path(str(resume)) if resume else None:
         verify_checkpoint(checkpoint, sums=False)
-        check_step(checkpoint, read_numbers(checkpoint), start.max_steps)
+        read_numbers(checkpoint, start.max_steps)
     # Where there are checkpoints, the arguments of `train` say whether to resume from them; the command has none.
     is_open = bool(resume or (start.accelerator is not None and checkpoints(path)))
     # Where a resumed run goes on is not known yet.

@@ -71,12 +71,11 @@ def want(args: Any, names: str, holds: bool, wanted: str) -> None:
 def check_config(args: Any) -> None:
     """Check the range of every option, and that the options go together; InputError at the first that fails."""
     cls: Any = type(args)
+    may_be_empty = {*MISSING, "system_prompt"}
     for name in option_types(cls):
         value = getattr(args, name)
         is_empty = value == "" or (isinstance(value, list) and "" in value)
-        want(
-            args, name, not is_empty or name in (*MISSING, "system_prompt"), "text that is not empty; fix: leave it out"
-        )
+        want(args, name, not is_empty or name in may_be_empty, "text that is not empty; fix: leave it out")
     is_text = not re.search("[\0\ud800-\udfff]", args.output_dir)
     is_text &= args.output_dir.isascii() or sys.getfilesystemencoding() == "utf-8"
     fix = "a path of UTF-8 text, as safetensors writes to; fix: another name, or PYTHONUTF8=1 in an old locale"

@@ -28,6 +28,20 @@ if TYPE_CHECKING:
 OVERRIDDEN = {"top_p", "top_k", "min_p", "repetition_penalty"}
 
 
+def _launched(name: str, default: int, doc: str) -> Any:
+    """A property: the number in a variable that a launcher sets; InputError where it is none."""
+
+    def read(_: object) -> int:
+        value = os.environ.get(name, str(default))
+        if not value.isdecimal():
+            raise InputError(
+                f"got the variable {name}={value!r}, want a number, as launchers set it; fix: unset {name}"
+            )
+        return int(value)
+
+    return property(read, doc=doc)
+
+
 class DerivedOptions:
     """The base of `GRPOConfig`: the arithmetic of a generated batch, and the properties of transformers' arguments."""
 
@@ -116,20 +130,9 @@ class DerivedOptions:
         part = self.group_part(num_processes)
         return self.prompts_per_generation(num_processes) * self.num_generations // part // num_processes
 
-    @property
-    def world_size(self) -> int:
-        """Number of processes, as the launcher sets it."""
-        return _launched("WORLD_SIZE", 1)
-
-    @property
-    def process_index(self) -> int:
-        """Rank of this process."""
-        return _launched("RANK", 0)
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank of this process on its machine."""
-        return _launched("LOCAL_RANK", 0)
+    world_size: int = _launched("WORLD_SIZE", 1, "Number of processes, as the launcher sets it.")
+    process_index: int = _launched("RANK", 0, "Rank of this process.")
+    local_process_index: int = _launched("LOCAL_RANK", 0, "Rank of this process on its machine.")
 
     @property
     def should_save(self) -> bool:
@@ -137,16 +140,6 @@ class DerivedOptions:
         return self.process_index == 0
 
     should_log = should_save
-
-    @property
-    def train_batch_size(self) -> int:
-        """Sequences of a micro-batch of this process."""
-        return self.per_device_train_batch_size
-
-    @property
-    def eval_batch_size(self) -> int:
-        """The same in an evaluation, as far as events count."""
-        return self.per_device_eval_batch_size
 
     @property
     def distributed_state(self) -> PartialState:
@@ -187,7 +180,7 @@ class DerivedOptions:
     if not TYPE_CHECKING:  # for which every name would be one
 
         def __getattr__(self, name: str) -> Any:
-            """The other methods and properties of transformers' arguments, such as `get_process_log_level`."""
+            """The other methods and properties of transformers' arguments, such as `train_batch_size`."""
             from transformers import TrainingArguments
 
             found = None if name.startswith("_") else inspect.getattr_static(TrainingArguments, name, None)
@@ -214,14 +207,6 @@ class DerivedOptions:
         }
 
 
-def _launched(name: str, default: int) -> int:
-    """A number that a launcher sets."""
-    value = os.environ.get(name, str(default))
-    if not value.isdecimal():
-        raise InputError(f"got the variable {name}={value!r}, want a number, as launchers set it; fix: unset {name}")
-    return int(value)
-
-
 def normalise(args: Any, mappings: Iterable[str]) -> None:
     """Bring options into the form that has their type, before types are checked; `mappings` are names of options.
 
@@ -241,9 +226,8 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
     for name in mappings:
         given = mapping(name, getattr(args, name))
         if isinstance(given, dict) and "torch_dtype" in given:  # the name of `dtype` before transformers 5
-            given = {"dtype": given["torch_dtype"]} | {
-                key: value for key, value in given.items() if key != "torch_dtype"
-            }
+            given = {"dtype": given["torch_dtype"], **given}
+            del given["torch_dtype"]
         setattr(args, name, given)
     for name in ("checkpointing", "checkpointing_kwargs"):
         if getattr(args, f"activation_{name}") is not None:

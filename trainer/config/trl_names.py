@@ -29,17 +29,13 @@ _THEIRS = {name for name in (*REASONS, *vars(Trainer)) if not name.startswith("_
 def check_replaced(trainer: object, made: Mapping[str, Any], moves: Mapping[str, Any]) -> None:
     """Check what a subclass, or a script, has put in the place of a part of the trainer.
 
-    Args:
-        trainer: the trainer.
-        made: the attributes that it was made with.
-        moves: those of them that a run or a script may change, with the type that they have.
-
-    Raises:
-        UnsupportedError: a method or an attribute that nothing would call or read, or that is a part of its own.
+    `made` are the attributes that it was made with, `moves` those that a run or a script may change, by their types.
+    UnsupportedError for a method or an attribute that nothing would call or read, or that is a part of its own.
     """
-    wrong = {**dict(_replaced_methods(type(trainer), made)), **dict(_set_attributes(vars(trainer), made, moves))}
-    if wrong:
-        listed = "; ".join(f"{name} ({why})" for name, why in wrong.items())
+    set_here = _set_attributes(vars(trainer), made, moves)
+    if wrong := dict(_replaced_methods(type(trainer), made)) | {name: name for name in set_here}:
+        own = "a name of transformers' or this trainer's own"
+        listed = "; ".join(f"{what} ({REASONS.get(name, own)})" for what, name in wrong.items())
         raise UnsupportedError(
             f"got {listed}: this trainer does not use them as TRL's does; fix: leave them out, or take other names "
             "(docs/from-trl.md says what is in their place)"
@@ -47,7 +43,7 @@ def check_replaced(trainer: object, made: Mapping[str, Any], moves: Mapping[str,
 
 
 def _replaced_methods(kind: type, made: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(what a class, or one between it and ours, has in the place of a name of TRL's or ours, why it may not)."""
+    """(what a class, or one between it and ours, has in the place of a name of TRL's or ours, that name)."""
     own = {name for base in kind.__mro__ if _is_ours(base) for name in vars(base)} | made.keys()
     for base in kind.__mro__[:-1]:
         for name, value in vars(base).items():
@@ -55,21 +51,15 @@ def _replaced_methods(kind: type, made: Mapping[str, Any]) -> Iterator[tuple[str
             if name.startswith("__") or (_is_ours(base) and _is_ours(value, base)):
                 continue
             if name in _THEIRS or (not _is_ours(base) and name in own - HOOKS):
-                yield f"{base.__name__}.{name}", _reason(name)
+                yield f"{base.__name__}.{name}", name
 
 
-def _set_attributes(
-    attributes: Mapping[str, Any], made: Mapping[str, Any], moves: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    """(an attribute that was set on a trainer, why it may not be)."""
+def _set_attributes(attributes: Mapping[str, Any], made: Mapping[str, Any], moves: Mapping[str, Any]) -> Iterator[str]:
+    """The attributes that were set on a trainer and may not be."""
     for name, value in attributes.items():
         is_same = isinstance(value, moves[name]) if name in moves else name in made and value is made[name]
         if not is_same and (name in moves or name in made or name in _THEIRS):
-            yield name, _reason(name)
-
-
-def _reason(name: str) -> str:
-    return REASONS.get(name, "a name of transformers' or this trainer's own")
+            yield name
 
 
 def _is_ours(one: object, of: object = None) -> bool:

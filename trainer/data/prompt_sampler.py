@@ -31,14 +31,7 @@ import numpy.typing as npt
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import (
-    Row,
-    RowCheck,
-    is_plain_arrow,
-    is_stream,
-    read_rows,
-    unreadable,
-)
+from fused_grpo.trainer.data.datasets import Row, RowCheck, is_plain_arrow, is_stream, read_rows, unreadable
 from fused_grpo.trainer.types import EQUAL_REWARDS
 
 END = object()

@@ -59,10 +59,8 @@ def check_callback(callback: Any) -> None:
 class Events:
     """Calls the callbacks of a run, and keeps what they and its log share.
 
-    Args:
-        callbacks: the user's.
-        shown: the model, tokenizer, optimizer and schedule, which every event gets.
-        log: makes an entry; the trainer's method, which a subclass may override.
+    Every event gets what is `shown`: the model, tokenizer, optimizer and schedule. `log`, which makes an entry, is the
+    trainer's method, which a subclass may override.
     """
 
     def __init__(

@@ -14,9 +14,7 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -68,8 +66,7 @@ PANELS: dict[str, dict[str, str]] = {
 def write_report(output_dir: Path) -> Path:
     """Write report.html and reward.svg from what a run logged in `output_dir`. Returns the path of report.html.
 
-    Raises:
-        CheckpointError: there is no metrics.jsonl with a record in it, or a log or run.json is damaged.
+    CheckpointError where there is no metrics.jsonl with a record in it, or a log or run.json is damaged.
     """
     found, described = _read_steps(output_dir), output_dir / files.RUN_FILE
     try:
@@ -183,8 +180,7 @@ def _facts(run: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _endpoints(found: Columns) -> dict[str, tuple[float | None, float | None]]:
-    """What is compared, before and after: on each set of held-out prompts, accuracy first, or without one the reward of
-    the first and the last tenth of the steps."""
+    """What is compared, before and after: held-out means, accuracy first, or the reward of the first and last tenth."""
     held_out = {name: values for name, (_, values) in named_series(found, HELD_OUT).items() if len(values) > 1}
     if held_out:
         names = sorted(held_out, key=lambda name: not name.endswith("accuracy"))
@@ -217,44 +213,24 @@ def _read_steps(output_dir: Path) -> Columns:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
 class Chart:
     """Lines over optimizer steps, by their labels, and their places in the picture, in pixels."""
 
-    title: str
-    lines: Mapping[str, Series]
-    height: int
-    width: int = 920
-    is_log: bool = False
-    left: int = 52
-
-    @property
-    def right(self) -> int:
-        return self.width - 16
-
-    @property
-    def labels(self) -> list[str]:
-        """The legend; a line of its own has none."""
-        return [label for label in self.lines if label]
-
-    @property
-    def top(self) -> int:
-        """Below the title and the legend, five labels a row."""
-        return 26 + 16 * math.ceil(len(self.labels) / 5)
-
-    @property
-    def bottom(self) -> int:
-        return self.height - 26
-
-    @cached_property
-    def step_range(self) -> tuple[float, float]:
-        return _padded([step for steps, _ in self.lines.values() for step in steps])
-
-    @cached_property
-    def value_range(self) -> tuple[float, float]:
-        """Of the logarithms, where the axis is logarithmic."""
-        values = [value for _, line in self.lines.values() for value in line]
-        return _padded([math.log10(value) for value in values] if self.is_log else values)
+    def __init__(
+        self, *, title: str, lines: Mapping[str, Series], height: int, width: int = 920, is_log: bool = False
+    ) -> None:
+        self.title, self.lines, self.height, self.width, self.is_log = title, lines, height, width, is_log
+        self.left, self.right, self.bottom = 52, width - 16, height - 26
+        self.labels = [label for label in lines if label]  # the legend; a line of its own has none
+        self.top = 26 + 16 * math.ceil(len(self.labels) / 5)  # below the title and the legend, five labels a row
+        values = [value for _, line in lines.values() for value in line]
+        # Of the logarithms, where the axis is logarithmic.
+        self.value_range = _padded([math.log10(value) for value in values] if is_log else values)
+        self.step_range = _padded([step for steps, _ in lines.values() for step in steps])
+        ticks = round_numbers(*self.value_range, most=height // 45)
+        marked = [10.0**tick for tick in ticks if tick == int(tick)] if is_log else ticks
+        self.value_ticks = [(value, short_number(value)) for value in marked]  # values with a grid line, and their text
+        self.step_ticks = [step for step in round_numbers(*self.step_range, most=width // 90) if step == int(step)]
 
     def x(self, step: float) -> float:
         low, high = self.step_range
@@ -280,17 +256,6 @@ class Chart:
         name = f"{label}: " if label else ""
         points = list(zip(steps, values, strict=True))[::-apart]
         return [(step, value, f"step {step:.0f}: {name}{short_number(value)}") for step, value in points]
-
-    @property
-    def step_ticks(self) -> list[float]:
-        return [step for step in round_numbers(*self.step_range, most=self.width // 90) if step == int(step)]
-
-    @property
-    def value_ticks(self) -> list[tuple[float, str]]:
-        """Values with a grid line, and their text."""
-        ticks = round_numbers(*self.value_range, most=self.height // 45)
-        values = [10.0**tick for tick in ticks if tick == int(tick)] if self.is_log else ticks
-        return [(value, short_number(value)) for value in values]
 
 
 def _padded(values: list[float]) -> tuple[float, float]:

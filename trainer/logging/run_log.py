@@ -109,9 +109,7 @@ def rewind_logs(output_dir: Path, step: int) -> None:
 
     They are cut in place, at the first record of a later step: that takes no space, and after a kill a log is either
     cut or unchanged. A block of rollouts that began after that step is removed, and the one before takes its place.
-
-    Raises:
-        CheckpointError: a line before that is no record, or the file cannot be written; that log is as it was.
+    CheckpointError where a line before that is no record, or the file cannot be written; that log is as it was.
     """
     logs = [Path(output_dir) / name for name in (METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE)]
     for path in filter(Path.is_file, logs):

@@ -87,13 +87,10 @@ class TrainResult:
 
 
 class RunOutput:
-    """The output of one run, in `args.output_dir` and on the console.
+    """The output of one run, on the console and in `output_dir` (None: that of `args`, from the present folder).
 
-    Args:
-        is_main: False on every process but the first: then nothing is shown or written.
-        facts: what a run is: its task, model, data and engine.
-        accelerator: made with `tracker_arguments(args)`; None where nothing is tracked.
-        output_dir: None: that of `args`, from the present folder.
+    Nothing is shown or written on a process that is not `is_main`. `facts` are the run's task, model, data and engine.
+    `accelerator` was made with `tracker_arguments(args)`; None where nothing is tracked.
     """
 
     def __init__(
