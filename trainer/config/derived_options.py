@@ -28,20 +28,6 @@ if TYPE_CHECKING:
 OVERRIDDEN = {"top_p", "top_k", "min_p", "repetition_penalty"}
 
 
-def _launched(name: str, default: int, doc: str) -> Any:
-    """A property: the number in a variable that a launcher sets; InputError where it is none."""
-
-    def read(_: object) -> int:
-        value = os.environ.get(name, str(default))
-        if not value.isdecimal():
-            raise InputError(
-                f"got the variable {name}={value!r}, want a number, as launchers set it; fix: unset {name}"
-            )
-        return int(value)
-
-    return property(read, doc=doc)
-
-
 class DerivedOptions:
     """The base of `GRPOConfig`: the arithmetic of a generated batch, and the properties of transformers' arguments."""
 
@@ -130,9 +116,20 @@ class DerivedOptions:
         part = self.group_part(num_processes)
         return self.prompts_per_generation(num_processes) * self.num_generations // part // num_processes
 
-    world_size: int = _launched("WORLD_SIZE", 1, "Number of processes, as the launcher sets it.")
-    process_index: int = _launched("RANK", 0, "Rank of this process.")
-    local_process_index: int = _launched("LOCAL_RANK", 0, "Rank of this process on its machine.")
+    @property
+    def world_size(self) -> int:
+        """Number of processes, as the launcher sets it."""
+        return _launched("WORLD_SIZE", 1)
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process."""
+        return _launched("RANK", 0)
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return _launched("LOCAL_RANK", 0)
 
     @property
     def should_save(self) -> bool:
@@ -205,6 +202,14 @@ class DerivedOptions:
             name: value if type(value) in (bool, int, float, str) else str(value)
             for name, value in self.to_dict().items()
         }
+
+
+def _launched(name: str, default: int) -> int:
+    """A number that a launcher sets."""
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise InputError(f"got the variable {name}={value!r}, want a number, as launchers set it; fix: unset {name}")
+    return int(value)
 
 
 def normalise(args: Any, mappings: Iterable[str]) -> None:
