@@ -52,8 +52,7 @@ class PolicyLoss(nn.Module):
         router_aux_loss_coef: weight of the auxiliary loss of a mixture-of-experts model; 0: there is none.
         routing: what becomes of the experts of micro-batches that have some; None: nothing.
 
-    Raises:
-        UnsupportedError: no head, or one that is not one matrix.
+    UnsupportedError for no head, or one that is not one matrix.
     """
 
     def __init__(
@@ -103,19 +102,17 @@ class PolicyLoss(nn.Module):
         self,
         batch: MicroBatch,
         *,
-        num_tokens: float | Tensor,
-        num_sequences: float | Tensor,
         num_micro_batches: float | Tensor = 1.0,
         config: GRPOLossConfig | None = None,
-        entropy_threshold: Tensor | None = None,
-        num_entropy_tokens: float | None = None,
         squares: bool = False,
         teacher: Callable[[MicroBatch], Distillation] | None = None,
+        **of_step: Any,
     ) -> GRPOLossOutput:
         """The loss of a micro-batch, normalised by the counts of the whole optimizer step.
 
+        `of_step` has these counts, and the threshold of `top_entropy_quantile`, as `fused_linear_grpo_loss` takes them.
         The routers' auxiliary loss is the mean over the micro-batches that have sequences, of all tokens but padding.
-        `config` takes the place of the module's own; the threshold is that of `top_entropy_quantile` over the step.
+        `config` takes the place of the module's own.
         With `squares`, metrics have [N] "squared_gradients", too; with experts of the sampler, sums of its routing.
         """
         distillation = None if teacher is None else teacher(batch)  # first, before the policy keeps activations
@@ -142,12 +139,9 @@ class PolicyLoss(nn.Module):
             ref_logprobs=batch.ref_logprobs,
             sampling_logprobs=batch.sampling_logprobs,
             covariance_selected=batch.covariance_selected,
-            num_tokens=num_tokens,
-            num_sequences=num_sequences,
-            entropy_threshold=entropy_threshold,
-            num_entropy_tokens=num_entropy_tokens,
             config=config,
             distillation=distillation,
+            **of_step,
             **options,
         )
         if squares:

@@ -209,9 +209,7 @@ class TransformersFace:
                 self.hub_model_id, commit = push_to_hub(directory, name, private=private, **options)
         return commit
 
-    def _card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | Sequence[str] | None = None
-    ) -> CardFacts:
+    def _card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None) -> CardFacts:
         return CardFacts(
             name=model_name or self.args.hub_model_id or self.output_dir.name,
             rewards=self.rewards.names,
@@ -235,8 +233,7 @@ class TransformersFace:
         micro-batch and iteration that uses its completions, so that the length is that of the pass in micro-batches.
         Prompts that fill no batch are left out. Reading it does not move the run's own position.
 
-        Raises:
-            UnsupportedError: a stream, whose position a second reader would move.
+        UnsupportedError for a stream, whose position a second reader would move.
         """
         if is_stream(self.dataset):
             raise UnsupportedError(
@@ -255,8 +252,7 @@ class TransformersFace:
         Args:
             eval_dataset: a set, or the name of one of the trainer's. None: the trainer's. A stream is read to its end.
 
-        Raises:
-            DataError: none, several, or one that cannot be used.
+        DataError for none, several, or one that cannot be used.
         """
         sets = chosen_eval_sets(eval_dataset, self.eval_dataset)
         if len(sets) > 1:

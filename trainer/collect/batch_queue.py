@@ -67,9 +67,8 @@ class BatchQueue(deque[Prefetched]):
 class Pace:
     """How many batches may be in flight: `most`, or fewer where rollouts are further than `limit` from the policy.
 
-    A policy that goes on in one direction is n times as far after n steps, and the divergence is the square of that.
-    So the rollouts that were learned from last say how many steps are within the limit. An engine's rounding, which
-    rollouts on policy are off by, does not count.
+    The divergence of a policy that goes on in one direction grows with the square of its steps, so the rollouts that
+    were learned from last say how many are within the limit. An engine's rounding, as on policy, does not count.
     """
 
     most: int

@@ -3,16 +3,15 @@
 `rollout_metrics` has the names that TRL's users plot, for a step's rollouts and for those of an evaluation, of which
 `metrics.jsonl` and `TrainResult` have the mean rewards alone.
 
-`eval_loss` is there as in TRL: the loss of a step with these completions, on policy, without the correction for the
-sampler. That is about 0 plus the KL term less the entropy bonus, whatever the policy is: the metric to choose a model
-by is `eval_reward`. Where it is 0 for certain (one completion per prompt, no such term), none goes through the model.
+`eval_loss` (docs/data.md) is on policy and without the correction for the sampler: about 0 plus the KL term less the
+entropy bonus. Where it is 0 for certain (one completion per prompt, no such term), none goes through the model.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -116,9 +115,8 @@ def score_rollouts(
     of the dataset; completions of conversations are passed as messages, which the tokenizer's response template has
     parsed, where it has one. Reward functions are not given groups with a `failure`, which are dropped.
 
-    Raises:
-        RewardError: a function failed and `reward_failure` is not "drop", or no group is left.
-        InputError: a function has an argument for which there is no column.
+    RewardError for a function that failed where `reward_failure` is not "drop"; InputError for an argument of one for
+    which there is no column.
     """
     size = len(samples) // max(1, len(rows))
     rows = [row for row in rows for _ in range(size)]
@@ -176,8 +174,8 @@ def score_rollouts(
     )
 
 
-def score_greedy(scored: Scored, rewards: Rewards, tokenizer: Any, *, trainer_state: Any = None) -> Scored:
-    """With the rewards of its greedy completions, if there are some; a group whose own one is dropped is, too.
+def score_greedy(scored: Scored, score: Callable[..., Scored]) -> Scored:
+    """With what `score` gives its greedy completions, if there are some; a group whose own one is dropped is, too.
 
     What the functions log of these is not in the log.
     """
@@ -185,14 +183,8 @@ def score_greedy(scored: Scored, rewards: Rewards, tokenizer: Any, *, trainer_st
     if not greedy:
         return scored
     rows = {id(sample.greedy): sample.row for sample in scored.samples}
-    result = score_rollouts(
-        list(greedy.values()),
-        [rows[key] for key in greedy],
-        rewards,
-        tokenizer,
-        trainer_state=trainer_state,
-        unscored_is="is greedy, and no baseline for the others of its prompt: their advantages are 0",
-    )
+    unscored_is = "is greedy, and no baseline for the others of its prompt: their advantages are 0"
+    result = score(list(greedy.values()), [rows[key] for key in greedy], unscored_is=unscored_is)
     baselines = dict(zip(greedy, result.samples, strict=True))
     samples = with_fields(scored.samples, {"greedy": [baselines.get(id(sample.greedy)) for sample in scored.samples]})
     return replace(
@@ -341,9 +333,8 @@ def pass_rates(per_function: Tensor, n: int) -> dict[str, float]:
 
         pass@k = mean over prompts of 1 - C(n - c, k) / C(n, k)
 
-    Args:
-        per_function: rewards [B, F], groups of n one after the other; NaN: not scored. A prompt none of whose
-            completions was scored does not count, any other such completion is wrong.
+    Rewards are [B, F], groups of n one after the other; NaN: not scored. A prompt none of whose completions was scored
+    does not count, any other such completion is wrong.
 
     Of the 6 pairs of four completions, 3 have the one that is right:
 

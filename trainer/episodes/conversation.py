@@ -38,9 +38,7 @@ class Template:
         options: `chat_template_kwargs` of the run.
         stop_ids: the tokens that end a turn.
 
-    Raises:
-        DataError: no template.
-        UnsupportedError: one that leaves out calls or answers of tools, or whose calls are not read back.
+    DataError for no template, UnsupportedError for one that leaves out calls or answers, or whose calls are not read.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None, *, stop_ids: Sequence[int]) -> None:
@@ -68,14 +66,9 @@ class Template:
         return ids
 
     def added(self, answers: Sequence[Message], *, after: int | None = None) -> list[int]:
-        """The ids that the template writes for these messages of tools behind the model's turn.
+        """The ids that the template writes for these messages of tools behind the model's turn, or UnsupportedError.
 
-        Args:
-            after: the last token of that turn. Where it does not end turns (a stop string did), the one that does comes
-                first. None: it does.
-
-        Raises:
-            UnsupportedError: the template does not take them.
+        Where `after`, the last token of that turn, does not end turns (a stop string did), the one that does is first.
         """
         try:
             ids: list[int] = self._rendered([*self._dummy(answers[0]["name"]), *answers], tokenize=True)

@@ -97,9 +97,8 @@ class EpisodeEngine:
     ) -> Rollouts:
         """`sampling.n` episodes of each row, which come with their numbers in the dataset; see RolloutEngine.
 
-        Raises:
-            DataError: a prompt with what `reset` returned leaves no room for a completion, or is a string.
-            UnavailableError: an environment that cannot begin.
+        DataError for a prompt that is a string, or leaves no room for a completion with what `reset` returned;
+        UnavailableError for an environment that cannot begin.
         """
         played = [
             self._begin(list(ids), *row, sampling, seed=f"{sampling.seed}/{sampling.first_prompt + place}/{member}")

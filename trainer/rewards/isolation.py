@@ -88,9 +88,8 @@ def isolated_tool(
     Args:
         tool: a function at the top level of a module, or its name as "module:name" or "path.py:name".
         timeout: seconds of a call, in the place of `tool_timeout`. The wait for a free process does not count.
-        memory: limit of a process's address space, in bytes. None: no limit.
+        memory, secrets: as of `isolated`.
         workers: how many processes there are at most; they start when they are needed, and make one call at a time.
-        secrets: environment variables that a process gets although their names or values look like secrets.
 
     Raises:
         InputError: a function that a new process cannot import, an async function, or an option out of range; in a
