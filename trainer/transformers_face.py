@@ -197,7 +197,6 @@ class TransformersFace:
         return directory
 
     def _save_final(self, card: CardFacts) -> Path:
-        """The model as it is now, with its card."""
         return self._save(self.output_dir / "final", lambda folder: write_model_card(folder, card, self.args))
 
     def _upload(self, directory: Path, **options: Any) -> Any:
@@ -315,21 +314,17 @@ class TransformersFace:
         }
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the first process of all."""
         return bool(self.accelerator.is_main_process)
 
     @property
     def is_fsdp_enabled(self) -> bool:
-        """Whether the model is sharded by FSDP2."""
         return bool(self.accelerator.distributed_type == DistributedType.FSDP)
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first process of its machine."""
         return bool(self.accelerator.is_local_main_process)
 
     @property
     def epsilon_high(self) -> float:
-        """Upper clip of the ratio."""
         return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
 
     @property

@@ -103,7 +103,7 @@ class Collector:
             facts = gather_object([RolloutFacts.of(scored)])
             samples = self._with_advantages(scored, facts, self.args.num_generations)
         self.num_tokens += sum(one.scored.num_tokens for one in facts)
-        metrics = rollout_metrics(facts, self.rewards.names, self.args) | of_rounds
+        metrics = rollout_metrics(facts, self.args) | of_rounds
         metrics |= {"num_tokens": float(self.num_tokens), **self.sync_metrics, **self.sampler.metrics()}
         return replace(scored, samples=samples, metrics=metrics)
 
@@ -150,7 +150,7 @@ class Collector:
                 samples = self._completing(engine, own, placed, range(first, end), batch="eval")()
                 scored = score_rollouts(samples, own, self.rewards, self.tokenizer, trainer_state=self.events.state)
         everywhere = gather_object([RolloutFacts.of(scored)])
-        metrics = rollout_metrics(everywhere, self.rewards.names, self.args, evaluated=True)
+        metrics = rollout_metrics(everywhere, self.args, evaluated=True)
         metrics["num_tokens"] = float(self.num_tokens)
         scored = replace(scored, samples=self._with_advantages(scored, everywhere, sampling.n))
         batch = self._learned_from(scored)

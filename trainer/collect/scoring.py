@@ -260,16 +260,14 @@ class RolloutFacts(NamedTuple):
         return cls(alone, rewards, baselines, lengths, table[:, 3:], ended, failed, dropped, supports, by_call)
 
 
-def rollout_metrics(
-    processes: Sequence[RolloutFacts], names: Sequence[str], args: GRPOConfig, *, evaluated: bool = False
-) -> dict[str, float]:
+def rollout_metrics(ranks: Sequence[RolloutFacts], args: GRPOConfig, *, evaluated: bool = False) -> dict[str, float]:
     """Reward and length metrics of one generated batch, or of an evaluation, over all processes.
 
-    They are in the order of their ranks, since a group may be on several; `names` are those of the reward functions.
+    The facts are in the order of their ranks, since a group may be on several.
     """
     size = (args.num_generations_eval or 1) if evaluated else args.num_generations
     rewards, baselines, lengths, per_function, ended, failed, dropped = (
-        torch.cat([getattr(facts, name) for facts in processes])
+        torch.cat([getattr(facts, name) for facts in ranks])
         for name in ("rewards", "baselines", "lengths", "per_function", "ended", "failed", "dropped")
     )
     lengths, ended = lengths[~failed], ended[~failed]
@@ -290,25 +288,25 @@ def rollout_metrics(
     }
     if not baselines.isnan().all():
         metrics["remax/greedy_reward"] = baselines[:, 0].nanmean()
-    for name, values in zip(names, per_function.unbind(1), strict=True):
+    for name, values in zip(ranks[0].scored.reward_names, per_function.unbind(1), strict=True):
         scored = values[~values.isnan()]
         metrics |= {f"rewards/{name}/mean": scored.mean(), f"rewards/{name}/std": _std(scored)}
-        metrics[f"time/reward/{name}"] = torch.tensor(max(facts.scored.seconds.get(name, 0.0) for facts in processes))
+        metrics[f"time/reward/{name}"] = torch.tensor(max(facts.scored.seconds.get(name, 0.0) for facts in ranks))
     for kind, counts in (("length", lengths), ("terminated_length", lengths[ended])):
         counts = counts if len(counts) else torch.zeros(1)
         metrics |= {f"completions/{stat}_{kind}": getattr(counts, stat)() for stat in ("mean", "min", "max")}
     metrics["completions/clipped_ratio"] = (~ended).float().mean()
     # What a function logs is taken for a mean over the completions that it was given.
     logged: dict[str, list[tuple[float, float]]] = {}
-    for facts in processes:
+    for facts in ranks:
         for name, value in facts.scored.logged.items():
             logged.setdefault(name, []).append((value, len(facts.rewards) / len(rewards)))
-    num_failed = sum(facts.scored.num_failed for facts in processes)
-    supports = torch.stack([facts.supports for facts in processes])
+    num_failed = sum(facts.scored.num_failed for facts in ranks)
+    supports = torch.stack([facts.supports for facts in ranks])
     if tokens := supports[:, 0].sum():
         metrics["sampling/kept_tokens/mean"] = supports[:, 1].sum() / tokens
         metrics["sampling/kept_tokens/max"] = supports[:, 2].amax()
-    episodes = torch.cat([facts.episodes for facts in processes]).float()
+    episodes = torch.cat([facts.episodes for facts in ranks]).float()
     if len(episodes):
         turns, calls, failed_calls = episodes.sum(0)
         metrics |= {
@@ -356,9 +354,7 @@ def _std(values: Tensor) -> Tensor:
 
 
 class Evaluation(NamedTuple):
-    """The evaluation of one set."""
-
-    metrics: dict[str, float]  # names of `rollout_metrics`
+    metrics: dict[str, float]  # of one set, with the names of `rollout_metrics`
     num_prompts: int
     started: float  # by time.time
     batch: list[Sample]  # of this rank
