@@ -98,9 +98,8 @@ class Learner:
         self.args, self.accelerator, self.step, self.max_steps = args, accelerator, 0, max_steps
         self.loss_config = args.loss_config(corrected=corrected)
         self.entropy = EntropyController(args)
-        self.nonfinite = NonFiniteSteps(
-            Path(args.output_dir).absolute(), accelerator.process_index, limit=args.max_skipped_steps
-        )
+        output_dir, rank = Path(args.output_dir).absolute(), accelerator.process_index
+        self.nonfinite = NonFiniteSteps(output_dir, rank, limit=args.max_skipped_steps)
         warn_of_rounding(model, args.learning_rate)
         if args.disable_dropout:
             disable_dropout(model)

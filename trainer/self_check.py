@@ -136,9 +136,8 @@ def _row(model: Any, *trees: Sequence[Sequence[int]]) -> MicroBatch:
     facts: Any = {"finish_reason": "stop", "weight_version": 0}
     batch = [Sample(prompt_ids=tokens[:1], completion_ids=tokens[1:], **facts) for tokens in ids]
     numbers = iter(range(len(ids)))
-    row = pack(
-        batch, [list(islice(numbers, len(tree))) for tree in trees], Packing(one_row=True), device=embedding.device
-    )
+    indices = [list(islice(numbers, len(tree))) for tree in trees]
+    row = pack(batch, indices, Packing(one_row=True), device=embedding.device)
     return row if takes_any_lengths(model) else replace(row, row_cu_seqlens=None)
 
 

@@ -88,10 +88,7 @@ class TransformersFace:
         """Make an entry of `state.log_history` and show it to the callbacks.
 
         Trackers and metrics.jsonl get what they do not have yet. They have every step and every evaluation already.
-
-        Args:
-            logs: numbers by name; the epoch is added.
-            start_time: not used, as in TRL.
+        The epoch is added to `logs`, numbers by name; `start_time` is not used, as in TRL.
         """
         written = logs.written if isinstance(logs, LogEntry) else frozenset()
         if added := {name: value for name, value in logs.items() if name not in written}:
@@ -149,11 +146,8 @@ class TransformersFace:
             token: of the account. None: the one that is logged in.
             card: arguments of `create_model_card`.
 
-        Returns:
-            What `huggingface_hub.HfApi.upload_folder` returns, on the first process; None on the others.
-
-        Raises:
-            UnavailableError: no network, no login, or no right to write there.
+        Returns what `huggingface_hub.HfApi.upload_folder` returns, on the first process; None on the others.
+        UnavailableError where there is no network, no login, or no right to write there.
         """
         self.events("on_push_begin")
         final = self._save_final(self._card(**card))
@@ -248,9 +242,7 @@ class TransformersFace:
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[list[Row]]:
         """The rows of an eval set that this process has, `per_device_eval_batch_size` at a time; none is left out.
 
-        Args:
-            eval_dataset: a set, or the name of one of the trainer's. None: the trainer's. A stream is read to its end.
-
+        `eval_dataset` is a set, or the name of one of the trainer's; None: the trainer's. A stream is read to its end.
         DataError for none, several, or one that cannot be used.
         """
         sets = chosen_eval_sets(eval_dataset, self.eval_dataset)

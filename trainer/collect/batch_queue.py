@@ -18,7 +18,6 @@ from fused_grpo.trainer.types import Sample
 
 Drawn = tuple[list[Row], list[Sample]]  # rows of the dataset, and the completions of their prompts, group by group
 Complete = Callable[[], list[Sample]]
-Load = Callable[[], None] | None
 
 
 class Prefetched(NamedTuple):
@@ -36,7 +35,7 @@ class BatchQueue(deque[Prefetched]):
 
     is_closed = False  # True: what has not begun is not sampled any more
 
-    def in_turn(self, sample: Complete, load: Load) -> Future[list[Sample]]:
+    def in_turn(self, sample: Complete, load: Callable[[], None] | None) -> Future[list[Sample]]:
         """What `sample` returns in a thread, behind all that was requested before; `load`, if given, comes first."""
         earlier = self[-1].samples if self else None
 

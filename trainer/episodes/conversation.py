@@ -32,11 +32,7 @@ _CALL, _ANSWER, _ARGUMENTS = f"tool_{_MARK}", f"answer_{_MARK}", {f"argument_{_M
 
 
 class Template:
-    """The chat template of a run with tools.
-
-    Args:
-        options: `chat_template_kwargs` of the run.
-        stop_ids: the tokens that end a turn.
+    """The chat template of a run with tools, with its `chat_template_kwargs`; `stop_ids` are the tokens that end turns.
 
     DataError for no template, UnsupportedError for one that leaves out calls or answers, or whose calls are not read.
     """

@@ -11,7 +11,7 @@ import difflib
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fused_grpo.errors import DataError, InputError, shown
@@ -65,8 +65,8 @@ def reasoning_gym_task(
             raise InputError(f"got {name}={value!r}, want a whole number of at least {least}, below 2^30")
     described, seen = json.dumps([generator, options]), set[str]()
     maker = IsolatedFunction(f"{__name__}:entry_of", timeout=MOST_SECONDS, memory=None, what="tool")
-    heldout = list(_new_rows(_made_entries(maker, described, seed + HELD_OUT_SEEDS, heldout_size), seen))
-    train = list(_new_rows(_made_entries(maker, described, seed, size), seen))
+    heldout = list(_new_rows(maker, described, seed + HELD_OUT_SEEDS, heldout_size, seen))
+    train = list(_new_rows(maker, described, seed, size, seen))
     if not train:
         raise DataError(
             f"got no question of {generator} to train on: all of {size} are among {len(heldout)} held-out ones; fix: "
@@ -120,8 +120,8 @@ def check_options(generator: str, options: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _made_entries(maker: IsolatedFunction, generator: str, seed: int, size: int) -> Iterator[str]:
-    """The entries of a generator, a JSON list of its name and options, as text; or a DataError."""
+def _new_rows(maker: IsolatedFunction, generator: str, seed: int, size: int, seen: set[str]) -> Iterator[Row]:
+    """Rows of the entries whose question has not been seen; adds them to `seen`. DataError for one that is not made."""
     for index in range(size):
         try:
             reply = maker.reply(json.dumps([[generator, seed, size, index], {}]), checked_text)
@@ -130,13 +130,7 @@ def _made_entries(maker: IsolatedFunction, generator: str, seed: int, size: int)
         if "error" in reply:
             got = f"got no entry {index} of seed {seed} from {generator}"
             raise DataError(f"{got}: {reply['error']}; fix: other options")
-        yield reply["value"]
-
-
-def _new_rows(entries: Iterable[str], seen: set[str]) -> Iterator[Row]:
-    """Rows of the entries whose question has not been seen; adds them to `seen`."""
-    for text in entries:
-        entry = from_text(text)
+        entry = from_text(text := reply["value"])
         if entry["question"] not in seen:
             seen.add(entry["question"])
             # Some puzzles have many solutions, and no answer.
