@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -123,10 +123,9 @@ def _takes_trees(policy: PolicyLoss, model: Any) -> bool:
         return False
     sequences = [[_FIRST[0], *tokens[1:]] for tokens in (_FIRST, _SECOND)]
     own = [_own_logits(model, *tokens) for tokens in sequences]
-    try:
+    with suppress(Exception):  # a mask of that shape is not what it takes
         return all(apart <= allowed for apart, allowed in _apart(policy, _row(model, sequences), own))
-    except Exception:  # a mask of that shape is not what it takes
-        return False
+    return False
 
 
 def _row(model: Any, *trees: Sequence[Sequence[int]]) -> MicroBatch:

@@ -90,13 +90,12 @@ class Template:
         As TRL: {"type": "function", "function": {"name": str, "arguments": dict}} for each call.
         """
         ids = list(ids)
-        try:
+        with suppress(Exception):  # of the response template, which is a program, or of what the model wrote
             return (self._parsed if self._has_own_parser else self._by_family)(ids, prefix, tools)
-        except Exception:  # of the response template, which is a program, or of what the model wrote
-            text = ""
-            with suppress(Exception):  # of ids that are none, which the check of completions names
-                text = self._tokenizer.decode(ids, skip_special_tokens=True)
-            return {"role": "assistant", "content": text}
+        text = ""
+        with suppress(Exception):  # of ids that are none, which the check of completions names
+            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return {"role": "assistant", "content": text}
 
     def _parsed(self, ids: list[int], prefix: Sequence[int], tools: Sequence[Any]) -> Message:
         message = parsed_reply(self._tokenizer, ids, prefix, tools)

@@ -287,10 +287,9 @@ class Worker:
     def accepts(self, request: str, seconds: float) -> bool:
         """Send a request; True if the worker echoes its number in time."""
         number = os.urandom(8).hex()
-        try:
+        with contextlib.suppress(OSError, EOFError, ValueError):
             return self.line(seconds, request=f"{number} {request}\n") == f"{number}\n".encode()
-        except (OSError, EOFError, ValueError):
-            return False
+        return False
 
     def line(self, seconds: float, *, request: str = "") -> bytes:
         """Send a request and read the next line; TimeoutError, EOFError, or ValueError for one that is too long."""

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fused_grpo.errors import DataError, InputError, shown
@@ -156,17 +157,13 @@ def entry_of(generator: str, seed: int, size: int, index: int) -> str:
 
 
 def score(answers: Sequence[str | None], entries: Sequence[str], generators: Sequence[str]) -> list[float]:
-    """Rewards of answers (None: there was none), by the generators of the entries."""
-    return [_score(*row) for row in zip(answers, entries, generators, strict=True)]
-
-
-def _score(answer: str | None, entry: str, generator: str) -> float:
-    """One reward: 0 where the verifier raises, or returns something that is no number."""
-    try:
-        value = float(_dataset(generator).score_answer(answer=answer, entry=from_text(entry)))
-    except (Exception, SystemExit):  # of an answer that it cannot read, or that calls exit()
-        return 0.0
-    return value if math.isfinite(value) else 0.0
+    """Rewards of answers (None: there was none); 0 where the verifier raises, or returns what is no number."""
+    rewards = [0.0] * len(answers)
+    for place, (answer, entry, generator) in enumerate(zip(answers, entries, generators, strict=True)):
+        with suppress(Exception, SystemExit):  # of an answer that it cannot read, or that calls exit()
+            value = float(_dataset(generator).score_answer(answer=answer, entry=from_text(entry)))
+            rewards[place] = value if math.isfinite(value) else 0.0
+    return rewards
 
 
 @functools.lru_cache(maxsize=8)
