@@ -2,8 +2,7 @@
 
 The loss runs *inside* the wrapped module: its forward takes a micro-batch, gets hidden states from the backbone and
 calls the fused loss with the head's weight. So DDP sees every gradient and FSDP gathers the head once; a loss computed
-on the unwrapped model would never be reduced over the ranks. Log-probs and entropies without gradients go the same way,
-because that is where FSDP gathers the weights for them.
+on the unwrapped model would never be reduced over the ranks.
 
 A teacher (docs/divergence.md) gets the policy's rows, so both have to keep the sequences of a row apart. Like the
 reference, it has routers of its own.

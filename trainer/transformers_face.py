@@ -52,8 +52,6 @@ def _part(path: str) -> Any:
 
 
 class TransformersFace:
-    """Callbacks, log, saving, data loaders and copied options, under transformers' and TRL's names."""
-
     eval_dataset: Any  # as the user gave it
     _training_state: Callable[[], TrainingFiles]  # of the loop, as a checkpoint has it
 
@@ -215,9 +213,8 @@ class TransformersFace:
             tags=[tags] if isinstance(tags, str) else tags or [],
         )
 
-    # The data. A batch is a list of rows, as in TRL: what one process samples completions for at a time, each prompt as
-    # often as it has completions there. The loop does not use these: an engine repeats prompts itself, and the position
-    # in the data is the sampler's.
+    # The data. A batch is a list of rows, as in TRL, with each prompt as often as it has completions. The loop does not
+    # use these: an engine repeats prompts itself, and the position in the data is the sampler's.
 
     def get_train_dataloader(self) -> DataLoader[list[Row]]:
         """The rows of this process in the first pass over the data, in the order in which a new run draws them.
