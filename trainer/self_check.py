@@ -35,8 +35,6 @@ _FIRST, _SECOND = range(2, 11), range(5, 12)  # tokens of two short sequences
 
 @dataclass(frozen=True)
 class Measured:
-    """What a self-check has found."""
-
     name: str  # of the model's class
     share_rows: bool  # whether position ids keep the sequences of a row apart
     one_row: bool  # whether attention takes sequences of any lengths, without a mask

@@ -21,8 +21,6 @@ Complete = Callable[[], list[Sample]]
 
 
 class Prefetched(NamedTuple):
-    """A batch that the engine samples, or has sampled."""
-
     rows: list[Row]
     samples: Future[list[Sample]]
     before: dict[str, Any]  # the position of the collector before the rows were drawn
