@@ -1,10 +1,4 @@
-"""`Learner`: the policy, its reference and its optimizer, one optimizer step at a time.
-
-    micro-batches = pack(samples)                             # [R, L] token ids, N completion tokens
-    ref_logprobs  = reference(micro-batch)                    # [N], with beta > 0 only
-    loss.backward() for each micro-batch                      # normalised by the counts of the whole step; with a
-                                                              # teacher, its hidden states first
-    clip, check, optimizer.step()
+"""`Learner`: the policy, its reference and its optimizer, one optimizer step at a time (loop.py has its lines).
 
 The cut into micro-batches changes memory and nothing else. Either every rank makes a step or none does: metrics and
 gradient norm, which decide it, are known to all ranks before the optimizer moves.
@@ -84,9 +78,7 @@ class Learner:
         corrected: whether another engine than the trainer's own model samples, so that the loss corrects for it.
         teacher: the model to distil from, or "self": the reference.
 
-    Raises:
-        InputError: a teacher with a smaller vocabulary.
-        UnsupportedError: a teacher and virtual tokens.
+    InputError for a teacher with a smaller vocabulary, UnsupportedError for one beside virtual tokens.
     """
 
     def __init__(
@@ -106,9 +98,8 @@ class Learner:
         self.args, self.accelerator, self.step, self.max_steps = args, accelerator, 0, max_steps
         self.loss_config = args.loss_config(corrected=corrected)
         self.entropy = EntropyController(args)
-        self.nonfinite = NonFiniteSteps(
-            Path(args.output_dir).absolute(), accelerator.process_index, limit=args.max_skipped_steps
-        )
+        output_dir, rank = Path(args.output_dir).absolute(), accelerator.process_index
+        self.nonfinite = NonFiniteSteps(output_dir, rank, limit=args.max_skipped_steps)
         warn_of_rounding(model, args.learning_rate)
         if args.disable_dropout:
             disable_dropout(model)
@@ -224,9 +215,8 @@ class Learner:
         `check` is called with the metrics and `rounding` before the optimizer moves; it raises where it must not.
         `event` is called with the names of the events of callbacks inside a step.
 
-        Raises:
-            NonFiniteError: the loss or the gradient norm is not finite, and more than `max_skipped_steps` steps in a
-                row were; nothing has been updated.
+        NonFiniteError where the loss or the gradient norm is not finite, after `max_skipped_steps` such steps in a row;
+        nothing has been updated.
         """
         batch, packed, options, of_uncertain = self._prepared(batch)
         self.policy.train()
@@ -305,10 +295,9 @@ class Learner:
 
     def _with_reference(self, batch: list[Sample]) -> list[Sample]:
         """The batch with the reference's log-probs, where there is a KL term and they have not been computed yet."""
-        if self.args.beta == 0:
-            return batch
+        is_missing = any(sample.ref_logprobs is None for sample in batch)
         # A rank may have no samples: all ranks compute them, or none does.
-        if not any_rank(self.accelerator, any(sample.ref_logprobs is None for sample in batch)):
+        if self.args.beta == 0 or not any_rank(self.accelerator, is_missing):
             return batch
         own_experts = with_fields(batch, {"routed_experts": [None] * len(batch)})
         with self._reference_policy() as reference:

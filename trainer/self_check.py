@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -35,8 +35,6 @@ _FIRST, _SECOND = range(2, 11), range(5, 12)  # tokens of two short sequences
 
 @dataclass(frozen=True)
 class Measured:
-    """What a self-check has found."""
-
     name: str  # of the model's class
     share_rows: bool  # whether position ids keep the sequences of a row apart
     one_row: bool  # whether attention takes sequences of any lengths, without a mask
@@ -123,10 +121,9 @@ def _takes_trees(policy: PolicyLoss, model: Any) -> bool:
         return False
     sequences = [[_FIRST[0], *tokens[1:]] for tokens in (_FIRST, _SECOND)]
     own = [_own_logits(model, *tokens) for tokens in sequences]
-    try:
+    with suppress(Exception):  # a mask of that shape is not what it takes
         return all(apart <= allowed for apart, allowed in _apart(policy, _row(model, sequences), own))
-    except Exception:  # a mask of that shape is not what it takes
-        return False
+    return False
 
 
 def _row(model: Any, *trees: Sequence[Sequence[int]]) -> MicroBatch:
@@ -136,9 +133,8 @@ def _row(model: Any, *trees: Sequence[Sequence[int]]) -> MicroBatch:
     facts: Any = {"finish_reason": "stop", "weight_version": 0}
     batch = [Sample(prompt_ids=tokens[:1], completion_ids=tokens[1:], **facts) for tokens in ids]
     numbers = iter(range(len(ids)))
-    row = pack(
-        batch, [list(islice(numbers, len(tree))) for tree in trees], Packing(one_row=True), device=embedding.device
-    )
+    indices = [list(islice(numbers, len(tree))) for tree in trees]
+    row = pack(batch, indices, Packing(one_row=True), device=embedding.device)
     return row if takes_any_lengths(model) else replace(row, row_cu_seqlens=None)
 
 

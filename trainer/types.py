@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -126,14 +126,12 @@ class ListedTokens:
     @classmethod
     def of(cls, steps: Iterable[Collection[int]], *, is_top_k: bool = False) -> ListedTokens:
         """From the ids of each token, in any order, or mappings from these to their log-probs."""
-        listed = list(steps)
-        ids = torch.tensor(list(chain.from_iterable(listed)), dtype=torch.int32)
-        sizes = torch.tensor(list(map(len, listed)), dtype=torch.int32)
-        order = ids.argsort()
-        order = order[torch.arange(len(sizes)).repeat_interleave(sizes)[order].argsort(stable=True)]
-        values = list(chain.from_iterable(step.values() for step in listed if isinstance(step, Mapping)))
-        logprobs = torch.tensor(values, dtype=torch.float32)
-        return cls(ids[order], sizes, logprobs[order] if len(values) == len(ids) else None, is_top_k)
+        given = [(step, sorted(step)) for step in steps]
+        ids = torch.tensor([token for _, tokens in given for token in tokens], dtype=torch.int32)
+        sizes = torch.tensor([len(tokens) for _, tokens in given], dtype=torch.int32)
+        values = [step[token] for step, tokens in given if isinstance(step, Mapping) for token in tokens]
+        logprobs = torch.tensor(values, dtype=torch.float32) if len(values) == len(ids) else None
+        return cls(ids, sizes, logprobs, is_top_k)
 
     @classmethod
     def joined(cls, parts: Sequence[ListedTokens]) -> ListedTokens:
@@ -213,7 +211,6 @@ class Rollouts:
     episodes: list[Episode] | None = None  # B; None: each completion is one turn
 
     def samples(self) -> list[Sample]:
-        """The completions one by one."""
         count = len(self.completion_ids)
         extra = [dict(zip(self.extra, values, strict=True)) for values in zip(*self.extra.values(), strict=True)]
         columns: dict[str, Sequence[Any] | None] = {

@@ -5,14 +5,8 @@ correction, plus 1e-4) the scale. A function that returned None for a completion
 that no function scored gets advantage 0 and takes no part in its group's statistics.
 
 docs/rewards.md has the two orders in which several functions are combined, and docs/loss.md the other baselines and
-scales of `advantage_estimator`, with their formulas and papers.
-
-**The optimal token baseline** (arXiv:2602.07078) is another one for each place in the completions of a group, by
-squared norms s_j of the gradients of log-probs in the logits (`_maths/moments.py`) and weights rho_j of the sampling
-correction: W_it is the sum of rho_j^2 s_j over the tokens of completion i up to place t.
-
-`tir_optimal_token_baseline` is verl's variant for tool-integrated reasoning: places count the model's own tokens alone,
-so that turns of different tools' outputs are compared, and where a completion is alone its baseline is 0.
+scales of `advantage_estimator`, with their formulas and papers. That of an optimal token baseline has squared norms s
+of the gradients of log-probs in the logits (`_maths/moments.py`) and weights rho of the sampling correction.
 """
 
 from __future__ import annotations
@@ -193,8 +187,7 @@ class Scores(NamedTuple):
 def token_advantages(group: Sequence[Scores], *, zero_tail: bool) -> list[Tensor]:
     """Advantages [n] fp32 of the tokens of each completion of a group, 0 where fewer than two rewards differ.
 
-    Args:
-        zero_tail: the baseline is 0 where one completion alone is left, and not its own reward.
+    With `zero_tail`, the baseline is 0 where one completion alone is left, and not its own reward.
 
     A right completion of one token and a wrong one of two; first tokens with norms of 1 and 3 have b_1 = 1/4:
 

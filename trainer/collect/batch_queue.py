@@ -18,12 +18,9 @@ from fused_grpo.trainer.types import Sample
 
 Drawn = tuple[list[Row], list[Sample]]  # rows of the dataset, and the completions of their prompts, group by group
 Complete = Callable[[], list[Sample]]
-Load = Callable[[], None] | None
 
 
 class Prefetched(NamedTuple):
-    """A batch that the engine samples, or has sampled."""
-
     rows: list[Row]
     samples: Future[list[Sample]]
     before: dict[str, Any]  # the position of the collector before the rows were drawn
@@ -36,7 +33,7 @@ class BatchQueue(deque[Prefetched]):
 
     is_closed = False  # True: what has not begun is not sampled any more
 
-    def in_turn(self, sample: Complete, load: Load) -> Future[list[Sample]]:
+    def in_turn(self, sample: Complete, load: Callable[[], None] | None) -> Future[list[Sample]]:
         """What `sample` returns in a thread, behind all that was requested before; `load`, if given, comes first."""
         earlier = self[-1].samples if self else None
 
@@ -67,9 +64,8 @@ class BatchQueue(deque[Prefetched]):
 class Pace:
     """How many batches may be in flight: `most`, or fewer where rollouts are further than `limit` from the policy.
 
-    A policy that goes on in one direction is n times as far after n steps, and the divergence is the square of that.
-    So the rollouts that were learned from last say how many steps are within the limit. An engine's rounding, which
-    rollouts on policy are off by, does not count.
+    The divergence of a policy that goes on in one direction grows with the square of its steps, so the rollouts that
+    were learned from last say how many are within the limit. An engine's rounding, as on policy, does not count.
     """
 
     most: int

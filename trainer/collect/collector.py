@@ -1,13 +1,8 @@
 """`Collector`: from prompts to a `RolloutBuffer` that is ready for the optimizer. One `generate` call each time.
 
-    rows     = sampler.next_batch()                           # P prompts of this rank
-    rollouts = engine.generate(prompts, n=g)                  # B = P * g samples with their sampling log-probs
-    samples  = score_rollouts(rollouts, rows, rewards)        # each with its rewards
-    advantages = multi_objective_advantages(rewards, G)       # [B], of whole groups, before anything is cut
-    batches  = one for each optimizer step, balanced across ranks, with old log-probs for all but the first
-
-g is G, or the part of a group that fits into a rank's share of the batch: then consecutive ranks have the same prompt,
-and each samples its part. Rewards are gathered, so advantages are always those of whole groups.
+Of each of its P prompts a rank samples G completions, or the part of a group that fits into its share of the batch:
+then consecutive ranks have the same prompt, and each samples its part. Rewards are gathered, so advantages are always
+those of whole groups, before anything is cut.
 
 For ReMax, a second `generate` call gives a greedy completion of each prompt, to the rank with the first part of its
 group: the `greedy` of the samples.
@@ -66,8 +61,6 @@ Sync = Callable[[], object]  # sends the current weights to the engine, if it ha
 
 
 class Collector:
-    """Draws prompts, has an engine complete them, scores the completions and makes batches for a learner of them."""
-
     def __init__(self, start: Start, sampler: PromptSampler, learner: Learner, events: Events) -> None:
         self.args, self.accelerator, self.sampler, self.learner = start.args, learner.accelerator, sampler, learner
         self.rewards, self.tokenizer, self.prompt_limit = start.rewards, start.tokenizer, start.limit
@@ -88,9 +81,8 @@ class Collector:
         They are of one generation, or with `dynamic_sampling` of as many as fill the batch. `sync` is called on all
         ranks, before an engine that has nothing to do samples.
 
-        Raises:
-            RewardError: a reward function failed and `reward_failure` is not "drop", or no group is left.
-            UnavailableError: the engine failed and `rollout_failure` is not "drop", or no group is left.
+        RewardError or UnavailableError where a reward function or the engine failed and its option of failures is not
+        "drop", or no group is left.
         """
         scored, of_rounds = self._round(engine, phases, sync), dict[str, float]()
         if self.args.dynamic_sampling:
@@ -109,7 +101,7 @@ class Collector:
             facts = gather_object([RolloutFacts.of(scored)])
             samples = self._with_advantages(scored, facts, self.args.num_generations)
         self.num_tokens += sum(one.scored.num_tokens for one in facts)
-        metrics = rollout_metrics(facts, self.rewards.names, self.args) | of_rounds
+        metrics = rollout_metrics(facts, self.args) | of_rounds
         metrics |= {"num_tokens": float(self.num_tokens), **self.sync_metrics, **self.sampler.metrics()}
         return replace(scored, samples=samples, metrics=metrics)
 
@@ -156,7 +148,7 @@ class Collector:
                 samples = self._completing(engine, own, placed, range(first, end), batch="eval")()
                 scored = score_rollouts(samples, own, self.rewards, self.tokenizer, trainer_state=self.events.state)
         everywhere = gather_object([RolloutFacts.of(scored)])
-        metrics = rollout_metrics(everywhere, self.rewards.names, self.args, evaluated=True)
+        metrics = rollout_metrics(everywhere, self.args, evaluated=True)
         metrics["num_tokens"] = float(self.num_tokens)
         scored = replace(scored, samples=self._with_advantages(scored, everywhere, sampling.n))
         batch = self._learned_from(scored)
@@ -252,12 +244,13 @@ class Collector:
         if not self.queue:
             sync()
         drawn = self._draw_and_request(engine, phases, sync) if self.args.generate_ahead else None
+        score = partial(score_rollouts, rewards=self.rewards, tokenizer=self.tokenizer, trainer_state=self.events.state)
         with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"):
             rows, samples = drawn or self._draw(engine, phases)
             with phases("reward"), self._in_place():
-                scored = score_rollouts(samples, rows, self.rewards, self.tokenizer, trainer_state=self.events.state)
+                scored = score(samples, rows)
                 if self.has_greedy:
-                    scored = score_greedy(scored, self.rewards, self.tokenizer, trainer_state=self.events.state)
+                    scored = score_greedy(scored, score)
         size = self.args.num_generations
         if "drop" in (self.args.reward_failure, self.args.rollout_failure) and self.group_part != size:
             # A group that any rank drops its part of is dropped by all ranks that have a part of it.

@@ -3,16 +3,15 @@
 `rollout_metrics` has the names that TRL's users plot, for a step's rollouts and for those of an evaluation, of which
 `metrics.jsonl` and `TrainResult` have the mean rewards alone.
 
-`eval_loss` is there as in TRL: the loss of a step with these completions, on policy, without the correction for the
-sampler. That is about 0 plus the KL term less the entropy bonus, whatever the policy is: the metric to choose a model
-by is `eval_reward`. Where it is 0 for certain (one completion per prompt, no such term), none goes through the model.
+`eval_loss` (docs/data.md) is on policy and without the correction for the sampler: about 0 plus the KL term less the
+entropy bonus. Where it is 0 for certain (one completion per prompt, no such term), none goes through the model.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -116,9 +115,8 @@ def score_rollouts(
     of the dataset; completions of conversations are passed as messages, which the tokenizer's response template has
     parsed, where it has one. Reward functions are not given groups with a `failure`, which are dropped.
 
-    Raises:
-        RewardError: a function failed and `reward_failure` is not "drop", or no group is left.
-        InputError: a function has an argument for which there is no column.
+    RewardError for a function that failed where `reward_failure` is not "drop"; InputError for an argument of one for
+    which there is no column.
     """
     size = len(samples) // max(1, len(rows))
     rows = [row for row in rows for _ in range(size)]
@@ -176,8 +174,8 @@ def score_rollouts(
     )
 
 
-def score_greedy(scored: Scored, rewards: Rewards, tokenizer: Any, *, trainer_state: Any = None) -> Scored:
-    """With the rewards of its greedy completions, if there are some; a group whose own one is dropped is, too.
+def score_greedy(scored: Scored, score: Callable[..., Scored]) -> Scored:
+    """With what `score` gives its greedy completions, if there are some; a group whose own one is dropped is, too.
 
     What the functions log of these is not in the log.
     """
@@ -185,14 +183,8 @@ def score_greedy(scored: Scored, rewards: Rewards, tokenizer: Any, *, trainer_st
     if not greedy:
         return scored
     rows = {id(sample.greedy): sample.row for sample in scored.samples}
-    result = score_rollouts(
-        list(greedy.values()),
-        [rows[key] for key in greedy],
-        rewards,
-        tokenizer,
-        trainer_state=trainer_state,
-        unscored_is="is greedy, and no baseline for the others of its prompt: their advantages are 0",
-    )
+    unscored_is = "is greedy, and no baseline for the others of its prompt: their advantages are 0"
+    result = score(list(greedy.values()), [rows[key] for key in greedy], unscored_is=unscored_is)
     baselines = dict(zip(greedy, result.samples, strict=True))
     samples = with_fields(scored.samples, {"greedy": [baselines.get(id(sample.greedy)) for sample in scored.samples]})
     return replace(
@@ -268,16 +260,14 @@ class RolloutFacts(NamedTuple):
         return cls(alone, rewards, baselines, lengths, table[:, 3:], ended, failed, dropped, supports, by_call)
 
 
-def rollout_metrics(
-    processes: Sequence[RolloutFacts], names: Sequence[str], args: GRPOConfig, *, evaluated: bool = False
-) -> dict[str, float]:
+def rollout_metrics(ranks: Sequence[RolloutFacts], args: GRPOConfig, *, evaluated: bool = False) -> dict[str, float]:
     """Reward and length metrics of one generated batch, or of an evaluation, over all processes.
 
-    They are in the order of their ranks, since a group may be on several; `names` are those of the reward functions.
+    The facts are in the order of their ranks, since a group may be on several.
     """
     size = (args.num_generations_eval or 1) if evaluated else args.num_generations
     rewards, baselines, lengths, per_function, ended, failed, dropped = (
-        torch.cat([getattr(facts, name) for facts in processes])
+        torch.cat([getattr(facts, name) for facts in ranks])
         for name in ("rewards", "baselines", "lengths", "per_function", "ended", "failed", "dropped")
     )
     lengths, ended = lengths[~failed], ended[~failed]
@@ -298,25 +288,25 @@ def rollout_metrics(
     }
     if not baselines.isnan().all():
         metrics["remax/greedy_reward"] = baselines[:, 0].nanmean()
-    for name, values in zip(names, per_function.unbind(1), strict=True):
+    for name, values in zip(ranks[0].scored.reward_names, per_function.unbind(1), strict=True):
         scored = values[~values.isnan()]
         metrics |= {f"rewards/{name}/mean": scored.mean(), f"rewards/{name}/std": _std(scored)}
-        metrics[f"time/reward/{name}"] = torch.tensor(max(facts.scored.seconds.get(name, 0.0) for facts in processes))
+        metrics[f"time/reward/{name}"] = torch.tensor(max(facts.scored.seconds.get(name, 0.0) for facts in ranks))
     for kind, counts in (("length", lengths), ("terminated_length", lengths[ended])):
         counts = counts if len(counts) else torch.zeros(1)
         metrics |= {f"completions/{stat}_{kind}": getattr(counts, stat)() for stat in ("mean", "min", "max")}
     metrics["completions/clipped_ratio"] = (~ended).float().mean()
     # What a function logs is taken for a mean over the completions that it was given.
     logged: dict[str, list[tuple[float, float]]] = {}
-    for facts in processes:
+    for facts in ranks:
         for name, value in facts.scored.logged.items():
             logged.setdefault(name, []).append((value, len(facts.rewards) / len(rewards)))
-    num_failed = sum(facts.scored.num_failed for facts in processes)
-    supports = torch.stack([facts.supports for facts in processes])
+    num_failed = sum(facts.scored.num_failed for facts in ranks)
+    supports = torch.stack([facts.supports for facts in ranks])
     if tokens := supports[:, 0].sum():
         metrics["sampling/kept_tokens/mean"] = supports[:, 1].sum() / tokens
         metrics["sampling/kept_tokens/max"] = supports[:, 2].amax()
-    episodes = torch.cat([facts.episodes for facts in processes]).float()
+    episodes = torch.cat([facts.episodes for facts in ranks]).float()
     if len(episodes):
         turns, calls, failed_calls = episodes.sum(0)
         metrics |= {
@@ -341,9 +331,8 @@ def pass_rates(per_function: Tensor, n: int) -> dict[str, float]:
 
         pass@k = mean over prompts of 1 - C(n - c, k) / C(n, k)
 
-    Args:
-        per_function: rewards [B, F], groups of n one after the other; NaN: not scored. A prompt none of whose
-            completions was scored does not count, any other such completion is wrong.
+    Rewards are [B, F], groups of n one after the other; NaN: not scored. A prompt none of whose completions was scored
+    does not count, any other such completion is wrong.
 
     Of the 6 pairs of four completions, 3 have the one that is right:
 
@@ -365,9 +354,7 @@ def _std(values: Tensor) -> Tensor:
 
 
 class Evaluation(NamedTuple):
-    """The evaluation of one set."""
-
-    metrics: dict[str, float]  # names of `rollout_metrics`
+    metrics: dict[str, float]  # of one set, with the names of `rollout_metrics`
     num_prompts: int
     started: float  # by time.time
     batch: list[Sample]  # of this rank

@@ -142,7 +142,6 @@ class Start:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes."""
         return self.accelerator is None or bool(self.accelerator.is_main_process)
 
     @property
@@ -205,16 +204,7 @@ def check_given(start: Start) -> None:
     """The arguments go together, and the datasets can be used; environments write prompts where there are none."""
     args, factory = start.args, start.environment_factory
     check_gradients(start.model)
-    check_arguments(
-        args,
-        rollout_func=start.rollout_func,
-        rollout_engine=start.rollout_engine,
-        eval_dataset=start.eval_dataset,
-        teacher_model=start.teacher_model,
-        tools=start.tools,
-        environment_factory=factory,
-        quantization_config=start.quantization_config,
-    )
+    check_arguments(**start.arguments())
     train = rows_of_environments(start.train_dataset, factory, args)
     start.eval_dataset = with_prompts(start.eval_dataset, factory)
     start.train_dataset = check_dataset(train, name="train_dataset")
@@ -431,7 +421,7 @@ def check_rewards(start: Start) -> None:
             raise InputError(f"{error} ({name})") from error
     names, best = start.rewards.names, start.args.metric_for_best_model
     nothing = RolloutFacts.of(Scored(samples=[], weight_version=0, reward_names=names))
-    found = rollout_metrics([nothing], names, start.args, evaluated=True)
+    found = rollout_metrics([nothing], start.args, evaluated=True)
     prefixes = [f"eval_{eval_set}_" if eval_set else "eval_" for eval_set in start.evals]
     evaluated = {prefix + name for prefix in prefixes for name in (*found, "loss", "num_tokens")}
     if best is not None and start.evals and evaluated.isdisjoint({best, f"eval_{best}"}):

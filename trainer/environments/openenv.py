@@ -26,8 +26,7 @@ def openenv_environment(
         show: turns an observation into the text that the model reads.
         reward: turns the rewards of the steps into that of the episode, which is 0 where no step had one.
 
-    Raises:
-        UnavailableError: openenv-core is not installed.
+    UnavailableError where openenv-core is not installed.
     """
     client = installed("openenv.core", extra="openenv").GenericEnvClient
 

@@ -32,15 +32,9 @@ _CALL, _ANSWER, _ARGUMENTS = f"tool_{_MARK}", f"answer_{_MARK}", {f"argument_{_M
 
 
 class Template:
-    """The chat template of a run with tools.
+    """The chat template of a run with tools, with its `chat_template_kwargs`; `stop_ids` are the tokens that end turns.
 
-    Args:
-        options: `chat_template_kwargs` of the run.
-        stop_ids: the tokens that end a turn.
-
-    Raises:
-        DataError: no template.
-        UnsupportedError: one that leaves out calls or answers of tools, or whose calls are not read back.
+    DataError for no template, UnsupportedError for one that leaves out calls or answers, or whose calls are not read.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None, *, stop_ids: Sequence[int]) -> None:
@@ -68,14 +62,9 @@ class Template:
         return ids
 
     def added(self, answers: Sequence[Message], *, after: int | None = None) -> list[int]:
-        """The ids that the template writes for these messages of tools behind the model's turn.
+        """The ids that the template writes for these messages of tools behind the model's turn, or UnsupportedError.
 
-        Args:
-            after: the last token of that turn. Where it does not end turns (a stop string did), the one that does comes
-                first. None: it does.
-
-        Raises:
-            UnsupportedError: the template does not take them.
+        Where `after`, the last token of that turn, does not end turns (a stop string did), the one that does is first.
         """
         try:
             ids: list[int] = self._rendered([*self._dummy(answers[0]["name"]), *answers], tokenize=True)
@@ -101,13 +90,12 @@ class Template:
         As TRL: {"type": "function", "function": {"name": str, "arguments": dict}} for each call.
         """
         ids = list(ids)
-        try:
+        with suppress(Exception):  # of the response template, which is a program, or of what the model wrote
             return (self._parsed if self._has_own_parser else self._by_family)(ids, prefix, tools)
-        except Exception:  # of the response template, which is a program, or of what the model wrote
-            text = ""
-            with suppress(Exception):  # of ids that are none, which the check of completions names
-                text = self._tokenizer.decode(ids, skip_special_tokens=True)
-            return {"role": "assistant", "content": text}
+        text = ""
+        with suppress(Exception):  # of ids that are none, which the check of completions names
+            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return {"role": "assistant", "content": text}
 
     def _parsed(self, ids: list[int], prefix: Sequence[int], tools: Sequence[Any]) -> Message:
         message = parsed_reply(self._tokenizer, ids, prefix, tools)

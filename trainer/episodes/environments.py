@@ -75,9 +75,7 @@ class Environments:
         factory: makes an environment, or a dict of such by name, from which the column "environment" chooses.
         tools: functions that every episode may call beside its environment's methods.
 
-    Raises:
-        InputError: nothing callable, an object without `reset`, or a method without a schema.
-        UnavailableError: the factory raised.
+    InputError for an object without `reset`, or a method without a schema; UnavailableError where the factory raises.
     """
 
     def __init__(self, factory: Factory | Mapping[str, Factory], tools: Sequence[Tool]) -> None:

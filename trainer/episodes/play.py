@@ -1,11 +1,6 @@
-"""Plays the episodes of a batch: turns of the model and of its tools, until none calls a tool any more.
+"""Plays the episodes of a batch: turns of the model and of its tools, until none calls a tool any more (`_play`).
 
-    for each of B episodes: reset its environment, encode its prompt, add its first turn to the engine's session
-    while a turn is sampled or a tool is called:
-        a turn is complete  -> its calls are made; without any, or cut, the episode ends
-        tools have answered -> their answers are added as masked tokens, and the next turn is sampled
-
-No episode waits for another one where the engine can sample turns as they come.
+Answers are added as masked tokens. No episode waits for another one where the engine can sample turns as they come.
 """
 
 from __future__ import annotations
@@ -97,9 +92,8 @@ class EpisodeEngine:
     ) -> Rollouts:
         """`sampling.n` episodes of each row, which come with their numbers in the dataset; see RolloutEngine.
 
-        Raises:
-            DataError: a prompt with what `reset` returned leaves no room for a completion, or is a string.
-            UnavailableError: an environment that cannot begin.
+        DataError for a prompt that is a string, or leaves no room for a completion with what `reset` returned;
+        UnavailableError for an environment that cannot begin.
         """
         played = [
             self._begin(list(ids), *row, sampling, seed=f"{sampling.seed}/{sampling.first_prompt + place}/{member}")

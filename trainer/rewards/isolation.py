@@ -1,8 +1,9 @@
-"""A function in a process of its own, with a time limit and a memory limit: reward functions here, tools in episodes/.
+"""A reward function or a tool in processes of its own, with a time limit and a memory limit.
 
-docs/rewards.md has what a user sees. Requests and replies are lines of JSON over a socket pair: a reply from a process
-that runs model output must not be unpickled. That rules out process pools (concurrent.futures, pebble): they unpickle
-replies, and "spawn" runs the user's script again. pebble also leaves alive what a killed worker has started.
+docs/rewards.md and docs/agents.md have what a user sees. Requests and replies are lines of JSON over a socket pair: a
+reply from a process that runs model output must not be unpickled. That rules out process pools (concurrent.futures,
+pebble): they unpickle replies, and "spawn" runs the user's script again. pebble also leaves alive what a killed worker
+has started.
 
 Before it replies, a worker echoes the random number of the request. If it does not, an earlier completion has left
 something behind (a busy thread, unread output), and a new worker gets the request. This is not a sandbox (SECURITY.md).
@@ -24,12 +25,13 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from queue import LifoQueue
 from typing import Any, BinaryIO, ClassVar, Literal, TypeVar
 
 from fused_grpo.errors import InputError, RewardError, quoted, shown
 from fused_grpo.trainer.common.redaction import without_secrets
 from fused_grpo.trainer.common.threads import in_thread
-from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async, load_reward
+from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async, load_reward, reward_name
 
 WORKER = "fused_grpo.trainer.rewards.worker"
 START_SECONDS = 300.0  # to import the function's module, which no completion is to blame for
@@ -71,6 +73,52 @@ def isolated(
     # The trainer reads the name and the signature.
     functools.update_wrapper(reward, loaded)
     return reward
+
+
+def isolated_tool(
+    tool: Callable[..., Any] | str,
+    *,
+    timeout: float,
+    memory: int | None = None,
+    workers: int = 4,
+    secrets: Sequence[str] = (),
+) -> Callable[..., str]:
+    """The function as a tool whose calls run in processes of their own, with its name, signature and docstring.
+
+    Args:
+        tool: a function at the top level of a module, or its name as "module:name" or "path.py:name".
+        timeout: seconds of a call, in the place of `tool_timeout`. The wait for a free process does not count.
+        memory, secrets: as of `isolated`.
+        workers: how many processes there are at most; they start when they are needed, and make one call at a time.
+
+    Raises:
+        InputError: a function that a new process cannot import, an async function, or an option out of range; in a
+            call, one that a new process cannot load, which ends the run.
+        RuntimeError: in a call, the tool raised, exceeded a limit or ended its process.
+    """
+    if workers < 1:
+        raise InputError(f"got workers={workers}, want processes >= 1")
+    reference, function = importable(tool, "tool", timeout=timeout, memory=memory)
+    # The one that was called last is called next, so that no more start than are needed.
+    idle = LifoQueue[IsolatedFunction]()
+    for _ in range(workers):
+        idle.put(IsolatedFunction(reference, timeout=timeout, memory=memory, secrets=secrets, what="tool"))
+
+    @functools.wraps(function)
+    def call(*positional: Any, **named: Any) -> str:
+        request, worker = json.dumps([positional, named]), idle.get()
+        try:
+            reply = worker.reply(request, checked_text)
+        except WorkerError as error:
+            raise RuntimeError(f"the process of {reward_name(function)} {error}") from error
+        finally:
+            idle.put(worker)
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return reply["value"]
+
+    vars(call)["is_isolated"] = True
+    return call
 
 
 def importable(
@@ -239,10 +287,9 @@ class Worker:
     def accepts(self, request: str, seconds: float) -> bool:
         """Send a request; True if the worker echoes its number in time."""
         number = os.urandom(8).hex()
-        try:
+        with contextlib.suppress(OSError, EOFError, ValueError):
             return self.line(seconds, request=f"{number} {request}\n") == f"{number}\n".encode()
-        except (OSError, EOFError, ValueError):
-            return False
+        return False
 
     def line(self, seconds: float, *, request: str = "") -> bytes:
         """Send a request and read the next line; TimeoutError, EOFError, or ValueError for one that is too long."""

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError, quoted, shown
 from fused_grpo.trainer.common.redaction import to_json
@@ -246,8 +246,7 @@ def load_reward(name: str, *, what: str = "reward function") -> RewardFunction:
         raise InputError(f"got {what} {name!r}, which cannot be loaded: {error}") from error
     if not callable(function):
         raise InputError(f"got {what} {name!r}, which is a {type(function).__name__}, want something callable")
-    loaded: RewardFunction = function
-    return loaded
+    return cast(RewardFunction, function)
 
 
 def names_a_function(name: str) -> bool:

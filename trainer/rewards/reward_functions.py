@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from accelerate.utils import patch_environment
@@ -388,5 +388,4 @@ def load_reward_model(name: str, **options: Any) -> nn.Module:
             f"got the reward model {name!r} without trained weights for {', '.join(missing)}, "
             "want a sequence-classification model with one label"
         )
-    loaded: nn.Module = model
-    return loaded
+    return cast(nn.Module, model)

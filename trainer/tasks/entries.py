@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 from fused_grpo.errors import DataError, quoted
 from fused_grpo.trainer.rewards.builtin_rewards import NUMBER, final_answer, sole_number
@@ -27,8 +27,7 @@ def as_text(entry: Mapping[str, Any]) -> str:
 
 def from_text(text: str) -> dict[str, Any]:
     """The inverse of `as_text`."""
-    entry: dict[str, Any] = json.loads(text, object_hook=_restored)
-    return entry
+    return cast(dict[str, Any], json.loads(text, object_hook=_restored))
 
 
 def _plain(value: Any) -> Any:

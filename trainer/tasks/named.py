@@ -24,9 +24,7 @@ def named_task(name: str, options: Sequence[str] = (), *, limit: int | None, eva
         options: of the task, each as name=value.
         limit, eval_limit: rows to train on and held-out ones. None: the task's own numbers.
 
-    Raises:
-        InputError: an unknown name, or an option that the task does not take.
-        UnavailableError: what the task needs is not installed.
+    InputError for an unknown name or option, UnavailableError where what the task needs is not installed.
     """
     if name in BUILT_IN:
         if options:
