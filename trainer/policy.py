@@ -2,7 +2,8 @@
 
 The loss runs *inside* the wrapped module: its forward takes a micro-batch, gets hidden states from the backbone and
 calls the fused loss with the head's weight. So DDP sees every gradient and FSDP gathers the head once; a loss computed
-on the unwrapped model would never be reduced over the ranks.
+on the unwrapped model would never be reduced over the ranks. Log-probs and entropies without gradients go the same way,
+because that is where FSDP gathers the weights for them.
 
 A teacher (docs/divergence.md) gets the policy's rows, so both have to keep the sequences of a row apart. Like the
 reference, it has routers of its own.
@@ -51,7 +52,8 @@ class PolicyLoss(nn.Module):
         router_aux_loss_coef: weight of the auxiliary loss of a mixture-of-experts model; 0: there is none.
         routing: what becomes of the experts of micro-batches that have some; None: nothing.
 
-    UnsupportedError for no head, or one that is not one matrix.
+    Raises:
+        UnsupportedError: no head, or one that is not one matrix.
     """
 
     def __init__(
@@ -101,17 +103,19 @@ class PolicyLoss(nn.Module):
         self,
         batch: MicroBatch,
         *,
+        num_tokens: float | Tensor,
+        num_sequences: float | Tensor,
         num_micro_batches: float | Tensor = 1.0,
         config: GRPOLossConfig | None = None,
+        entropy_threshold: Tensor | None = None,
+        num_entropy_tokens: float | None = None,
         squares: bool = False,
         teacher: Callable[[MicroBatch], Distillation] | None = None,
-        **of_step: Any,
     ) -> GRPOLossOutput:
         """The loss of a micro-batch, normalised by the counts of the whole optimizer step.
 
-        `of_step` has these counts, and the threshold of `top_entropy_quantile`, as `fused_linear_grpo_loss` takes them.
         The routers' auxiliary loss is the mean over the micro-batches that have sequences, of all tokens but padding.
-        `config` takes the place of the module's own.
+        `config` takes the place of the module's own; the threshold is that of `top_entropy_quantile` over the step.
         With `squares`, metrics have [N] "squared_gradients", too; with experts of the sampler, sums of its routing.
         """
         distillation = None if teacher is None else teacher(batch)  # first, before the policy keeps activations
@@ -138,9 +142,12 @@ class PolicyLoss(nn.Module):
             ref_logprobs=batch.ref_logprobs,
             sampling_logprobs=batch.sampling_logprobs,
             covariance_selected=batch.covariance_selected,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            entropy_threshold=entropy_threshold,
+            num_entropy_tokens=num_entropy_tokens,
             config=config,
             distillation=distillation,
-            **of_step,
             **options,
         )
         if squares:

@@ -52,6 +52,8 @@ def _part(path: str) -> Any:
 
 
 class TransformersFace:
+    """Callbacks, log, saving, data loaders and copied options, under transformers' and TRL's names."""
+
     eval_dataset: Any  # as the user gave it
     _training_state: Callable[[], TrainingFiles]  # of the loop, as a checkpoint has it
 
@@ -86,7 +88,10 @@ class TransformersFace:
         """Make an entry of `state.log_history` and show it to the callbacks.
 
         Trackers and metrics.jsonl get what they do not have yet. They have every step and every evaluation already.
-        The epoch is added to `logs`, numbers by name; `start_time` is not used, as in TRL.
+
+        Args:
+            logs: numbers by name; the epoch is added.
+            start_time: not used, as in TRL.
         """
         written = logs.written if isinstance(logs, LogEntry) else frozenset()
         if added := {name: value for name, value in logs.items() if name not in written}:
@@ -144,8 +149,11 @@ class TransformersFace:
             token: of the account. None: the one that is logged in.
             card: arguments of `create_model_card`.
 
-        Returns what `huggingface_hub.HfApi.upload_folder` returns, on the first process; None on the others.
-        UnavailableError where there is no network, no login, or no right to write there.
+        Returns:
+            What `huggingface_hub.HfApi.upload_folder` returns, on the first process; None on the others.
+
+        Raises:
+            UnavailableError: no network, no login, or no right to write there.
         """
         self.events("on_push_begin")
         final = self._save_final(self._card(**card))
@@ -189,6 +197,7 @@ class TransformersFace:
         return directory
 
     def _save_final(self, card: CardFacts) -> Path:
+        """The model as it is now, with its card."""
         return self._save(self.output_dir / "final", lambda folder: write_model_card(folder, card, self.args))
 
     def _upload(self, directory: Path, **options: Any) -> Any:
@@ -200,7 +209,9 @@ class TransformersFace:
                 self.hub_model_id, commit = push_to_hub(directory, name, private=private, **options)
         return commit
 
-    def _card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None) -> CardFacts:
+    def _card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | Sequence[str] | None = None
+    ) -> CardFacts:
         return CardFacts(
             name=model_name or self.args.hub_model_id or self.output_dir.name,
             rewards=self.rewards.names,
@@ -213,8 +224,9 @@ class TransformersFace:
             tags=[tags] if isinstance(tags, str) else tags or [],
         )
 
-    # The data. A batch is a list of rows, as in TRL, with each prompt as often as it has completions. The loop does not
-    # use these: an engine repeats prompts itself, and the position in the data is the sampler's.
+    # The data. A batch is a list of rows, as in TRL: what one process samples completions for at a time, each prompt as
+    # often as it has completions there. The loop does not use these: an engine repeats prompts itself, and the position
+    # in the data is the sampler's.
 
     def get_train_dataloader(self) -> DataLoader[list[Row]]:
         """The rows of this process in the first pass over the data, in the order in which a new run draws them.
@@ -223,7 +235,8 @@ class TransformersFace:
         micro-batch and iteration that uses its completions, so that the length is that of the pass in micro-batches.
         Prompts that fill no batch are left out. Reading it does not move the run's own position.
 
-        UnsupportedError for a stream, whose position a second reader would move.
+        Raises:
+            UnsupportedError: a stream, whose position a second reader would move.
         """
         if is_stream(self.dataset):
             raise UnsupportedError(
@@ -239,8 +252,11 @@ class TransformersFace:
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[list[Row]]:
         """The rows of an eval set that this process has, `per_device_eval_batch_size` at a time; none is left out.
 
-        `eval_dataset` is a set, or the name of one of the trainer's; None: the trainer's. A stream is read to its end.
-        DataError for none, several, or one that cannot be used.
+        Args:
+            eval_dataset: a set, or the name of one of the trainer's. None: the trainer's. A stream is read to its end.
+
+        Raises:
+            DataError: none, several, or one that cannot be used.
         """
         sets = chosen_eval_sets(eval_dataset, self.eval_dataset)
         if len(sets) > 1:
@@ -303,17 +319,21 @@ class TransformersFace:
         }
 
     def is_world_process_zero(self) -> bool:
+        """Whether this is the first process of all."""
         return bool(self.accelerator.is_main_process)
 
     @property
     def is_fsdp_enabled(self) -> bool:
+        """Whether the model is sharded by FSDP2."""
         return bool(self.accelerator.distributed_type == DistributedType.FSDP)
 
     def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
         return bool(self.accelerator.is_local_main_process)
 
     @property
     def epsilon_high(self) -> float:
+        """Upper clip of the ratio."""
         return self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
 
     @property

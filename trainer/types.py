@@ -211,6 +211,7 @@ class Rollouts:
     episodes: list[Episode] | None = None  # B; None: each completion is one turn
 
     def samples(self) -> list[Sample]:
+        """The completions one by one."""
         count = len(self.completion_ids)
         extra = [dict(zip(self.extra, values, strict=True)) for values in zip(*self.extra.values(), strict=True)]
         columns: dict[str, Sequence[Any] | None] = {

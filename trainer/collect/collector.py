@@ -61,6 +61,8 @@ Sync = Callable[[], object]  # sends the current weights to the engine, if it ha
 
 
 class Collector:
+    """Draws prompts, has an engine complete them, scores the completions and makes batches for a learner of them."""
+
     def __init__(self, start: Start, sampler: PromptSampler, learner: Learner, events: Events) -> None:
         self.args, self.accelerator, self.sampler, self.learner = start.args, learner.accelerator, sampler, learner
         self.rewards, self.tokenizer, self.prompt_limit = start.rewards, start.tokenizer, start.limit

@@ -142,6 +142,7 @@ class Start:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is the process that writes."""
         return self.accelerator is None or bool(self.accelerator.is_main_process)
 
     @property
@@ -204,7 +205,16 @@ def check_given(start: Start) -> None:
     """The arguments go together, and the datasets can be used; environments write prompts where there are none."""
     args, factory = start.args, start.environment_factory
     check_gradients(start.model)
-    check_arguments(**start.arguments())
+    check_arguments(
+        args,
+        rollout_func=start.rollout_func,
+        rollout_engine=start.rollout_engine,
+        eval_dataset=start.eval_dataset,
+        teacher_model=start.teacher_model,
+        tools=start.tools,
+        environment_factory=factory,
+        quantization_config=start.quantization_config,
+    )
     train = rows_of_environments(start.train_dataset, factory, args)
     start.eval_dataset = with_prompts(start.eval_dataset, factory)
     start.train_dataset = check_dataset(train, name="train_dataset")

@@ -103,7 +103,6 @@ def check_arguments(
     environment_factory: Any = None,
     quantization_config: Any = None,
     rollout_engine: Any = None,
-    **others: Any,
 ) -> None:
     """Check arguments of the trainer against its options; InputError for what does not go together.
 

@@ -1,6 +1,11 @@
-"""Plays the episodes of a batch: turns of the model and of its tools, until none calls a tool any more (`_play`).
+"""Plays the episodes of a batch: turns of the model and of its tools, until none calls a tool any more.
 
-Answers are added as masked tokens. No episode waits for another one where the engine can sample turns as they come.
+    for each of B episodes: reset its environment, encode its prompt, add its first turn to the engine's session
+    while a turn is sampled or a tool is called:
+        a turn is complete  -> its calls are made; without any, or cut, the episode ends
+        tools have answered -> their answers are added as masked tokens, and the next turn is sampled
+
+No episode waits for another one where the engine can sample turns as they come.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Reward functions and reward models: called on completions, with their results checked."""
+"""Reward functions and reward models: called on completions, with their results checked.
+
+reward_functions  `Rewards`: all functions of a run, called on a batch; retries, dropped groups; reward models
+reward_call       one function: its name, its arguments, its timeout, checks of what it returns
+isolation         a function in a process of its own (worker.py is that process)
+builtin_rewards   ready-made rewards and their short names (math_answers.py is the part that runs isolated)
+"""
 
 from __future__ import annotations
 
