@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +52,7 @@ _ZERO_AT_FIRST = ("lora_B", "lora_embedding_A")  # factors of an update: of line
 _UNSUPPORTED = ["alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"]
 _UNSUPPORTED += ["trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"]
 
-_peft = cache(partial(installed, "peft", extra="peft"))
+_peft = partial(installed, "peft", extra="peft")
 
 
 def adapt(
