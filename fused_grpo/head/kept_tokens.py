@@ -70,6 +70,11 @@ class SupportedHead:
         self._entries, self._places = kept_entries(support, head.targets, take_part)
 
     @property
+    def temperature(self) -> Tensor:
+        """[N]"""
+        return self._head.temperature
+
+    @property
     def items(self) -> Tensor:
         """The places of the entries among the support's token_ids, [E]."""
         return self._every.select(self._entries.rows)[0]
@@ -310,8 +315,8 @@ class _Supported(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         statistics = rows.statistics(entropy=entropy, moments=moments)
         ctx.set_materialize_grads(False)
-        # The leaves are saved so that autograd finds out if they were changed before the backward pass.
-        save_for_backward(ctx, (hidden, weight, bias), *statistics)
+        # What the backward pass reads is saved so that autograd finds out if it was changed before.
+        save_for_backward(ctx, (hidden, weight, bias, rows.temperature), *statistics)
         ctx.rows = rows
         seen = rows.moments(statistics) if moments else None
         if seen is not None:
@@ -323,6 +328,6 @@ class _Supported(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        statistics = Statistics(*saved_tensors(ctx)[3:])
+        statistics = Statistics(*saved_tensors(ctx)[4:])
         g = torch.zeros_like(statistics.logprobs) if grad_logprobs is None else grad_logprobs
         return *ctx.rows.gradients(statistics, Upstream(g, grad_entropy)), None, None, None

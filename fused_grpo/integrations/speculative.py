@@ -85,7 +85,7 @@ class _Speculative(torch.autograd.Function):
         with full_precision(hidden):
             result = chunked_loss(head, inputs, config, choice.passes(options["impl"]), plan)
         ctx.set_materialize_grads(False)
-        save_for_backward(ctx, (hidden, weight, bias))
+        save_for_backward(ctx, (hidden, weight, bias, head.targets, head.temperature))
         ctx.speculative, ctx.gradients = result.upstream, result.gradients
         ctx.targets, ctx.options = head.targets, {**head.transform(), **options, "bias": None}
         return _with_masked_rows(result, head, inputs, options)
@@ -93,7 +93,8 @@ class _Speculative(torch.autograd.Function):
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        leaves = saved_tensors(ctx)  # raises in a second backward pass, whose gradients are freed already
+        # Raises in a second backward pass, whose gradients are freed already, and where one of them was changed.
+        leaves = saved_tensors(ctx)[:3]
         factor = factor_between(ctx.speculative, upstream)
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         gradients = ctx.gradients
@@ -157,7 +158,8 @@ def _from_scratch(
     )
     assert hidden is not None
     assert weight is not None
-    with torch.enable_grad():
+    # Autocast was applied in the forward pass, if it was on there; it may be on here alone.
+    with torch.enable_grad(), full_precision(hidden):
         values = linear_logprobs_and_entropy(hidden, weight, ctx.targets, **{**ctx.options, "bias": bias})
         loss = sum(
             (value * gradient).sum() for value, gradient in zip(values, upstream, strict=True) if gradient is not None

@@ -76,7 +76,8 @@ def return_logprobs(
         loss: minus the sum of the log-probs, divided by `num_items_in_batch` or, without it, by the number of labels;
             plus the model's auxiliary loss times its coefficient. At temperature 1 it is the model's own loss.
     Labels are those of transformers: in the shape of `input_ids`, and shifted inside. With `shift_labels=` instead,
-    which are shifted already, results are [B, T]. A call with labels uses no cache.
+    which are shifted already, results are [B, T]. `ignore_index=` takes the place of -100. A call with labels uses no
+    cache.
 
     Args:
         model: a causal LM of transformers, or one inside a PeftModel, DDP, FSDP, DeepSpeed's engine or torch.compile.
@@ -105,7 +106,8 @@ def return_logprobs(
 class _Call:
     """The state of one call with labels."""
 
-    targets: Tensor  # [B, T], the next token of each token; -100 where there is none
+    targets: Tensor  # [B, T], the next token of each token; `ignored` where there is none
+    ignored: int
     shifted: bool  # whether the caller shifted the labels: then the last position has a target
     scores: tuple[Tensor, ...] | None = None  # log-probs and maybe entropy, once the head has been called
     probe: Tensor | None = None  # [1, 1, V], in place of the logits
@@ -141,7 +143,7 @@ class _Scorer:
             labels, shift_labels = (named.pop(name, None) for name in ("labels", "shift_labels"))
             if not self.open or (labels is None and shift_labels is None):
                 return own(*args, **kwargs)
-            count = named.pop("num_items_in_batch", None)
+            count, ignored = named.pop("num_items_in_batch", None), named.pop("ignore_index", _IGNORED)
             if not isinstance(named.get("logits_to_keep", 0), int) or named.get("logits_to_keep"):
                 raise InputError(
                     "got logits_to_keep with labels, want all; fix: leave it out, and label the others -100"
@@ -150,8 +152,8 @@ class _Scorer:
                 named["use_cache"] = False
             given = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
             check_tensors(**given)
-            targets = pad(labels[..., 1:], (0, 1), value=_IGNORED) if shift_labels is None else shift_labels
-            return self._score(own, named, _Call(targets, shifted=shift_labels is not None), count)
+            targets = pad(labels[..., 1:], (0, 1), value=ignored) if shift_labels is None else shift_labels
+            return self._score(own, named, _Call(targets, ignored, shifted=shift_labels is not None), count)
 
         functools.update_wrapper(forward, own)
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -200,6 +202,7 @@ class _Scorer:
             temperature[:, scored] = _broadcast(self.temperature, temperature[:, scored])
         weight = weight_of(head)
         arguments = {**self.transform, **self.options, "temperature": temperature, "bias": head.bias}
+        arguments["ignore_index"] = call.ignored
         if self.entropy:
             scores: tuple[Tensor, ...] = linear_logprobs_and_entropy(hidden, weight, targets, **arguments)
         else:
@@ -213,7 +216,7 @@ class _Scorer:
         assert call.scores is not None
         log_probs, entropy = call.scores[0], call.scores[1] if self.entropy else None
         if count is None:
-            count = (call.targets != _IGNORED).sum().clamp_min(1)
+            count = (call.targets != call.ignored).sum().clamp_min(1)
         loss = -log_probs.sum() / (count.to(log_probs.device) if isinstance(count, Tensor) else count)
         auxiliary = getattr(output, "aux_loss", None)
         if isinstance(auxiliary, Tensor):

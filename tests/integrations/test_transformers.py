@@ -88,6 +88,17 @@ def test_the_loss_is_the_models_own(model, batch, assert_equals, count):
     )
 
 
+@pytest.mark.parametrize("count", [None, 7])
+def test_ignore_index_is_that_of_the_call(model, batch, assert_equals, count):
+    labels = batch["labels"].masked_fill(batch["labels"] == -100, 3)
+    batch |= {"labels": labels, "ignore_index": 3} | ({} if count is None else {"num_items_in_batch": count})
+    assert_equals(
+        model,
+        lambda model: learned(model, called(model, batch).loss),
+        lambda model: learned(model, model(**batch).loss),
+    )
+
+
 @pytest.mark.parametrize("name", ["Mixtral", "JetMoe"])
 def test_so_is_the_loss_of_its_experts(make_model, batch, assert_equals, name):
     options = {"router_aux_loss_coef": 0.3, "aux_loss_coef": 0.3, "num_local_experts": 4, "num_experts_per_tok": 2}

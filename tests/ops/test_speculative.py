@@ -151,3 +151,23 @@ def test_backward_twice_needs_a_retained_graph():
     torch.testing.assert_close(case.leaves[0].grad, 2 * once)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+def test_autocast_in_the_backward_pass_alone_rounds_nothing(recomputed):
+    case, gradients = Case(CONFIGS["dapo"]), []
+    case.leaves = [x.float().requires_grad_() for x in case.leaves]
+    for enabled in (False, True):
+        loss = case.speculative(*case.leaves).logprobs.square().sum()
+        with torch.autocast(case.leaves[0].device.type, torch.bfloat16, enabled=enabled):
+            gradients.append(torch.autograd.grad(loss, case.leaves))
+    assert len(recomputed) == 2
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.cpu_only(reason="the ops are given copies there")
+def test_targets_that_have_changed_since_are_found_out():
+    case = Case(CONFIGS["dapo"])
+    loss = case.speculative(case.leaves[0].requires_grad_(), *case.leaves[1:]).logprobs.square().sum()
+    case.targets.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

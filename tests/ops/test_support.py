@@ -268,13 +268,14 @@ def test_log_probs_without_a_gradient_are_those_with_one(impl, entropy):
 
 
 @pytest.mark.cpu_only(reason="the ops are given copies there")
-def test_a_weight_that_has_changed_since_is_found_out():
-    inputs = make_inputs([3, 2])
+@pytest.mark.parametrize("name", ["weight", "temperature"])
+def test_what_has_changed_since_is_found_out(name):
+    inputs = make_inputs([3, 2], temperature=True)
     inputs["weight"].requires_grad_()
     out = linear_logprobs(**inputs).sum()
-    inputs["weight"].data.mul_(1.0)
+    inputs[name].data.mul_(1.0)
     with torch.no_grad():
-        inputs["weight"].mul_(2.0)
+        inputs[name].mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
 
