@@ -37,8 +37,7 @@ LOSS_KERNEL = ["tests/kernels/test_grpo_loss.py"]
 PROMISES = ["tests/ops/test_loss_promises.py", "-k", "torch"]
 VARIANTS = ["tests/ops/test_loss_variants.py", "-k", "(all_paths or no_trace) and dapo and (plain or quantile)"]
 SHARDS = ["tests/ops/test_vocab_parallel.py", "-k", "shards_give and 3-tokens"]
-# Those tests take a third of the time of all bugs, for one in twenty of them.
-START_PROCESSES = ("tests/ops/test_vocab_parallel.py", "tests/trainer/engines/test_own_server.py")
+
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
 ENVIRONMENT |= {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HYPOTHESIS_PROFILE": "found"}

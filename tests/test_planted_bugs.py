@@ -24,14 +24,7 @@ def attempt(farm):
     return attempt
 
 
-def cases():
-    """Each bug; with `--full` alone where what finds it starts a server or several processes."""
-    for name, bug in planted_bugs.BUGS.items():
-        is_slow = bug.caught_by[0].startswith(planted_bugs.START_PROCESSES) or "two_processes" in bug.caught_by[-1]
-        yield pytest.param(name, id=name, marks=pytest.mark.full if is_slow else ())
-
-
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", planted_bugs.BUGS)
 def test_the_bug_is_caught(attempt, name):
     status, said = attempt(bug := planted_bugs.BUGS[name], SWAP)
     if not planted_bugs.is_caught(status, said):  # it may need another import, or a process that imports it

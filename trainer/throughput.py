@@ -32,7 +32,8 @@ class GPU:
     flops: float
     bandwidth: float
     memory: float
-    reached: float = 1.0  # What programs reach of these peaks, relative to Hopper.
+    reached: float = 1.0
+    """What programs reach of these peaks, relative to Hopper."""
 
 
 GPUS = {
@@ -49,14 +50,22 @@ GPUS = {
 class Rates:
     """What runs reach of the peaks (shares of 1), and seconds that no peak says."""
 
-    bandwidth: float = 0.7  # Share of the memory's bandwidth while decoding.
-    decode: float = 0.5  # Share of the FLOP/s in the engine, for completions and prompts.
-    host: float = 4e-3  # Time of the engine's scheduler and launches for one token of all sequences.
-    sequence: float = 2e-5  # The same for each sequence: sampling, detokenizing, stop conditions.
-    all_reduce: float = 1e-5  # One all-reduce of tensor parallelism, for each doubling of its GPUs.
-    far_all_reduce: float = 8e-5  # What an all-reduce takes longer if it leaves the machine.
-    mfu: float = 0.41  # Share of the FLOP/s in training.
-    expert_mfu: float = 0.10  # The same for mixtures of experts, attention excepted.
+    bandwidth: float = 0.7
+    """Share of the memory's bandwidth while decoding."""
+    decode: float = 0.5
+    """Share of the FLOP/s in the engine, for completions and prompts."""
+    host: float = 4e-3
+    """Time of the engine's scheduler and launches for one token of all sequences."""
+    sequence: float = 2e-5
+    """The same for each sequence: sampling, detokenizing, stop conditions."""
+    all_reduce: float = 1e-5
+    """One all-reduce of tensor parallelism, for each doubling of its GPUs."""
+    far_all_reduce: float = 8e-5
+    """What an all-reduce takes longer if it leaves the machine."""
+    mfu: float = 0.41
+    """Share of the FLOP/s in training."""
+    expert_mfu: float = 0.10
+    """The same for mixtures of experts, attention excepted."""
 
     def __post_init__(self) -> None:
         shares = ("above 0, at most 1", lambda value: 0 < value <= 1, "bandwidth decode mfu expert_mfu")
@@ -68,17 +77,24 @@ class Rates:
 class ModelSize:
     """The sizes of a causal LM."""
 
-    model_params: float  # Number of parameters, embeddings included, such as 7.6e9.
+    model_params: float
+    """Number of parameters, embeddings included, such as 7.6e9."""
     active_params: float | None = None
     """Of a mixture of experts: parameters that one token is computed with, such as 3.3e9. None is all."""
-    layers: int  # Number of layers.
-    hidden_size: int  # Width of the hidden states.
-    heads: int  # Number of attention heads.
+    layers: int
+    """Number of layers."""
+    hidden_size: int
+    """Width of the hidden states."""
+    heads: int
+    """Number of attention heads."""
     kv_heads: float
     """Number of heads of keys and values. Of latent attention: numbers that are cached of a token, by 2 * head_dim."""
-    head_dim: int = 128  # Width of a head.
-    vocab_size: int  # Number of tokens in the vocabulary.
-    tie_word_embeddings: bool = False  # The head is the embedding.
+    head_dim: int = 128
+    """Width of a head."""
+    vocab_size: int
+    """Number of tokens in the vocabulary."""
+    tie_word_embeddings: bool = False
+    """The head is the embedding."""
 
     def __post_init__(self) -> None:
         sizes = "model_params active_params layers hidden_size heads kv_heads head_dim vocab_size"
@@ -131,25 +147,37 @@ class Run:
     """A batch, the GPUs and the way to sample. Lengths in tokens."""
 
     size: ModelSize
-    gpus: int  # Number of GPUs, of rollouts and training together.
-    gpu: str = "h100"  # Kind of the GPUs: a100, h20, h100, h200, b200 or gb200.
-    prompts: int = 64  # Prompts of a generated batch.
-    num_generations: int = 16  # Completions of each prompt.
-    prompt_length: int = 512  # Mean length of the prompts.
-    completion_length: float = 1024  # Mean length of the completions (`completions/mean_length` in the log of a run).
-    max_completion_length: int = 4096  # Length of the longest completion.
+    gpus: int
+    """Number of GPUs, of rollouts and training together."""
+    gpu: str = "h100"
+    """Kind of the GPUs: a100, h20, h100, h200, b200 or gb200."""
+    prompts: int = 64
+    """Prompts of a generated batch."""
+    num_generations: int = 16
+    """Completions of each prompt."""
+    prompt_length: int = 512
+    """Mean length of the prompts."""
+    completion_length: float = 1024
+    """Mean length of the completions (`completions/mean_length` in the log of a run)."""
+    max_completion_length: int = 4096
+    """Length of the longest completion."""
     generate_ahead: int = 0
     """Batches that servers sample while the optimizer learns. 0: rollouts and training take turns."""
     in_flight: bool = False
     """Servers sample of several batches at a time and take new weights in the middle of completions, so that they
     never drain: prime-rl and NeMo-RL, not this trainer."""
-    gradient_checkpointing: bool = True  # Recompute each layer in the backward pass.
+    gradient_checkpointing: bool = True
+    """Recompute each layer in the backward pass."""
     log_prob_passes: int = 0
     """Forward passes besides the loss: one for a reference, one for old log-probs of several steps per generation."""
-    share_prompts: bool = True  # Compute a prompt once for its completions in the training pass.
-    reward_seconds: float = 0.0  # Seconds that the rewards of a batch take.
-    tool_seconds: float = 0.0  # Seconds that a completion waits for its tools, all calls together.
-    sync_bandwidth: float = 10e9  # Bytes per second of a weight sync, of all servers together.
+    share_prompts: bool = True
+    """Compute a prompt once for its completions in the training pass."""
+    reward_seconds: float = 0.0
+    """Seconds that the rewards of a batch take."""
+    tool_seconds: float = 0.0
+    """Seconds that a completion waits for its tools, all calls together."""
+    sync_bandwidth: float = 10e9
+    """Bytes per second of a weight sync, of all servers together."""
     gpu_memory_utilization: float | None = None
     """Share of a GPU's memory that vLLM takes. None is 0.9 for servers and 0.3 in the trainer's process."""
     rates: Rates = field(default_factory=Rates)

@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 
 from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head.checks import check_tensors, outside_graphs
+from fused_grpo.head.checks import check_plan, check_tensors, outside_graphs
 from fused_grpo.integrations._peers import check_version
 from fused_grpo.integrations.logit_transform import head_transform, is_close, mismatch, transformed
 from fused_grpo.integrations.model_head import forward_name, head_of, probe, weight_of
@@ -152,6 +152,7 @@ class _Scorer:
                 named["use_cache"] = False
             given = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
             check_tensors(**given)
+            check_plan(self.options["impl"], ignore_index=ignored)  # what pads the shifted labels
             targets = pad(labels[..., 1:], (0, 1), value=ignored) if shift_labels is None else shift_labels
             return self._score(own, named, _Call(targets, ignored, shifted=shift_labels is not None), count)
 

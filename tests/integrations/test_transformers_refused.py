@@ -117,6 +117,8 @@ def test_arguments_that_cannot_be_right_are_refused(model, batch):
         ({"labels": batch["labels"][0]}, {}, r"got labels \(11,\) and hidden states \(3, 11, 32\)"),
         ({"labels": batch["labels"].tolist()}, {}, "got labels of type list, want a torch.Tensor"),
         ({"shift_labels": batch["labels"].tolist()}, {}, "got shift_labels of type list, want a torch.Tensor"),
+        ({"ignore_index": "none"}, {}, "got ignore_index='none', want a whole number"),
+        ({"ignore_index": 2**70}, {}, "got ignore_index=1180591620717411303424, want a whole number"),
         ({"return_dict": False}, {}, "got a tuple from Qwen2ForCausalLM"),
         ({}, {"temperature": torch.ones(4, 10)}, r"got temperature \(4, 10\), want what broadcasts to .*\(3, 10\)"),
         ({}, {"temperature": 0.0}, "got temperature=0.0"),

@@ -5,8 +5,14 @@ correction, plus 1e-4) the scale. A function that returned None for a completion
 that no function scored gets advantage 0 and takes no part in its group's statistics.
 
 docs/rewards.md has the two orders in which several functions are combined, and docs/loss.md the other baselines and
-scales of `advantage_estimator`, with their formulas and papers. That of an optimal token baseline has squared norms s
-of the gradients of log-probs in the logits (`_maths/moments.py`) and weights rho of the sampling correction.
+scales of `advantage_estimator`, with their formulas and papers.
+
+**The optimal token baseline** (arXiv:2602.07078) is another one for each place in the completions of a group, by
+squared norms s_j of the gradients of log-probs in the logits (`_maths/moments.py`) and weights rho_j of the sampling
+correction: W_it is the sum of rho_j^2 s_j over the tokens of completion i up to place t.
+
+`tir_optimal_token_baseline` is verl's variant for tool-integrated reasoning: places count the model's own tokens alone,
+so that turns of different tools' outputs are compared, and where a completion is alone its baseline is 0.
 """
 
 from __future__ import annotations

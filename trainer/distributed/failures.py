@@ -220,9 +220,11 @@ class NonFiniteSteps:
         return False
 
     def state(self) -> dict[str, int]:
+        """The counters, as JSON."""
         return {"in_a_row": self.in_a_row, "total": self.total}
 
     def load_state(self, state: Mapping[str, int]) -> None:
+        """The inverse of `state`."""
         self.in_a_row, self.total = state["in_a_row"], state["total"]
 
     def _keep(self, folder: Path, facts: Mapping[str, object], evidence: Callable[[], Mapping[str, Tensor]]) -> str:
@@ -252,6 +254,7 @@ class StopOnSignal:
 
     @property
     def requested(self) -> bool:
+        """Whether a signal has come."""
         return bool(self._since)
 
     @property

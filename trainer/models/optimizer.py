@@ -44,9 +44,11 @@ class EntropyController:
         return {"entropy_coef": self.coefficient, "entropy_coef_applied": applied}
 
     def state(self) -> dict[str, float | None]:
+        """As JSON."""
         return {"coefficient": self.coefficient, "last_entropy": self.last_entropy}
 
     def load_state(self, state: dict[str, float | None]) -> None:
+        """The inverse of `state`."""
         self.coefficient, self.last_entropy = float(state["coefficient"] or 0.0), state["last_entropy"]
 
 

@@ -73,6 +73,7 @@ def sum_reward(completions: Sequence[str], answer: Sequence[str], **columns: Any
 
 
 def build_model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+    """The configuration of a Qwen2 with two layers."""
     return Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
