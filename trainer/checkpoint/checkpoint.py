@@ -449,16 +449,6 @@ def changing(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def check_space(directory: Path, wanted: int) -> None:
-    """Raise CheckpointError where there is no room for `wanted` bytes."""
-    free = shutil.disk_usage(there := existing(directory)).free
-    if free < wanted:
-        raise CheckpointError(
-            f"got {bytes_text(free)} free at {there}, want about {bytes_text(wanted)} for the final model and "
-            "checkpoints; fix: free some space (save_only_model, save_strategy='no'), or another output_dir"
-        )
-
-
 def _is_of_disk(error: Exception) -> bool:
     # safetensors and tokenizers write from Rust, which names the system's errors like this.
     return not isinstance(error, CheckpointError) and (isinstance(error, OSError) or "(os error" in str(error))

@@ -36,6 +36,8 @@ from fused_grpo.trainer.checkpoint.checkpoint import (
     step_of,
 )
 from fused_grpo.trainer.common.file_names import METRICS_FILE, NONFINITE_FOLDER, RUN_FILE, RUN_FILES, TRACKERS_FOLDER
+from fused_grpo.trainer.common.formatting import bytes_text
+from fused_grpo.trainer.common.warnings import warn_once
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +79,26 @@ def check_output_dir(
             if overwrite or place not in entries:  # overwriting removes entries but for the user's files in them
                 refuse_foreign(place)
     return entries
+
+
+def check_space(directory: Path, model: int, *, copies: int, checkpoints_kept: int) -> None:
+    """Room for the final model of `model` bytes and checkpoints that are `copies` times as large.
+
+    Raises CheckpointError where there is none for it and one of them; a warning says that not all of them fit.
+    """
+    free, one = shutil.disk_usage(there := existing(directory)).free, model * copies
+    fix = "fix: free some space (save_total_limit, save_only_model, save_strategy='no'), or another output_dir"
+    if free < (wanted := model + one * (checkpoints_kept > 0)):
+        raise CheckpointError(
+            f"got {bytes_text(free)} free at {there}, want about {bytes_text(wanted)} for the final model and "
+            f"checkpoints; {fix}"
+        )
+    more = checkpoints_kept - len(checkpoints(directory))  # those that are there are replaced, or counted
+    if more > 1 and free < (wanted := model + one * more):
+        warn_once(
+            f"got {bytes_text(free)} free at {there}, room for {(free - model) // one} more checkpoints, want about "
+            f"{bytes_text(wanted)} for the final model and the {more} that this run is going to keep; {fix}"
+        )
 
 
 def _entries_to_clear(path: Path, *, overwrite: bool, keep: Set[str]) -> list[Path]:

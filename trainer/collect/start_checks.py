@@ -24,9 +24,9 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
 from fused_grpo.errors import DataError, InputError, WrongTypeError
-from fused_grpo.trainer.checkpoint.checkpoint import check_space, checkpoints, newest_checkpoint, verify_checkpoint
+from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.optimizer_states import check_optimizer
-from fused_grpo.trainer.checkpoint.output_dir import check_output_dir
+from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_space
 from fused_grpo.trainer.checkpoint.training_state import read_numbers
 from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
@@ -406,15 +406,15 @@ def check_places(start: Start) -> None:
 
 
 def check_disk(start: Start) -> None:
-    """Room for the final model and a checkpoint."""
+    """Room for the final model and the checkpoints."""
     if start.shape is None or not start.is_main:
         return
     args, trained = start.args, start.shape.trained  # an adapter is saved alone
     is_chosen = "dtype" in (args.model_init_kwargs or ())
     dtype = torch.bfloat16 if is_chosen else getattr(start.model, "dtype", torch.float32)
-    saves = args.save_strategy in ("steps", "epoch")
-    state = 2 if saves and not args.save_only_model and args.optim.startswith("adamw_torch") else 0
-    check_space(Path(args.output_dir), dtype.itemsize * trained * (1 + saves + state))
+    copies = 1 if args.save_only_model or not args.optim.startswith("adamw_torch") else 3
+    most = args.most_checkpoints(start.max_steps, float(start.epochs.at(start.max_steps)))
+    check_space(Path(args.output_dir), dtype.itemsize * trained, copies=copies, checkpoints_kept=most)
 
 
 def check_rewards(start: Start) -> None:

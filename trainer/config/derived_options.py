@@ -40,6 +40,9 @@ class DerivedOptions:
     generation_batch_size: int | None
     dynamic_sampling: int
     batch_invariant: bool
+    save_strategy: str
+    save_steps: float
+    save_total_limit: int | None
     use_cpu: bool
     ddp_backend: str | None
     ddp_timeout: int
@@ -137,6 +140,13 @@ class DerivedOptions:
         return self.process_index == 0
 
     should_log = should_save
+
+    def most_checkpoints(self, max_steps: int, epochs: float) -> int:
+        """How many a run of so many steps and epochs has at a time; with save_strategy="best" at least."""
+        by_steps = math.ceil(max_steps / whole_steps(self.save_steps, max_steps))
+        saved = {"no": 0, "steps": by_steps, "epoch": math.ceil(epochs)}.get(self.save_strategy, 1)
+        # The newest is written before the oldest is removed.
+        return min(saved, self.save_total_limit + 1) if self.save_total_limit else saved
 
     @property
     def distributed_state(self) -> PartialState:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import shutil
 from collections import namedtuple
@@ -318,6 +319,36 @@ def test_a_disk_without_room_for_the_model_and_a_checkpoint_is_named(start, tmp_
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 100_000))
     refused(start, "free at .*, want about .* for the final model and checkpoints", tmp_path)
     assert start(save_strategy="no", max_steps=1).max_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, 10),
+        ({"save_steps": 4}, 3),
+        ({"save_steps": 0.3}, 4),
+        ({"save_total_limit": 4}, 5),
+        ({"save_strategy": "epoch"}, 5),
+        ({"save_total_limit": 1}, None),
+        ({"save_only_model": True}, None),
+        ({"save_strategy": "no"}, None),
+    ],
+)
+def test_a_disk_that_fills_before_the_last_checkpoint_is_named(start, monkeypatch, caplog, options, kept):
+    """It has room for the final model and for two whole checkpoints, or for six without the optimizer's state."""
+    warn_once.cache_clear()
+    defaults = {"save_strategy": "steps", "save_steps": 1, "max_steps": 10}
+    weights = start(max_steps=10).start.shape.trained * 4
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, int(7.5 * weights)))
+    begun = start(**defaults | options | ({"save_total_limit": 5} if "save_only_model" in options else {}))
+    said = [line for line in caplog.messages if "more checkpoints" in line]
+    if kept is None:
+        assert not said
+    else:
+        kept = math.ceil(begun.start.epochs.at(10)) if options.get("save_strategy") == "epoch" else kept
+        assert "room for 2 more checkpoints, want about" in said[0]
+        assert f" the {kept} that this run" in said[0]
 
 
 @pytest.mark.parametrize("part", ["config", "generation_config"])
