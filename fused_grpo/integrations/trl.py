@@ -67,7 +67,8 @@ def patched(*, chunk_bytes: int | None = None) -> Iterator[None]:
     entering.
 
     Args:
-        chunk_bytes: budget for the one chunk or tile of logits, as in `linear_logprobs`.
+        chunk_bytes: budget for the one chunk or tile of logits, as in `linear_logprobs`; with speculative gradients as
+            in `fused_linear_grpo_loss`.
     """
     original = GRPOTrainer._compute_loss
 
@@ -83,7 +84,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """`trl.GRPOTrainer` with our ops: arguments, options, metrics and checkpoints are TRL's."""
 
     chunk_bytes: int | None = None
-    """Budget for the one chunk or tile of logits, as in `linear_logprobs`; may be set at any time."""
+    """Budget for the one chunk or tile of logits, as in `patched`; may be set at any time."""
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         with _our_ops(self.chunk_bytes):
