@@ -23,7 +23,6 @@ from fused_grpo.head.checks import HeadOptions, check_main_grad, check_plan, che
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
 from fused_grpo.head.chunked_loss import (
     AttachGradients,
-    Beside,
     ChunkedLoss,
     LossPlan,
     Score,
@@ -35,6 +34,7 @@ from fused_grpo.head.entries import Support, kept_mask, support_of
 from fused_grpo.head.head import Head, Wanted, flatten_head
 from fused_grpo.head.kept_loss import supported_loss
 from fused_grpo.head.sharded import shards_of
+from fused_grpo.head.visited_rows import Beside
 from fused_grpo.loss import GRPOLossOutput, LossArguments, loss_inputs
 from fused_grpo.passes import choice
 from fused_grpo.passes.protocol import RowPasses
