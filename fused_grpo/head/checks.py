@@ -277,16 +277,14 @@ def check_temperature_values(temperature: Tensor) -> None:
 
 
 def check_squared_gradients(
-    out: Tensor | None, targets: Tensor, dtype: torch.dtype, process_group: Any, distillation: Any
+    out: Tensor, targets: Tensor, dtype: torch.dtype, process_group: Any, distillation: Any
 ) -> None:
-    """Check that the squared gradients can be written to `out`, if it is given, in the shape of the targets.
+    """Check that the squared gradients can be written to `out`, in the shape of the targets.
 
     Raises:
         InputError: another shape, dtype or device than wanted, or a tensor that requires a gradient.
         UnsupportedError: a process_group or a distillation, with which there are none.
     """
-    if out is None:
-        return
     if process_group is not None or distillation is not None:
         other = "process_group" if distillation is None else "distillation"
         raise UnsupportedError(f"got squared_gradients with a {other}; fix: leave one of them out")

@@ -89,6 +89,7 @@ class ChunkedLoss(NamedTuple):
     squares: Tensor | None = None  # [N] sum p^2, where they are wanted
 
 
+@torch.no_grad()
 def chunked_loss(
     head: Head,
     inputs: LossInputs,
