@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,14 +36,10 @@ HEADROOM = 16.0
 _SMALL_D = 16.0
 
 
-def are_all(rows: slice | Tensor, count: int) -> bool:
-    """Whether these are all of `count` rows, in order: then no view is needed, which costs a microsecond."""
-    return isinstance(rows, slice) and rows.indices(count) == (0, count, 1)
-
-
 def picked(values: Tensor, rows: slice | Tensor) -> Tensor:
-    """`values[rows]`, or the values themselves where these are all."""
-    return values if are_all(rows, values.shape[0]) else values[rows]
+    """`values[rows]`, or the values themselves where these are all: no view is needed, which costs a microsecond."""
+    count = values.shape[0]
+    return values if isinstance(rows, slice) and rows.indices(count) == (0, count, 1) else values[rows]
 
 
 class RowState(NamedTuple):
@@ -68,9 +65,7 @@ class Statistics(NamedTuple):
 
     def rows(self, rows: slice | Tensor) -> Statistics:
         """The statistics of some rows."""
-        if are_all(rows, self.shift.shape[0]):
-            return self
-        return Statistics(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+        return Statistics(*(None if x is None else picked(x, rows) for x in self))  # type: ignore[arg-type]
 
 
 class Upstream(NamedTuple):
@@ -81,9 +76,7 @@ class Upstream(NamedTuple):
 
     def rows(self, rows: slice | Tensor) -> Upstream:
         """The gradients of some rows."""
-        if are_all(rows, self.logprobs.shape[0]):
-            return self
-        return Upstream(self.logprobs[rows], None if self.entropy is None else self.entropy[rows])
+        return Upstream(picked(self.logprobs, rows), None if self.entropy is None else picked(self.entropy, rows))
 
     def have_gradient(self) -> Tensor:
         """Which rows have a gradient that is not 0, [N]."""
@@ -185,16 +178,12 @@ def full_precision(tensor: Tensor) -> Iterator[None]:
     """Inside, there is no autocast on the device of `tensor`, and its GEMMs take fp32 as it is and add up nothing in 16
     bits. A compiled "reference" keeps the settings of its user: a compiler cannot trace how they change."""
     device = tensor.device.type
-    cast, exact = torch.is_autocast_enabled(device), _exact_matmul.get("cuda" if tensor.is_cuda else device)
-    with torch.autocast(device, enabled=False) if cast else contextlib.nullcontext():
-        if exact is None or torch.compiler.is_compiling():
-            yield
-            return
-        exact.enter()
-        try:
-            yield
-        finally:
-            exact.leave()
+    exact = None if torch.compiler.is_compiling() else _exact_matmul.get("cuda" if tensor.is_cuda else device)
+    with (
+        torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext(),
+        nullcontext() if exact is None else exact.entered(),
+    ):
+        yield
 
 
 class _ExactMatmul:
@@ -207,13 +196,12 @@ class _ExactMatmul:
         self._settings, self._names = settings, ("fp32_precision", *names)
         self._lock, self._inside, self._before = threading.Lock(), 0, dict[str, Any]()
 
-    def enter(self) -> None:
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, nothing rounds."""
         with self._lock:
             self._inside += 1
-            if self._inside > 1:
-                return
-            self._before = {}
-            for name in self._names:
+            for name in self._names if self._inside == 1 else ():
                 before: Any = getattr(self._settings, name)
                 exact: Any = "ieee" if name == "fp32_precision" else False
                 if before in (exact, "none"):  # nothing is allowed
@@ -227,12 +215,13 @@ class _ExactMatmul:
                     exact = False, before[1]
                 self._before[name] = before
                 setattr(self._settings, name, exact)
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            for name, value in () if self._inside else self._before.items():
-                setattr(self._settings, name, value)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                while self._before and not self._inside:
+                    setattr(self._settings, *self._before.popitem())
 
 
 _exact_matmul = {
