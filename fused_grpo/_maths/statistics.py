@@ -21,6 +21,8 @@ turns off what would round them, which is autocast, TF32, fp32 operands in 16 bi
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -28,6 +30,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+logger = logging.getLogger("fused_grpo")
 
 HEADROOM = 16.0
 """How far above the shift of its row a logit may be, in nats, before the shift is raised to it."""
@@ -171,6 +176,22 @@ def finite(shift: Tensor) -> Tensor:
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """fp64 for an fp64 tensor, fp32 for all others: logits are never rounded to 16 bits."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+@functools.cache
+def keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a GEMM of this dtype can write its sums in fp32; builds for ROCm may refuse. Asked once."""
+    if dtype.itemsize > 2:
+        return True
+    try:
+        with unset_fake_temporarily():  # under a compiler the device would not be asked
+            operand, out = (torch.zeros(16, 16, dtype=x, device=device) for x in (dtype, torch.float32))
+            torch.mm(operand, operand, out_dtype=out.dtype, out=out)
+            torch.addmm(out, operand, operand, out_dtype=out.dtype, out=out)
+    except RuntimeError as error:
+        logger.warning("on %s all operands of GEMMs are widened to fp32, which takes longer: %s", device, error)
+        return False
+    return True
 
 
 @contextlib.contextmanager
