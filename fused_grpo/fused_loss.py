@@ -19,7 +19,15 @@ from fused_grpo._maths.statistics import full_precision
 from fused_grpo.config import DEFAULT_LOSS, GRPOLossConfig, checked_config
 from fused_grpo.divergence import Distillation, check_together, reference_divergence, teacher_of
 from fused_grpo.head.centering import METRICS, Centering, SamplerHead
-from fused_grpo.head.checks import HeadOptions, check_main_grad, check_plan, check_squared_gradients, outside_graphs
+from fused_grpo.head.checks import (
+    HeadOptions,
+    LossArguments,
+    check_main_grad,
+    check_plan,
+    check_squared_gradients,
+    loss_inputs,
+    outside_graphs,
+)
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
 from fused_grpo.head.chunked_loss import (
     AttachGradients,
@@ -34,7 +42,7 @@ from fused_grpo.head.head import Head, Wanted, flatten_head
 from fused_grpo.head.kept_loss import supported_loss
 from fused_grpo.head.sharded import shards_of
 from fused_grpo.head.visited_rows import Beside
-from fused_grpo.loss import GRPOLossOutput, LossArguments, loss_inputs
+from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.passes import choice
 
 
