@@ -83,18 +83,18 @@ class Head:
     softcap: float | None
     index: Tensor | None = None  # [N], the rows of `hidden` that take part; None for all, in order
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of logits, statistics and accumulators: fp32, or fp64 for fp64 inputs."""
         return compute_dtype(self.hidden)
 
-    @property
+    @functools.cached_property
     def gemm_dtype(self) -> torch.dtype:
         """The dtype of d-logits: that of the tensor cores' operands on a GPU, that of the accumulators elsewhere."""
         narrow = self.hidden.is_cuda and keeps_sums(self.hidden.device, self.hidden.dtype)
         return self.hidden.dtype if narrow else self.dtype
 
-    @property
+    @functools.cached_property
     def takes_weights(self) -> bool:
         """Whether GEMMs take softmax weights: that of the target is a sum over the vocabulary, too large for fp16."""
         return self.gemm_dtype != torch.float16
