@@ -219,7 +219,7 @@ class _ExactMatmul:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, nothing rounds."""
+        """Inside, the GEMMs of this device round neither operands nor sums."""
         with self._lock:
             self._inside += 1
             for name in self._names if self._inside == 1 else ():

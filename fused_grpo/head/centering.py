@@ -146,7 +146,7 @@ class SamplerHead(NamedTuple):
         sampling: Tensor | None,
         teacher: Any,
     ) -> None:
-        """Check both for the targets `tokens` of a loss, and whether they go with its other inputs.
+        """Check that the loss wants them, both for its targets `tokens`, and whether they go with its other inputs.
 
         Raises:
             InputError: shapes, dtypes, devices or values that cannot be right, or one without the other.
@@ -159,8 +159,6 @@ class SamplerHead(NamedTuple):
                 f"got score_centering={config.score_centering!r} with{'out' * wanted} "
                 f"log-probs of the sampler's tokens; fix: {fix}, or set score_centering"
             )
-        if not wanted:
-            return
         if teacher is not None:
             raise UnsupportedError("got score_centering with a distillation, want one of them; fix: leave the other")
         if sampling is None:
