@@ -20,12 +20,11 @@ turns off what would round them, which is autocast, TF32, fp32 operands in 16 bi
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -194,7 +193,7 @@ def keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-@contextlib.contextmanager
+@contextmanager
 def full_precision(tensor: Tensor) -> Iterator[None]:
     """Inside, there is no autocast on the device of `tensor`, and its GEMMs take fp32 as it is and add up nothing in 16
     bits. A compiled "reference" keeps the settings of its user: a compiler cannot trace how they change."""
@@ -202,7 +201,7 @@ def full_precision(tensor: Tensor) -> Iterator[None]:
     exact = None if torch.compiler.is_compiling() else _exact_matmul.get("cuda" if tensor.is_cuda else device)
     with (
         torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext(),
-        nullcontext() if exact is None else exact.entered(),
+        exact or nullcontext(),
     ):
         yield
 
@@ -217,9 +216,7 @@ class _ExactMatmul:
         self._settings, self._names = settings, ("fp32_precision", *names)
         self._lock, self._inside, self._before = threading.Lock(), 0, dict[str, Any]()
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, the GEMMs of this device round neither operands nor sums."""
+    def __enter__(self) -> None:
         with self._lock:
             self._inside += 1
             for name in self._names if self._inside == 1 else ():
@@ -236,13 +233,12 @@ class _ExactMatmul:
                     exact = False, before[1]
                 self._before[name] = before
                 setattr(self._settings, name, exact)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                while self._before and not self._inside:
-                    setattr(self._settings, *self._before.popitem())
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            while self._before and not self._inside:
+                setattr(self._settings, *self._before.popitem())
 
 
 _exact_matmul = {
