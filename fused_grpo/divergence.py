@@ -21,6 +21,7 @@ from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head.checks import (
     HeadOptions,
     check_main_grad,
+    check_normaliser,
     check_plan,
     check_temperature_values,
     check_tensors,
@@ -31,7 +32,6 @@ from fused_grpo.head.chunked_divergence import Teacher, TwoHeads, chunked_diverg
 from fused_grpo.head.chunked_loss import AttachGradients
 from fused_grpo.head.head import Head, Wanted, flatten_head
 from fused_grpo.head.logprob_plans import rows_of
-from fused_grpo.loss import check_normaliser
 from fused_grpo.passes import choice
 
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]

@@ -19,12 +19,18 @@ from fused_grpo._maths.statistics import full_precision
 from fused_grpo.config import DEFAULT_LOSS, GRPOLossConfig, checked_config
 from fused_grpo.divergence import Distillation, check_together, reference_divergence, teacher_of
 from fused_grpo.head.centering import METRICS, Centering, SamplerHead
-from fused_grpo.head.checks import HeadOptions, check_main_grad, check_plan, check_squared_gradients, outside_graphs
+from fused_grpo.head.checks import (
+    HeadOptions,
+    LossArguments,
+    check_main_grad,
+    check_plan,
+    check_squared_gradients,
+    loss_inputs,
+    outside_graphs,
+)
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
 from fused_grpo.head.chunked_loss import (
     AttachGradients,
-    Beside,
-    ChunkedLoss,
     LossPlan,
     Score,
     chunked_loss,
@@ -35,9 +41,9 @@ from fused_grpo.head.entries import Support, kept_mask, support_of
 from fused_grpo.head.head import Head, Wanted, flatten_head
 from fused_grpo.head.kept_loss import supported_loss
 from fused_grpo.head.sharded import shards_of
-from fused_grpo.loss import GRPOLossOutput, LossArguments, loss_inputs
+from fused_grpo.head.visited_rows import Beside
+from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.passes import choice
-from fused_grpo.passes.protocol import RowPasses
 
 
 @outside_graphs
@@ -136,14 +142,16 @@ def fused_linear_grpo_loss(
     restricted = None if support is None else support_of(support, head, process_group=process_group)
     if weight_main_grad is not None:
         check_main_grad(weight_main_grad, weight, chosen)
-    check_squared_gradients(squared_gradients, targets, head.dtype, process_group, distillation)
+    if squared_gradients is not None:
+        check_squared_gradients(squared_gradients, targets, head.dtype, process_group, distillation)
     if distillation is not None:
         check_together(distillation, config, score=score, support=support, process_group=process_group)
-    sampler = SamplerHead(sampling_topk_ids, sampling_topk_logprobs)
     shards = None if process_group is None else shards_of(head, process_group, impl=impl, chunk_bytes=chunk_bytes or 0)
     passes, vocab_size = choice.passes(chosen), len(weight) if shards is None else sum(shards.sizes)
-    together: dict[str, Any] = {"support": support, "sampling": sampling_logprobs, "teacher": distillation}
-    sampler.check(config, targets, vocab_size, **together)
+    sampler = None
+    if config.score_centering != "off" or sampling_topk_ids is not None or sampling_topk_logprobs is not None:
+        sampler = SamplerHead(sampling_topk_ids, sampling_topk_logprobs)
+        sampler.check(config, targets, vocab_size, support=support, sampling=sampling_logprobs, teacher=distillation)
     kept, head = head.without_ignored(passes, ignore_index, vocab_size=vocab_size)
     given = LossArguments(
         advantages=advantages,
@@ -160,32 +168,30 @@ def fused_linear_grpo_loss(
     )
     inputs = loss_inputs(given, targets.shape, config, dtype=head.dtype, device=hidden.device, kept=kept)
     entropy = entropy or config.entropy_coef > 0 or config.top_entropy_quantile < 1.0
-    if restricted is not None and chosen == "reference" and sampler.logprobs is not None:
-        sampler = sampler.padded(restricted)
-    centering = sampler.centering(head.targets, inputs, config, closed=restricted is not None)
+    padded = restricted if chosen == "reference" else None
+    centering = None if sampler is None else sampler.centering(head.targets, inputs, config, support=padded)
     head = head if centering is None else centering.with_targets(head)
     head = head if shards is None else shards.own(head)
-    teacher = None
-    if distillation is not None:
-        teacher = teacher_of(distillation, head, hidden, temperature, inputs, chosen)
+    teacher = None if distillation is None else teacher_of(distillation, head, hidden, temperature, inputs, chosen)
     with full_precision(hidden):
         if chosen == "reference":
             loss, logprobs, statistics, upstream = _reference_loss(head, inputs, config, restricted, teacher, centering)
             squares = None if squared_gradients is None else _reference_squares(head, restricted, inputs.tokens.mask)
         else:
-            plan, beside = LossPlan(chunk_bytes, Wanted.of(head), score, entropy), Beside(shards, teacher, centering)
+            plan = LossPlan(chunk_bytes, Wanted.of(head), score, entropy)
             plan = plan._replace(rounded=weight_main_grad is None, squares=squared_gradients is not None)
-            result = _chunked(head, inputs, config, passes, plan, beside, restricted, sampler.logprobs)
+            if restricted is None:
+                result = chunked_loss(head, inputs, config, passes, plan, Beside(shards, teacher, centering))
+            else:
+                result = supported_loss(head, restricted, inputs, config, passes, plan, sampler)
             attached = (result.statistics["loss"], result.gradients, weight_main_grad, passes)
             loss = AttachGradients.apply(*attached, head.hidden, weight, bias)  # type: ignore[no-untyped-call]
             statistics, logprobs, _, (upstream, _), _, squares = result
-    if squared_gradients is not None:
-        assert squares is not None
+    if squared_gradients is not None and squares is not None:
         own = upstream.square() * score_norms(logprobs.detach(), squares)
         squared_gradients.copy_(torch.where(inputs.tokens.mask, own, 0.0).view(targets.shape))
-    metrics = formulas.finish_metrics(statistics, inputs, has_entropy=entropy)
-    for name in METRICS if sampler.logprobs is not None else ():
-        metrics.setdefault(name, torch.zeros_like(loss.detach()))  # of a support that restricts no row
+    unless_centred = {} if sampler is None else dict.fromkeys(METRICS, torch.zeros_like(loss.detach()))
+    metrics = unless_centred | formulas.finish_metrics(statistics, inputs, has_entropy=entropy)
     return GRPOLossOutput(loss, metrics, torch.where(inputs.tokens.mask, logprobs, 0.0).view(targets.shape))
 
 
@@ -228,23 +234,6 @@ class FusedLinearGRPOLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config}, chunk_bytes={self.chunk_bytes}, impl={self.impl!r}"
-
-
-@torch.no_grad()
-def _chunked(
-    head: Head,
-    inputs: LossInputs,
-    config: GRPOLossConfig,
-    passes: RowPasses,
-    plan: LossPlan,
-    beside: Beside,
-    support: Support | None,
-    sampler: Tensor | None,
-) -> ChunkedLoss:
-    """The loss and its gradients over the whole vocabulary, or over the kept tokens of each row."""
-    if support is not None:
-        return supported_loss(head, support, inputs, config, passes, plan, sampler)
-    return chunked_loss(head, inputs, config, passes, plan, beside)
 
 
 def _reference_loss(

@@ -207,8 +207,8 @@ BUGS = {
     ),
     "a chunk of a GPU that exceeds its memory": Bug(
         "fused_grpo/passes/buffers.py",
-        "num_rows, rows, most))",
-        "num_rows, rows))",
+        "max(1, min(rows, most))",
+        "max(1, rows)",
         ["tests/ops/test_layout.py::test_on_a_gpu_rows_decide_and_its_memory_is_the_limit[8192-151936-1073741824-36]"],
     ),
     "memory that is in use is given out again": Bug(

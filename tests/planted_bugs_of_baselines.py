@@ -84,9 +84,9 @@ BUGS = {
         SQUARES,
     ),
     "the log-prob of a centred row is of its first target": (
-        "fused_grpo/head/visited_rows.py",
-        "logprobs if logprobs.ndim == 1 else logprobs.amax(1)",
-        "logprobs if logprobs.ndim == 1 else logprobs[:, 0]",
+        "fused_grpo/head/centering.py",
+        "every._replace(logprobs=every.logprobs.amax(1))",
+        "every._replace(logprobs=every.logprobs[:, 0])",
         [*SQUARES[:-1], "autograd and torch-dtype0 and phases"],
     ),
     "a report counts completions by their energy": (

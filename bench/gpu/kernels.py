@@ -13,8 +13,7 @@ from fused_grpo._maths.statistics import Statistics, full_precision
 from fused_grpo.bench.gpu.clock import Clock, Figure, figure_of, over, scaled
 from fused_grpo.bench.gpu.scale import Scale
 from fused_grpo.head import logprob_plans
-from fused_grpo.head.gemms import multiply_into
-from fused_grpo.head.head import Head, Wanted
+from fused_grpo.head.head import Head, Wanted, multiply_into
 from fused_grpo.passes import choice
 from fused_grpo.passes.protocol import RowPasses
 

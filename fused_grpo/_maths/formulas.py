@@ -61,7 +61,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.statistics import are_all
+from fused_grpo._maths.statistics import picked
 from fused_grpo.config import DPPO, REINFORCE, GRPOLossConfig, TokenTerms
 
 
@@ -106,9 +106,7 @@ class TokenInputs:
 
     def rows(self, rows: slice | Tensor) -> TokenInputs:
         """The inputs of some tokens."""
-        if are_all(rows, self.mask.shape[0]):
-            return self
-        fields: Any = {name: None if value is None else value[rows] for name, value in vars(self).items()}
+        fields: Any = {name: None if value is None else picked(value, rows) for name, value in vars(self).items()}
         return TokenInputs(**fields)
 
 

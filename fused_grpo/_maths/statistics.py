@@ -20,13 +20,18 @@ turns off what would round them, which is autocast, TF32, fp32 operands in 16 bi
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+logger = logging.getLogger("fused_grpo")
 
 HEADROOM = 16.0
 """How far above the shift of its row a logit may be, in nats, before the shift is raised to it."""
@@ -35,14 +40,10 @@ HEADROOM = 16.0
 _SMALL_D = 16.0
 
 
-def are_all(rows: slice | Tensor, count: int) -> bool:
-    """Whether these are all of `count` rows, in order: then no view is needed, which costs a microsecond."""
-    return isinstance(rows, slice) and rows.indices(count) == (0, count, 1)
-
-
 def picked(values: Tensor, rows: slice | Tensor) -> Tensor:
-    """`values[rows]`, or the values themselves where these are all."""
-    return values if are_all(rows, values.shape[0]) else values[rows]
+    """`values[rows]`, or the values themselves where these are all: no view is needed, which costs a microsecond."""
+    count = values.shape[0]
+    return values if isinstance(rows, slice) and rows.indices(count) == (0, count, 1) else values[rows]
 
 
 class RowState(NamedTuple):
@@ -68,9 +69,7 @@ class Statistics(NamedTuple):
 
     def rows(self, rows: slice | Tensor) -> Statistics:
         """The statistics of some rows."""
-        if are_all(rows, self.shift.shape[0]):
-            return self
-        return Statistics(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+        return Statistics(*(None if x is None else picked(x, rows) for x in self))  # type: ignore[arg-type]
 
 
 class Upstream(NamedTuple):
@@ -81,9 +80,7 @@ class Upstream(NamedTuple):
 
     def rows(self, rows: slice | Tensor) -> Upstream:
         """The gradients of some rows."""
-        if are_all(rows, self.logprobs.shape[0]):
-            return self
-        return Upstream(self.logprobs[rows], None if self.entropy is None else self.entropy[rows])
+        return Upstream(picked(self.logprobs, rows), None if self.entropy is None else picked(self.entropy, rows))
 
     def have_gradient(self) -> Tensor:
         """Which rows have a gradient that is not 0, [N]."""
@@ -180,21 +177,33 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-@contextlib.contextmanager
+@functools.cache
+def keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a GEMM of this dtype can write its sums in fp32; builds for ROCm may refuse. Asked once."""
+    if dtype.itemsize > 2:
+        return True
+    try:
+        with unset_fake_temporarily():  # under a compiler the device would not be asked
+            operand, out = (torch.zeros(16, 16, dtype=x, device=device) for x in (dtype, torch.float32))
+            torch.mm(operand, operand, out_dtype=out.dtype, out=out)
+            torch.addmm(out, operand, operand, out_dtype=out.dtype, out=out)
+    except RuntimeError as error:
+        logger.warning("on %s all operands of GEMMs are widened to fp32, which takes longer: %s", device, error)
+        return False
+    return True
+
+
+@contextmanager
 def full_precision(tensor: Tensor) -> Iterator[None]:
     """Inside, there is no autocast on the device of `tensor`, and its GEMMs take fp32 as it is and add up nothing in 16
     bits. A compiled "reference" keeps the settings of its user: a compiler cannot trace how they change."""
     device = tensor.device.type
-    cast, exact = torch.is_autocast_enabled(device), _exact_matmul.get("cuda" if tensor.is_cuda else device)
-    with torch.autocast(device, enabled=False) if cast else contextlib.nullcontext():
-        if exact is None or torch.compiler.is_compiling():
-            yield
-            return
-        exact.enter()
-        try:
-            yield
-        finally:
-            exact.leave()
+    exact = None if torch.compiler.is_compiling() else _exact_matmul.get("cuda" if tensor.is_cuda else device)
+    with (
+        torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext(),
+        exact or nullcontext(),
+    ):
+        yield
 
 
 class _ExactMatmul:
@@ -207,13 +216,10 @@ class _ExactMatmul:
         self._settings, self._names = settings, ("fp32_precision", *names)
         self._lock, self._inside, self._before = threading.Lock(), 0, dict[str, Any]()
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             self._inside += 1
-            if self._inside > 1:
-                return
-            self._before = {}
-            for name in self._names:
+            for name in self._names if self._inside == 1 else ():
                 before: Any = getattr(self._settings, name)
                 exact: Any = "ieee" if name == "fp32_precision" else False
                 if before in (exact, "none"):  # nothing is allowed
@@ -228,11 +234,11 @@ class _ExactMatmul:
                 self._before[name] = before
                 setattr(self._settings, name, exact)
 
-    def leave(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._inside -= 1
-            for name, value in () if self._inside else self._before.items():
-                setattr(self._settings, name, value)
+            while self._before and not self._inside:
+                setattr(self._settings, *self._before.popitem())
 
 
 _exact_matmul = {

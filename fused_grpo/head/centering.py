@@ -25,6 +25,7 @@ from fused_grpo.head.entries import Segments, Support
 from fused_grpo.head.head import Head
 
 _ROUNDED_UP = 1e-2  # what a sampler in 16 bits makes of a log-prob of 0
+# All are 0 where a support restricts no row, so that nothing is centred.
 METRICS = ("centering_sampler_mass", "centering_trainer_mass", "centering_l1", "zero_gradient_fraction")
 
 
@@ -73,6 +74,11 @@ class Centering:
         """The statistics of rows with the log-probs [R, 1 + K] of all targets."""
         of_head = self.logprobs[rows].masked_fill(self.repeats[rows], -torch.inf)
         return statistics._replace(logprobs=torch.cat([statistics.logprobs[:, None], of_head], 1))
+
+    def of_largest(self, rows: slice | Tensor, statistics: Statistics) -> Statistics:
+        """The statistics of rows with the log-prob of their largest target, which the sums leave out."""
+        every = self.every_logprob(rows, statistics)
+        return every._replace(logprobs=every.logprobs.amax(1))
 
     def upstream(self, rows: slice | Tensor, grad_logprobs: Tensor) -> Tensor:
         """d loss / d log p [R, 1 + K], from that of the rows' own tokens [R] without centering."""
@@ -140,7 +146,7 @@ class SamplerHead(NamedTuple):
         sampling: Tensor | None,
         teacher: Any,
     ) -> None:
-        """Check both for the targets `tokens` of a loss, and whether they go with its other inputs.
+        """Check that the loss wants them, both for its targets `tokens`, and whether they go with its other inputs.
 
         Raises:
             InputError: shapes, dtypes, devices or values that cannot be right, or one without the other.
@@ -153,8 +159,6 @@ class SamplerHead(NamedTuple):
                 f"got score_centering={config.score_centering!r} with{'out' * wanted} "
                 f"log-probs of the sampler's tokens; fix: {fix}, or set score_centering"
             )
-        if not wanted:
-            return
         if teacher is not None:
             raise UnsupportedError("got score_centering with a distillation, want one of them; fix: leave the other")
         if sampling is None:
@@ -203,17 +207,18 @@ class SamplerHead(NamedTuple):
             raise InputError(f"got sampling_topk_ids {str(ids[tuple(at)].tolist())[:200]} at {at}; {want}")
 
     def centering(
-        self, targets: Tensor, inputs: LossInputs, config: GRPOLossConfig, *, closed: bool = False
+        self, targets: Tensor, inputs: LossInputs, config: GRPOLossConfig, *, support: Support | None = None
     ) -> Centering | None:
-        """Where ids were given, for the targets [N]; `closed` if they are a support's."""
-        if self.ids is None or self.logprobs is None:
+        """For the targets [N], where ids were given, or `support` has them."""
+        ids, logprobs = (self.ids, self.logprobs) if support is None else self._padded(support)
+        if ids is None or logprobs is None:
             return None
-        sampler = self.logprobs.detach().to(inputs.tokens.weights.dtype)
-        ids, sampler = (x.reshape(-1, self.ids.shape[-1]) for x in (self.ids.long(), sampler))
-        return Centering.of(ids, sampler, targets, inputs, config, closed=closed)
+        sampler = logprobs.detach().to(inputs.tokens.weights.dtype)
+        ids, sampler = (x.reshape(-1, ids.shape[-1]) for x in (ids.long(), sampler))
+        return Centering.of(ids, sampler, targets, inputs, config, closed=support is not None)
 
-    def padded(self, support: Support) -> SamplerHead:
-        """That of a support, as ids [N, K] and log-probs [N, K]."""
+    def _padded(self, support: Support) -> tuple[Tensor, Tensor]:
+        """The ids of a support and their log-probs, both [N, K]."""
         tokens, segments = support[0], Segments(support[1])
         assert self.logprobs is not None
         row = segments.segment_of_items()
@@ -221,4 +226,4 @@ class SamplerHead(NamedTuple):
         ids = tokens.new_full((len(segments.sizes), max(1, int(segments.sizes.amax()))), -1)
         logprobs = torch.zeros_like(ids, dtype=self.logprobs.dtype)
         ids[row, column], logprobs[row, column] = tokens, self.logprobs.detach()
-        return SamplerHead(ids, logprobs)
+        return ids, logprobs

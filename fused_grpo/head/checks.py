@@ -3,9 +3,10 @@
 On a CPU all values are checked. On a GPU that would synchronize the stream: target ids and temperatures are checked by
 an assertion on the device, and other values are not checked. Shapes, dtypes and devices are checked everywhere.
 
-Every `check_...` raises InputError for the first argument that cannot be right; `differentiated_once` raises
-UnsupportedError, and `check_plan`, `check_tensors`, `check_main_grad` and `check_squared_gradients` may. Functions that
-read values are called by `torch.compile` without being traced: `outside_graphs`.
+Every `check_...`, and `loss_inputs`, raises InputError for the first argument that cannot be right;
+`differentiated_once` raises UnsupportedError, and `check_plan`, `check_tensors`, `check_main_grad` and
+`check_squared_gradients` may. Functions that read values are called by `torch.compile` without being traced:
+`outside_graphs`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fused_grpo.config import EXACT, LARGEST
+from fused_grpo._maths.formulas import LossInputs, Sequences, TokenInputs, token_weights
+from fused_grpo.config import EXACT, LARGEST, GRPOLossConfig
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.passes.torch_passes.row_passes import transformed
 
@@ -43,6 +45,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 _GREEDY = "fix: greedy sampling has no log-probs to train on; pass the temperature that sampling used"
 IMPLS = ("auto", "triton", "torch", "reference")
+FLOATING = ("old_logprobs", "ref_logprobs", "sampling_logprobs")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INT64 = 2**63
 FEW_ROWS = 256
@@ -277,16 +280,14 @@ def check_temperature_values(temperature: Tensor) -> None:
 
 
 def check_squared_gradients(
-    out: Tensor | None, targets: Tensor, dtype: torch.dtype, process_group: Any, distillation: Any
+    out: Tensor, targets: Tensor, dtype: torch.dtype, process_group: Any, distillation: Any
 ) -> None:
-    """Check that the squared gradients can be written to `out`, if it is given, in the shape of the targets.
+    """Check that the squared gradients can be written to `out`, in the shape of the targets.
 
     Raises:
         InputError: another shape, dtype or device than wanted, or a tensor that requires a gradient.
         UnsupportedError: a process_group or a distillation, with which there are none.
     """
-    if out is None:
-        return
     if process_group is not None or distillation is not None:
         other = "process_group" if distillation is None else "distillation"
         raise UnsupportedError(f"got squared_gradients with a {other}; fix: leave one of them out")
@@ -327,3 +328,121 @@ def _is_plain(out: Tensor) -> bool:
     """Whether values can be written to it: not where autograd or inference_mode refuses, nor to one place twice."""
     frozen = out.is_inference() and not torch.is_inference_mode_enabled()
     return not (frozen or out.requires_grad or torch._debug_has_internal_overlap(out) == 1)
+
+
+class LossArguments(NamedTuple):
+    """What a caller gives both losses beside log-probs and a config, under the names of `grpo_loss`."""
+
+    advantages: Tensor
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    sampling_logprobs: Tensor | None = None
+    entropy_threshold: float | Tensor | None = None
+    num_tokens: float | Tensor | None = None
+    num_sequences: float | Tensor | None = None
+    num_entropy_tokens: float | Tensor | None = None
+    covariance_selected: Tensor | None = None
+
+
+def loss_inputs(
+    given: LossArguments,
+    shape: torch.Size,
+    config: GRPOLossConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kept: Tensor | None = None,
+) -> LossInputs:
+    """Check the arguments against tokens of `shape` and flatten them. `kept` [N] masks on top of `mask`."""
+    named = given._asdict()
+    per_token = {name: named[name] for name in ("mask", *FLOATING, "covariance_selected")}
+    check_tensors(per_token | {"cu_seqlens": given.cu_seqlens}, advantages=given.advantages)
+    for name, tensor in per_token.items():
+        if tensor is not None and tensor.shape != shape:
+            raise InputError(f"got {name} {tuple(tensor.shape)}, want {tuple(shape)}: one per token")
+        if tensor is not None and name in FLOATING and not tensor.is_floating_point():
+            raise InputError(f"got {name} of dtype {tensor.dtype}, want a floating dtype")
+    if config.beta > 0 and given.ref_logprobs is None:
+        raise InputError(f"got beta={config.beta} without ref_logprobs; fix: pass ref_logprobs, or beta=0.0")
+    if given.advantages.device != device:
+        raise InputError(f"got advantages on {given.advantages.device} and tokens on {device}, want one device")
+    for name in ("num_tokens", "num_sequences", "num_entropy_tokens"):
+        if named[name] is not None:
+            check_normaliser(name, named[name], device)
+    if given.entropy_threshold is not None:
+        check_threshold(given.entropy_threshold, device)
+    sequences, num_entropy_tokens = sequences_of(shape, given.cu_seqlens), given.num_entropy_tokens
+    advantages = given.advantages.detach()
+    if not advantages.is_floating_point():
+        raise InputError(f"got advantages of dtype {advantages.dtype}, want a floating dtype; fix: advantages.float()")
+    if advantages.shape == (sequences.count,):
+        advantages = sequences.spread(advantages, shape.numel())
+    elif advantages.shape != shape:
+        raise InputError(
+            f"got advantages {tuple(advantages.shape)}, want [B] = ({sequences.count},), one per sequence, "
+            f"or {tuple(shape)}, one per token"
+        )
+    mask = torch.ones(shape.numel(), dtype=torch.bool, device=device) if kept is None else kept
+    mask = mask if given.mask is None else torch.logical_and(given.mask.reshape(-1), mask)
+    flat = {name: None if (x := named[name]) is None else x.detach().to(dtype).reshape(-1) for name in FLOATING}
+    tokens = TokenInputs(
+        advantages=advantages.reshape(-1).to(dtype),
+        weights=token_weights(mask, sequences, given.num_tokens, given.num_sequences, config).to(dtype),
+        mask=mask,
+        **flat,
+    )
+    if num_entropy_tokens is None and config.entropy_coef and config.top_entropy_quantile == 1.0:
+        num_entropy_tokens = mask.sum().clamp_min(1.0) if given.num_tokens is None else given.num_tokens
+    selected = None if given.covariance_selected is None else given.covariance_selected.reshape(-1) != 0
+    return LossInputs(tokens, sequences, given.entropy_threshold, num_entropy_tokens, selected)
+
+
+def sequences_of(shape: torch.Size, cu_seqlens: Tensor | None) -> Sequences:
+    """The sequences of tokens of `shape`, packed or padded."""
+    if cu_seqlens is None:
+        if len(shape) != 2:
+            raise InputError(
+                f"got tokens of shape {tuple(shape)} without cu_seqlens; "
+                "want padded [B, T] (with a mask), or packed [N] with cu_seqlens [B+1]"
+            )
+        return Sequences(shape[0], (shape[0], shape[1]))
+    if len(shape) != 1:
+        raise InputError(f"got cu_seqlens with tokens of shape {tuple(shape)}, want packed tokens [N]; fix: .flatten()")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"got cu_seqlens {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}, want [B+1] int32")
+    lengths = cu_seqlens.diff()
+    if cu_seqlens.device.type == "cpu":
+        first, last, ordered = int(cu_seqlens[0]), int(cu_seqlens[-1]), bool((lengths >= 0).all())
+        if first != 0 or last != shape[0] or not ordered:
+            raise InputError(f"got cu_seqlens from {first} to {last}, want ascending from 0 to N={shape[0]}")
+    return Sequences(len(lengths), lengths)
+
+
+def check_normaliser(name: str, value: float | Tensor, device: torch.device) -> None:
+    """Check a count over the whole optimizer step; on a GPU, not its value."""
+    if isinstance(value, Tensor):
+        check_scalar(name, value, device)
+        if value.device.type != "cpu":
+            return
+        value = value.item()
+    if not (is_number(value, 0, LARGEST) and value):
+        raise InputError(f"got {name}={value!r}, want a finite number > 0: the count over the whole optimizer step")
+
+
+def check_threshold(value: float | Tensor, device: torch.device) -> None:
+    """Check a threshold of entropies."""
+    if isinstance(value, Tensor):
+        check_scalar("entropy_threshold", value, device)
+    elif not is_number(value, -LARGEST, LARGEST):
+        raise InputError(f"got entropy_threshold={value!r}, want a finite number, a 0-d tensor or None")
+
+
+def check_scalar(name: str, value: Tensor, device: torch.device) -> None:
+    """Check that `value` is one real number on the CPU or on `device`."""
+    if value.device.type not in ("cpu", device.type):
+        raise InputError(f"got {name} on {value.device} and tokens on {device}, want one device")
+    check_tensors(**{name: value})
+    if value.ndim != 0 or value.is_complex():
+        raise InputError(f"got {name} of shape {tuple(value.shape)} {value.dtype}, want a number or a real 0-d tensor")

@@ -50,25 +50,14 @@ from torch import Tensor
 
 from fused_grpo._maths import factors, formulas
 from fused_grpo._maths.formulas import LossInputs
+from fused_grpo._maths.moments import RowsMoments
 from fused_grpo._maths.statistics import Statistics, Upstream, joined
 from fused_grpo.config import GRPOLossConfig, TokenTerms
-from fused_grpo.head.centering import Centering
 from fused_grpo.head.checks import differentiated_once, leaves_out_rows, may_synchronize
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
 from fused_grpo.head.head import Gradients, Head, HeadGradients, Wanted
 from fused_grpo.head.logprob_plans import power_of_two_scale
-from fused_grpo.head.sharded import Shards
-from fused_grpo.head.visited_rows import (
-    CentredRows,
-    KnownRows,
-    RevisitedRows,
-    Seen,
-    ShardedRows,
-    Sweep,
-    TaughtRows,
-    WeightedCentredRows,
-    WeightedRows,
-)
+from fused_grpo.head.visited_rows import Beside, KnownRows, Seen, Sweep, visitor_of
 from fused_grpo.passes import torch_passes
 from fused_grpo.passes.protocol import RowPasses
 
@@ -86,14 +75,6 @@ class LossPlan(NamedTuple):
     squares: bool = False  # sum p^2 of each row, too
 
 
-class Beside(NamedTuple):
-    """What a loss has beside its head."""
-
-    shards: Shards | None = None
-    teacher: Teacher | None = None
-    centering: Centering | None = None
-
-
 ALONE = Beside()
 
 
@@ -108,6 +89,7 @@ class ChunkedLoss(NamedTuple):
     squares: Tensor | None = None  # [N] sum p^2, where they are wanted
 
 
+@torch.no_grad()
 def chunked_loss(
     head: Head,
     inputs: LossInputs,
@@ -154,19 +136,16 @@ def chunked_loss(
         rounded=plan.rounded,
     )
     active, own_gradients = sys.maxsize if two_phases else active, gradients if any(plan.wanted) else None
-    sweep = Sweep(passes, own_gradients, plan.entropy, active, plan.squares)
-    visitor = KnownRows(sweep)
-    if teacher is not None:
-        visitor = RevisitedRows(sweep, teacher) if two_phases else TaughtRows(sweep, teacher)
-    elif centering is not None:
-        visitor = (WeightedCentredRows if weighted else CentredRows)(sweep, centering, shards)
-    elif shards is not None:
-        visitor = ShardedRows(sweep, shards)
-    elif weighted:
-        visitor = WeightedRows(sweep, gradients, kernel)
+    moments = RowsMoments(len(head.weight)) if plan.squares else None
+    sweep = Sweep(passes, own_gradients, plan.entropy, active, moments, kernel)
+    visitor = visitor_of(sweep, beside._replace(teacher=teacher), weighted=weighted, two_phases=two_phases)
     loop = _in_two_phases if two_phases else _one_by_one
-    statistics, seen, upstream, squares = loop(rows, memory, inputs, config, visitor)
+    statistics, seen, upstream = loop(rows, memory, inputs, config, visitor)
     del memory  # before dW is rounded beside its accumulator
+    squares = None
+    if moments is not None:
+        every_row = slice(None) if order is None else order
+        squares = moments.finish(seen if centering is None else centering.of_largest(every_row, seen))[0]
     part = teacher if centering is None else centering
     if part is not None:
         without = (mask if order is None else mask[order]) > upstream.have_gradient()
@@ -185,34 +164,32 @@ def chunked_loss(
 
 def _one_by_one(
     head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: KnownRows
-) -> tuple[dict[str, Tensor], Statistics, Upstream, Tensor | None]:
-    """(statistics of the loss, of the rows, d loss / d of the rows, sum p^2): each chunk is visited once."""
+) -> tuple[dict[str, Tensor], Statistics, Upstream]:
+    """(statistics of the loss, of the rows, d loss / d of the rows): each chunk is visited once."""
     passes, visits = visitor.sweep.passes, []
     tokens = inputs.tokens if head.index is None else inputs.tokens.rows(head.index)
-    for tile in visitor.tiles(head, memory):
+    for tile in head.tiles(memory, multiply=visitor.sweep.kernel is None):
         seen = visitor.visit_(tile)
         inputs = replace(inputs, tokens=tokens.rows(tile.rows))
         upstream, sums = value_and_gradient(
             seen.statistics.logprobs, seen.statistics.entropy, inputs, config=config, passes=passes
         )
         visitor.add(tile, seen, upstream)
-        visits.append((seen.statistics, upstream, sums, seen.squares))
-    every, upstreams, parts, squares = zip(*visits, strict=True)
+        visits.append((seen.statistics, upstream, sums))
+    every, upstreams, parts = zip(*visits, strict=True)
     upstream = joined(upstreams)
     statistics = statistics_of(parts, upstream, tokens.mask, config, passes)
     statistics["recomputed_fraction"] = torch.zeros_like(statistics["loss"])
-    return statistics, joined(every), upstream, _end_to_end(squares)
+    return statistics, joined(every), upstream
 
 
 def _in_two_phases(
     head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: KnownRows
-) -> tuple[dict[str, Tensor], Statistics, Upstream, Tensor | None]:
+) -> tuple[dict[str, Tensor], Statistics, Upstream]:
     """The same where the loss of a token depends on others: all chunks, the loss, then chunks with a gradient again."""
-    index, count, visits = head.index, len(inputs.tokens.mask), []
+    index, count, every = head.index, len(inputs.tokens.mask), []
     for tile in head.tiles(memory):
-        seen = visitor.visit_(tile)
-        visits.append((seen.statistics, seen.squares))
-    every, squares = zip(*visits, strict=True)
+        every.append(visitor.visit_(tile).statistics)
     rows = joined(every)
     logprobs, entropy = rows.logprobs, rows.entropy
     if index is not None:
@@ -232,11 +209,7 @@ def _in_two_phases(
             again = others[tile.rows]
             visitor.add(tile, Seen(rows.rows(again)), upstream.rows(again))
     fraction = formulas.over_tokens(torch.full_like(statistics["loss"], recomputed), statistics)
-    return {**statistics, "recomputed_fraction": fraction}, rows, upstream, _end_to_end(squares)
-
-
-def _end_to_end(parts: Sequence[Tensor | None]) -> Tensor | None:
-    return None if parts[0] is None else torch.cat(parts)  # type: ignore[arg-type]
+    return {**statistics, "recomputed_fraction": fraction}, rows, upstream
 
 
 def _needs_all_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:

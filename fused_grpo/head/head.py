@@ -1,6 +1,9 @@
 """The language-model head: its flat rows, its tiles of logits, and its large GEMMs.
 
-The vendor library computes the GEMMs (`gemms.py`), without a temporary of size N x V and without a second copy of W.
+The vendor library computes the GEMMs, without a temporary of size N x V and without a second copy of W. Products of
+16-bit inputs are accumulated and *kept* in fp32, so that logits are never rounded before the log-sum-exp, nor gradients
+between tiles. CUDA does this in one call (`out_dtype`); elsewhere, and where a build of torch refuses that, one slice
+of W at a time is widened to fp32.
 
 Letters: N rows, D hidden size, V vocabulary; a tile of the logits has R rows and C columns.
 
@@ -24,9 +27,8 @@ from torch import Tensor
 
 from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.moments import TakesMoments
-from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype, picked
+from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype, keeps_sums, picked
 from fused_grpo.head.checks import HeadOptions, check_head, check_temperature_values
-from fused_grpo.head.gemms import SLICE_BYTES, keeps_sums, logits_by_slices, multiply_into, sum_by_slices
 from fused_grpo.passes import buffers, torch_passes
 from fused_grpo.passes.protocol import RowPasses, SoftmaxWeightsForward
 
@@ -34,6 +36,9 @@ logger = logging.getLogger("fused_grpo")
 
 # The rows of every GEMM where the bits of a row must not depend on the number of rows.
 INVARIANT_ROWS = 64
+
+# A slice of W in fp32 on the CPU: large enough for a fast GEMM, small beside any chunk.
+SLICE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -78,18 +83,18 @@ class Head:
     softcap: float | None
     index: Tensor | None = None  # [N], the rows of `hidden` that take part; None for all, in order
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of logits, statistics and accumulators: fp32, or fp64 for fp64 inputs."""
         return compute_dtype(self.hidden)
 
-    @property
+    @functools.cached_property
     def gemm_dtype(self) -> torch.dtype:
         """The dtype of d-logits: that of the tensor cores' operands on a GPU, that of the accumulators elsewhere."""
         narrow = self.hidden.is_cuda and keeps_sums(self.hidden.device, self.hidden.dtype)
         return self.hidden.dtype if narrow else self.dtype
 
-    @property
+    @functools.cached_property
     def takes_weights(self) -> bool:
         """Whether GEMMs take softmax weights: that of the target is a sum over the vocabulary, too large for fp16."""
         return self.gemm_dtype != torch.float16
@@ -284,6 +289,35 @@ def flatten_head(
         logit_scale=float(options.logit_scale),
         softcap=None if options.softcap is None else float(options.softcap),
     )
+
+
+def multiply_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
+    """out = (out +) a @ b, accumulated in the dtype of `out`. On a GPU, a and b may have 16 bits and `out` fp32."""
+    if a.dtype == out.dtype:
+        out.addmm_(a, b) if accumulate else torch.mm(a, b, out=out)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def logits_by_slices(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    """out [R, C] = hidden [R, D] @ weight.T [D, C], for a narrower weight."""
+    for columns, wide in widened(weight, out.dtype):
+        torch.mm(hidden, wide.t(), out=out[:, columns])
+
+
+def sum_by_slices(out: Tensor, weights: Tensor, vectors: Tensor, *, accumulate: bool) -> None:
+    """out [R, D] = (out +) weights [R, C] @ vectors [C, D], for narrower vectors."""
+    for columns, wide in widened(vectors, out.dtype):
+        multiply_into(out, weights[:, columns], wide, accumulate=accumulate or columns.start > 0)
+
+
+def widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """(rows of W, those rows in `dtype`), one slice at a time."""
+    count, hidden_size = weight.shape
+    for columns in buffers.chunks(count, max(1, SLICE_BYTES // (hidden_size * dtype.itemsize))):
+        yield columns, weight[columns].to(dtype)
 
 
 def _padded(rows: Tensor, count: int, value: float) -> Tensor:

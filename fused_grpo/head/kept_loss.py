@@ -12,7 +12,7 @@ from fused_grpo._maths.centering import Bounds, coefficients
 from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.statistics import Statistics
 from fused_grpo.config import GRPOLossConfig, TokenTerms
-from fused_grpo.head.centering import scored_by_sampler, weights_of, with_centering
+from fused_grpo.head.centering import SamplerHead, scored_by_sampler, weights_of, with_centering
 from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, rows_in_order, statistics_of, value_and_gradient
 from fused_grpo.head.entries import Support
 from fused_grpo.head.head import Gradients, Head
@@ -20,6 +20,7 @@ from fused_grpo.head.kept_tokens import SupportedHead
 from fused_grpo.passes.protocol import RowPasses
 
 
+@torch.no_grad()
 def supported_loss(
     head: Head,
     support: Support,
@@ -27,11 +28,11 @@ def supported_loss(
     config: GRPOLossConfig,
     passes: RowPasses,
     plan: LossPlan,
-    sampler: Tensor | None = None,
+    sampler: SamplerHead | None = None,
 ) -> ChunkedLoss:
     """`chunked_loss` over the kept tokens: the statistics of all rows, the loss, then the gradients.
 
-    `sampler` are the sampler's log-probs [E] of the kept tokens, for score centering.
+    `sampler` has log-probs [E] of the kept tokens, for score centering.
     """
     differentiated = any(plan.wanted)
     order, _ = rows_in_order(inputs, config, plan.score, differentiated)
@@ -47,8 +48,9 @@ def supported_loss(
     statistics = statistics_of([sums], upstream, scored, config, passes)
     of_entries = None
     if sampler is not None:
-        logprobs, sampler = rows.entry_logprobs(row_statistics), sampler[rows.items]
-        c, of_entries, mass = _centering_of_entries(rows, logprobs, sampler, row_statistics, inputs, config)
+        assert sampler.logprobs is not None
+        logprobs, given = rows.entry_logprobs(row_statistics), sampler.logprobs[rows.items]
+        c, of_entries, mass = _centering_of_entries(rows, logprobs, given, row_statistics, inputs, config)
         moved = torch.zeros_like(scored, dtype=torch.int32).index_add_(0, rows.row_of_entries, (of_entries != 0).int())
         zero = scored > (upstream.have_gradient() | (moved > 0))
         statistics = with_centering(statistics, c, of_entries, logprobs, mass, zero)

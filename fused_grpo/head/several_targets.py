@@ -41,8 +41,7 @@ from fused_grpo._maths import distributions
 from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.moments import TakesMoments
 from fused_grpo._maths.statistics import HEADROOM, RowState, Statistics, finite, merge_rows
-from fused_grpo.head.gemms import SLICE_BYTES
-from fused_grpo.head.head import Head, Tile
+from fused_grpo.head.head import SLICE_BYTES, Head, Tile
 from fused_grpo.passes import buffers
 from fused_grpo.passes.protocol import RowPasses
 

@@ -5,7 +5,6 @@ A loop of `chunked_loss.py` visits each tile for its statistics, and adds its gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +25,14 @@ from fused_grpo.head.sharded import Shards
 from fused_grpo.passes.protocol import RowPasses, SoftmaxWeightsForward, TileDivergence
 
 
+class Beside(NamedTuple):
+    """What a loss has beside its head."""
+
+    shards: Shards | None = None
+    teacher: Teacher | None = None
+    centering: Centering | None = None
+
+
 class Sweep(NamedTuple):
     """What the visitors of a sweep over the chunks share. Only the first `active` rows may have a gradient."""
 
@@ -33,11 +40,8 @@ class Sweep(NamedTuple):
     gradients: HeadGradients | None
     entropy: bool
     active: int
-    squares: bool = False  # sum p^2 of rows, too
-
-    def moments(self, tile: Tile) -> RowsMoments | None:
-        """What takes those of a tile of whole rows, if `squares` are wanted."""
-        return RowsMoments(tile.logits.shape[1]) if self.squares else None
+    moments: RowsMoments | None = None  # takes those of all rows
+    kernel: SoftmaxWeightsForward | None = None  # for weights without logits
 
 
 class Seen(NamedTuple):
@@ -47,16 +51,6 @@ class Seen(NamedTuple):
     weights: tuple[Tensor, Tensor] | None = None  # E [R, C] and its scale [R], as of `softmax_weights_`
     slopes: Tensor | None = None  # [R, K] or [R, 1], dz / d(h.w) at the targets
     divergence: TileDivergence | None = None
-    squares: Tensor | None = None  # sum p^2 [R], where these are wanted
-
-    def with_squares(self, moments: RowsMoments | None, of_largest: Statistics | None = None) -> Seen:
-        """With those of the moments of a tile; of several targets, the statistics have the largest one's log-prob."""
-        if moments is None:
-            return self
-        statistics = self.statistics if of_largest is None else of_largest
-        logprobs = statistics.logprobs
-        statistics = statistics._replace(logprobs=logprobs if logprobs.ndim == 1 else logprobs.amax(1))
-        return self._replace(squares=moments.finish(statistics)[0])
 
 
 @dataclass(frozen=True)
@@ -65,18 +59,13 @@ class KnownRows:
 
     sweep: Sweep
 
-    def tiles(self, head: Head, memory: Tensor) -> Iterator[Tile]:
-        """The rows of a head that share the memory, one group after the other."""
-        return head.tiles(memory)
-
     def visit_(self, tile: Tile) -> Seen:
         """What the loss needs of the rows of a tile of raw logits, which may be overwritten."""
-        moments = self.sweep.moments(tile)
-        return self._finished([self._state(tile, moments)]).with_squares(moments)
+        return self._finished([self._state(tile)])
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
         """Add the gradients of these rows, now that d loss / d log p is known."""
-        passes, gradients, _, active, _ = self.sweep
+        passes, gradients, _, active, *_ = self.sweep
         tile = tile.first(max(0, active - tile.rows.start))
         if gradients is not None and tile.logits.numel():
             rows = slice(len(tile.targets))
@@ -89,8 +78,9 @@ class KnownRows:
         """Which rows [R] are needed again for their gradients, where there are two phases."""
         return upstream.have_gradient()
 
-    def _state(self, tile: Tile, moments: RowsMoments | None = None) -> RowState:
-        return several_targets.row_statistics(tile, self.sweep.passes, entropy=self.sweep.entropy, moments=moments)
+    def _state(self, tile: Tile) -> RowState:
+        passes, _, entropy, _, moments, _ = self.sweep
+        return several_targets.row_statistics(tile, passes, entropy=entropy, moments=moments)
 
     def _finished(self, parts: list[RowState]) -> Seen:
         return Seen(Statistics(*self.sweep.passes.finish_rows(parts, entropy=self.sweep.entropy)))
@@ -100,29 +90,24 @@ class KnownRows:
 class WeightedRows(KnownRows):
     """Rows whose gradients are multiples of their softmax weights."""
 
-    gradients: HeadGradients
-    kernel: SoftmaxWeightsForward | None
-
-    def tiles(self, head: Head, memory: Tensor) -> Iterator[Tile]:
-        return head.tiles(memory, multiply=self.kernel is None)
-
     def visit_(self, tile: Tile) -> Seen:
-        passes, _, entropy, *_ = self.sweep
-        moments = self.sweep.moments(tile)
+        passes, _, entropy, _, moments, kernel = self.sweep
         weights, scale, statistics = softmax_weights_of(
-            tile, passes, self.kernel, entropy=entropy, moments=moments, dtype=tile.hidden.dtype
+            tile, passes, kernel, entropy=entropy, moments=moments, dtype=tile.hidden.dtype
         )
-        return Seen(statistics, weights=(weights, scale)).with_squares(moments)
+        return Seen(statistics, weights=(weights, scale))
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+        passes, gradients, _, active, *_ = self.sweep
         assert seen.weights is not None
+        assert gradients is not None
         weights, scale = seen.weights
-        count, grad_logprobs = self.sweep.active - tile.rows.start, upstream.logprobs
+        count, grad_logprobs = active - tile.rows.start, upstream.logprobs
         if count < len(scale):
             tile, weights, scale = tile.first(max(0, count)), weights[: max(0, count)], scale[: max(0, count)]
             grad_logprobs = grad_logprobs[: len(scale)]
         if len(scale):
-            self.gradients.add_weights(tile, self.sweep.passes, weights, scale, grad_logprobs)
+            gradients.add_weights(tile, passes, weights, scale, grad_logprobs)
 
 
 @dataclass(frozen=True)
@@ -134,9 +119,9 @@ class ShardedRows(KnownRows):
     def visit_(self, tile: Tile) -> Seen:
         return self._finished(self.shards.gather(self._state(tile)))
 
-    def _state(self, tile: Tile, moments: RowsMoments | None = None) -> RowState:
+    def _state(self, tile: Tile) -> RowState:
         if tile.logits.shape[1]:
-            return super()._state(tile, moments)
+            return super()._state(tile)
         return no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
 
 
@@ -182,18 +167,16 @@ class CentredRows(KnownRows):
     shards: Shards | None = None
 
     def visit_(self, tile: Tile) -> Seen:
-        moments = self.sweep.moments(tile)
         if tile.logits.shape[1]:
-            own = self._state(tile, moments)
+            own = self._state(tile)
         else:
             own = no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
             own = own._replace(target_logit=own.shift[:, None].expand(tile.targets.shape))
         parts = [own] if self.shards is None else self.shards.gather(own)
-        every = several_targets.finish_rows(parts, self.sweep.passes, entropy=self.sweep.entropy)
-        return self._own(tile, every).with_squares(moments, every)
+        return self._own(tile, several_targets.finish_rows(parts, self.sweep.passes, entropy=self.sweep.entropy))
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        passes, gradients, _, active, _ = self.sweep
+        passes, gradients, _, active, *_ = self.sweep
         tile = tile.first(max(0, active - tile.rows.start))
         if gradients is None or not tile.logits.numel():
             return
@@ -227,19 +210,19 @@ class WeightedCentredRows(CentredRows):
     """The same in one pass: softmax weights, with the gradients at the targets put over theirs."""
 
     def visit_(self, tile: Tile) -> Seen:
-        passes, _, entropy, *_ = self.sweep
-        slopes, moments = several_targets.target_slopes(tile), self.sweep.moments(tile)
+        passes, _, entropy, _, moments, _ = self.sweep
+        slopes = several_targets.target_slopes(tile)
         of_largest, below = several_targets.largest_target(tile)
         weights, scale, statistics = softmax_weights_of(
             of_largest, passes, None, entropy=entropy, moments=moments, dtype=tile.hidden.dtype
         )
-        seen = self._own(tile, several_targets.for_each_target(statistics, below)).with_squares(moments, statistics)
+        seen = self._own(tile, several_targets.for_each_target(statistics, below))
         return seen._replace(weights=(weights, scale), slopes=slopes)
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
         assert seen.weights is not None
         assert seen.slopes is not None
-        passes, gradients, _, active, _ = self.sweep
+        passes, gradients, _, active, *_ = self.sweep
         tile = tile.first(max(0, active - tile.rows.start))
         rows = slice(len(tile.targets))
         if gradients is None or not tile.logits.numel():
@@ -249,3 +232,15 @@ class WeightedCentredRows(CentredRows):
         values, factor = known.at_targets * seen.slopes[rows], scale * known.grad_logprobs
         factor = several_targets.put_at_targets_(weights, tile, values, factor)
         gradients.add_weights(tile, passes, weights, factor, torch.ones_like(factor))
+
+
+def visitor_of(sweep: Sweep, beside: Beside, *, weighted: bool, two_phases: bool) -> KnownRows:
+    """What visits the rows of a loss; `weighted` where their gradients are multiples of softmax weights."""
+    shards, teacher, centering = beside
+    if teacher is not None:
+        return RevisitedRows(sweep, teacher) if two_phases else TaughtRows(sweep, teacher)
+    if centering is not None:
+        return (WeightedCentredRows if weighted else CentredRows)(sweep, centering, shards)
+    if shards is not None:
+        return ShardedRows(sweep, shards)
+    return WeightedRows(sweep) if weighted else KnownRows(sweep)

@@ -31,13 +31,12 @@ from torch import Tensor
 
 from fused_grpo.config import CLIPPED, GRPOLossConfig
 from fused_grpo.errors import InputError
-from fused_grpo.head.checks import HeadOptions, outside_graphs
+from fused_grpo.head.checks import HeadOptions, LossArguments, loss_inputs, outside_graphs
 from fused_grpo.head.head import flatten_head
 from fused_grpo.integrations._peers import check_version
 from fused_grpo.integrations.model_modes import replaced
 from fused_grpo.integrations.speculative import speculative_logprobs
 from fused_grpo.logprobs import Output, linear_logprobs, linear_logprobs_and_entropy
-from fused_grpo.loss import LossArguments, loss_inputs
 
 check_version("trl", "~=1.16.0")
 

@@ -122,16 +122,17 @@ def chunk_rows(
     # Those that are too few to align stay.
     if device.type == "cpu":
         most -= (most - _LINE) % (2 * _LINE) if most >= _LEAST_ALIGNED else 0
-        rows = column_stride(_evened(num_rows, most))
     else:
         if chunk_bytes is None:
             most = min(most, MOST_BYTES // min(itemsize, 4))
             if num_rows <= most + spared_bytes // itemsize:
                 return max(1, num_rows)
         most -= most % ALIGNMENT if most >= ALIGNMENT else 0
-        rows = _evened(num_rows, most)
-        rows += -rows % ALIGNMENT
-    return max(1, min(num_rows, rows, most))
+    if num_rows <= most:
+        return max(1, num_rows)
+    rows = _evened(num_rows, most)
+    rows = column_stride(rows) if device.type == "cpu" else rows + -rows % ALIGNMENT
+    return max(1, min(rows, most))
 
 
 def tile_shape(

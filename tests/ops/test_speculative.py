@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from fused_grpo import GRPOLossConfig, grpo_loss, linear_logprobs_and_entropy
-from fused_grpo.head.checks import HeadOptions
+from fused_grpo.head.checks import HeadOptions, LossArguments, loss_inputs
 from fused_grpo.head.head import flatten_head
 from fused_grpo.integrations import speculative as module
 from fused_grpo.integrations.speculative import speculative_logprobs
-from fused_grpo.loss import LossArguments, loss_inputs
 
 B, T, D, V = 3, 5, 6, 13
 OPTIONS = {"temperature": 0.7, "logit_scale": 1.3, "softcap": 4.0}

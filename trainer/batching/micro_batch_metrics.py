@@ -36,7 +36,8 @@ from torch import Tensor
 from fused_grpo._maths.factors import ratio_and_clipped, select_by_covariance, sequence_weights, vespo_weights
 from fused_grpo._maths.formulas import LossInputs, kl_term, sampling_weights
 from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
-from fused_grpo.loss import GRPOLossOutput, LossArguments, loss_inputs
+from fused_grpo.head.checks import LossArguments, loss_inputs
+from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, joined_rows
 from fused_grpo.trainer.types import MicroBatch, Sample
 

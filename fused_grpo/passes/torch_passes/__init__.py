@@ -17,6 +17,7 @@ from fused_grpo.passes.protocol import LogprobForward, SoftmaxWeightsForward
 from fused_grpo.passes.torch_passes.divergence import Divergence, divergence_gradient_
 from fused_grpo.passes.torch_passes.kept_tokens import entry_logits, weighted_rows_
 from fused_grpo.passes.torch_passes.row_passes import (
+    clean_targets,
     empty_tile,
     grpo_token_loss,
     logits_gradient_,
@@ -25,7 +26,6 @@ from fused_grpo.passes.torch_passes.row_passes import (
     scale_hidden,
     softmax_weights_,
 )
-from fused_grpo.passes.torch_passes.targets import clean_targets
 
 __all__ = [
     "Divergence",

@@ -1,7 +1,8 @@
-"""The statistics, softmax weights and gradients of the rows of a tile, block by block, and the loss of tokens."""
+"""Checked targets, the statistics, softmax weights and gradients of a tile's rows by blocks, and the loss of tokens."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -25,12 +26,32 @@ from fused_grpo._maths.statistics import (
     with_part,
 )
 from fused_grpo.config import TokenTerms
+from fused_grpo.errors import InputError
 from fused_grpo.passes import buffers
 
 # Whether a transform of torch.func is active.
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Whether saved_tensors_hooks may be entered here.
 hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
+
+def clean_targets(targets: Tensor, *, ignore_index: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """(which targets are not `ignore_index`, the targets with 0 in the place of those that are).
+
+    Raises:
+        InputError: a target is out of range; on a GPU, an assertion of the device. A compiled graph does not look.
+    """
+    kept = targets != ignore_index
+    cleaned = targets * kept
+    if not torch.compiler.is_compiling():
+        want = f"want 0 <= target < V={vocab_size}, or ignore_index={ignore_index}"
+        allowed = cleaned == cleaned.clamp(0, vocab_size - 1)
+        if targets.is_cuda:
+            torch._assert_async(allowed.all(), f"a target is out of range; {want}")
+        elif not allowed.all():
+            at = (~allowed).nonzero()[0].tolist()
+            raise InputError(f"got target {cleaned[tuple(at)].item()} at {at}; {want}")
+    return kept, cleaned
 
 
 def row_statistics(
@@ -93,7 +114,7 @@ def _fold(
     shift = tile.raw.new_full((len(tile.raw),), -torch.inf) if tile.on_cpu else tile.largest()
     for block in tile.blocks(out, apart=entropy or (moments is not None and out is not None)):
         # With the entropy, sums are relative to the largest logit of the block: other errors would not cancel.
-        top = _block_maxima(block.z) if entropy or moments is not None else None
+        top = block_maxima(block.z) if entropy or moments is not None else None
         if tile.on_cpu:
             shift = _raised(shift, block.z, top, None if out is None else out[:, : block.columns.start])
         centre = top if top is not None and entropy else shift
@@ -358,24 +379,20 @@ def exp(x: Tensor, *, out: Tensor) -> Tensor:
     return torch.mul(x, _LOG2E, out=out).exp2_()
 
 
-def block_sums(values: Tensor) -> Tensor:
-    """[R] over the columns of a block [R, c], in parts: twice as fast as one sum over contiguous columns.
+def _over_columns(reduce: Callable[[Tensor, int], Tensor], values: Tensor) -> Tensor:
+    """[R] over the columns of a block [R, c], in parts: twice as fast as one sum over contiguous columns, and every
+    core reads the columns that it writes next.
 
-    (A product with ones would be as fast, but would add one column after the other: equal columns would all round in
-    the same direction.)
+    (A product with ones would be as fast as a sum, but would add one column after the other: equal columns would all
+    round in the same direction.)
     """
     if values.shape[1] % _PARTS:
-        return values.sum(1)
-    parts: Tensor = values.t().unflatten(0, (_PARTS, -1))
-    return parts.sum(1).sum(0)
+        return reduce(values, 1)
+    return reduce(reduce(values.t().unflatten(0, (_PARTS, -1)), 1), 0)
 
 
-def _block_maxima(values: Tensor) -> Tensor:
-    """[R] over the columns of a block [R, c], in parts: every core then reads the columns that it writes next."""
-    if values.shape[1] % _PARTS:
-        return values.amax(1)
-    parts: Tensor = values.t().unflatten(0, (_PARTS, -1))
-    return parts.amax(1).amax(0)
+block_sums = functools.partial(_over_columns, torch.sum)
+block_maxima = functools.partial(_over_columns, torch.amax)
 
 
 def _square_sums(values: Tensor, *, spare: Tensor) -> Tensor:
