@@ -148,8 +148,8 @@ def test_a_call_finds_nothing_of_the_calls_before_in_the_cache(engine, monkeypat
     manager, cached = engine._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager, list[int]()
     look_up = manager.get_computed_blocks
 
-    def counted(request: Any) -> Any:
-        found = look_up(request)
+    def counted(*request: Any) -> Any:
+        found = look_up(*request)
         cached.append(found[1])
         return found
 

@@ -96,6 +96,9 @@ def wire(servers, monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: [Mock()] * count)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.accelerator, "current_stream", Mock())  # as the next two, in vLLM 0.33
+    monkeypatch.setattr(torch, "Event", Mock())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
 
     def received(update: dict[str, Any]) -> dict[str, torch.Tensor]:
         """What vLLM's workers make of the last broadcasts."""
