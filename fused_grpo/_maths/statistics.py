@@ -187,6 +187,8 @@ def keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
             operand, out = (torch.zeros(16, 16, dtype=x, device=device) for x in (dtype, torch.float32))
             torch.mm(operand, operand, out_dtype=out.dtype, out=out)
             torch.addmm(out, operand, operand, out_dtype=out.dtype, out=out)
+    except torch.OutOfMemoryError:  # says nothing of the build, and is not remembered
+        raise
     except RuntimeError as error:
         logger.warning("on %s all operands of GEMMs are widened to fp32, which takes longer: %s", device, error)
         return False

@@ -69,6 +69,20 @@ def test_a_build_that_refuses_is_this_one_and_fp32_asks_nothing() -> None:
     assert head.keeps_sums.cache_info().misses == 2
 
 
+def test_a_full_gpu_says_nothing_of_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller may catch the error, make room and call again."""
+
+    def full(*operands: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "mm", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        _ = rows(torch.bfloat16).gemm_dtype
+    for name in PRODUCTS:
+        monkeypatch.setattr(torch, name, lambda *operands, out_dtype, out: out)
+    assert rows(torch.bfloat16).gemm_dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(("capability", "dtype", "runs"), [(75, "bfloat16", "torch"), (75, "float16", "triton")])
 def test_bf16_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch, capability: int, dtype: str, runs: str) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
