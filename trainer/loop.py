@@ -174,7 +174,7 @@ class GRPOTrainer(TransformersFace):
             with all_ranks_succeed(accelerator, "starting the engine"):
                 self.engine, self.engine_is_open = self._make_engine(), True
         with ExitStack() as stack:
-            stack.callback(self.engine.close)  # nobody has this trainer yet
+            stack.callback(self.engine.close)  # a script that has no trainer cannot close its engine
             self.events("on_init_end")
             stack.pop_all()
         self._made = dict(vars(self))

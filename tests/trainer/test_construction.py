@@ -51,6 +51,17 @@ def test_a_trainer_that_cannot_be_made_leaves_no_engine_open(make_trainer, serve
     assert [engine.closed for engine in engines] == [True]
 
 
+def test_rows_that_a_list_gets_or_loses_later_are_not_those_of_a_run(make_trainer):
+    rows, evaluated = [{"prompt": "1+1="}] * 4, {"one": [{"prompt": "2+2="}]}
+    trainer = make_trainer(dataset=rows, eval_dataset=evaluated, max_steps=2, eval_strategy="steps", eval_steps=1)
+    rows.clear()
+    evaluated["one"].append({"prompt": ""})
+    evaluated["two"] = []
+    trainer.train()
+    assert len(trainer.train_dataset) == 4
+    assert {name: len(dataset) for name, dataset in trainer.eval_dataset.items()} == {"one": 1}
+
+
 @pytest.mark.parametrize(("use_vllm", "corrects"), [(False, False), (True, True)])
 def test_a_rollout_func_is_corrected_for_where_it_is_vllms(
     make_model, tokenizer, tmp_path, monkeypatch, use_vllm, corrects

@@ -7,8 +7,8 @@ import inspect
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,10 +55,14 @@ def rows_of_environments(dataset: Any, factory: Factory | Mapping[str, Factory],
 def with_prompts(dataset: Any, factory: Any) -> Any:
     """A dataset, or several by name: with a `factory` of environments with empty prompts where there are none.
 
+    Of a list a copy, because its owner may change it after it has been checked.
+
     DataError for a column "environments", which reward functions get the objects as.
     """
     if isinstance(dataset, Mapping):
         return {name: with_prompts(rows, factory) for name, rows in dataset.items()}
+    if type(dataset) is list:
+        dataset = dataset[:]
     if factory is None or dataset is None or isinstance(dataset, str):
         return dataset
     columns = column_names(dataset)
@@ -220,22 +224,20 @@ def _own_reward(kind: type[Any]) -> Callable[..., Any]:
     return reward
 
 
-def _check_call(function: Callable[..., Any], names: Iterable[str], what: str) -> None:
+def _check_call(function: Callable[..., Any], names: Collection[str], what: str) -> None:
     """InputError where it cannot be called with arguments of these names, and with `seed` where it has that one."""
-    problem, given = None, list(names)
-    with suppress(ValueError):  # of something builtin, which has no signature
+    try:
         signature = inspect.signature(function)
-        given += signature.parameters.keys() & {"seed"} - set(given)
-        try:
-            signature.bind(**dict.fromkeys(given))
-        except TypeError as error:
-            problem = f"{signature} ({error})"
-    if problem is not None:
-        wanted = ", ".join(map(repr, given)) or "no arguments"
+    except ValueError:  # of something builtin, which has none
+        return
+    given = [*names, *signature.parameters.keys() & {"seed"} - {*names}]
+    try:
+        signature.bind(**dict.fromkeys(given))
+    except TypeError as error:
         raise InputError(
-            f"got {what} with the signature {problem}, want one that takes {wanted}; fix: the environment, such as "
-            "reset(self, **row)"
-        )
+            f"got {what} with the signature {signature} ({error}), want one that takes "
+            f"{', '.join(map(repr, given)) or 'no arguments'}; fix: the environment, such as reset(self, **row)"
+        ) from error
 
 
 def _awaited(source: str, wanted: str, call: Callable[[], T]) -> T:

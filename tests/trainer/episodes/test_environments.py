@@ -1,15 +1,12 @@
 """Environments: what they are given, whose methods are tools of which episode, and what they say of it."""
 
 import asyncio
-import builtins
 import math
 import operator
 import random
 import re
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ from transformers import TrainerCallback
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError, RewardError, UnavailableError
 from fused_grpo.trainer.cli.main import main
-from fused_grpo.trainer.episodes.environments import NO_PROMPT, Environments, is_done
+from fused_grpo.trainer.episodes.environments import NO_PROMPT
 
 
 class OnStep(TrainerCallback):
@@ -359,21 +356,6 @@ class NoScore(Guess):
         raise OSError("no score")
 
 
-class Scores(Guess):
-    def get_reward(self, answer) -> float:
-        return 1.0
-
-
-class Narrow(Guess):
-    def reset(self, question) -> str:
-        return question
-
-
-class OfTask(Guess):
-    def reset(self, task: int, seed: int) -> str:
-        return super().reset(seed=seed)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -399,66 +381,12 @@ class OfTask(Guess):
         ({"environment_factory": Gone}, UnavailableError, "OSError from `done` of Gone: gone"),
         ({"environment_factory": Guess, "rows": [{"environments": [1]}] * 4}, DataError, "a column 'environments'"),
         ({"environment_factory": NoScore}, RewardError, "'NoScore' raised OSError: no score"),
-        ({"environment_factory": {}}, InputError, "an empty dict as environment_factory"),
-        ({"environment_factory": Scores}, InputError, r"got get_reward\(\) of Scores with the signature \(answer\)"),
-        (
-            {"environment_factory": Narrow},
-            InputError,
-            r"reset\(\) of Narrow for train_dataset .*takes 'prompt', 'answer'",
-        ),
-        (
-            {"environment_factory": {"a": Guess, "b": Narrow}, "rows": [{"environment": one} for one in "aaab"]},
-            InputError,
-            r"reset\(\) of Narrow for train_dataset with the signature \(question\)",
-        ),
-        (  # which would be found at the first evaluation
-            {"environment_factory": OfTask, "rows": [{"task": 1}] * 4, "eval_dataset": {"new": [{"tasks": 1}]}},
-            InputError,
-            r"reset\(\) of OfTask for eval_dataset\['new'\] with the signature \(task: int, seed: int\)",
-        ),
     ],
 )
 def test_an_environment_that_cannot_work_is_named(make_trainer, options, error, text):
     with pytest.raises(error, match=text) as raised:
         make_trainer(play, **options).train()
     assert isinstance(raised.value, FusedGRPOError)
-
-
-RAISED = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-
-
-def made_of(kind: type[Any]) -> Environments:
-    return Environments(kind, [])
-
-
-def reset(**members: Any) -> str | None:
-    made = made_of(type("Changed", (Guess,), members))
-    return made.reset(made.pool[None][0], {"prompt": "1"}, seed=0)
-
-
-@pytest.mark.parametrize(
-    "call_of",
-    [
-        lambda fails: reset(reset=fails),
-        lambda fails: is_done(type("Fails", (), {"done": property(fails)})()),
-        made_of,
-    ],
-    ids=["reset", "done", "factory"],
-)
-def test_whatever_an_environment_raises_is_an_error_of_ours(call_of):
-    for kind in [*RAISED, SystemExit]:
-        with suppress(TypeError):  # of one whose arguments are more than a text
-            error = kind("gone")
-
-        def fails(*_: Any, error: Any = error, **__: Any) -> Any:
-            raise error
-
-        with pytest.raises(UnavailableError, match=f"got {type(error).__name__} from"):
-            call_of(fails)
-
-
-def test_what_no_tokenizer_takes_is_replaced_in_what_reset_returns():
-    assert reset(reset=lambda self, **row: "a\ud800") == "a?"
 
 
 class Numpy(Guess):
