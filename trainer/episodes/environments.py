@@ -17,7 +17,7 @@ import torch
 from fused_grpo.errors import DataError, InputError, UnavailableError, shown
 from fused_grpo.trainer.common.threads import event_loop
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import Row, column_names, is_plain_arrow, is_stream, mapped, read_rows
+from fused_grpo.trainer.data.datasets import Row, as_row, column_names, is_plain_arrow, is_stream, mapped, read_rows
 from fused_grpo.trainer.episodes.tools import ASYNC, Tool, check_tools, clean
 from fused_grpo.trainer.rewards.isolation import is_isolated
 from fused_grpo.trainer.rewards.reward_call import own_copy
@@ -113,7 +113,7 @@ class Environments:
 
         Of a stream the first row is looked at, and the others when they come.
         """
-        first, checked = next(iter(read_rows(rows, name=name))), set[str | None]()
+        first, checked = as_row(next(iter(read_rows(rows, name=name)))), set[str | None]()
         column = rows.select_columns([COLUMN]) if is_plain_arrow(rows) and COLUMN in column_names(rows) else rows
         is_whole = self.is_named and not is_stream(rows)
         for number, row in enumerate(read_rows(column, name=name) if is_whole else [first]):
