@@ -173,7 +173,10 @@ class GRPOTrainer(TransformersFace):
             # Last: no rank is in `train` before all have an engine.
             with all_ranks_succeed(accelerator, "starting the engine"):
                 self.engine, self.engine_is_open = self._make_engine(), True
-        self.events("on_init_end")
+        with ExitStack() as stack:
+            stack.callback(self.engine.close)  # a script that has no trainer cannot close its engine
+            self.events("on_init_end")
+            stack.pop_all()
         self._made = dict(vars(self))
 
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainResult:

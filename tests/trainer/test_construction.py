@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
 from fused_grpo.errors import InputError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
@@ -25,6 +25,41 @@ def test_an_effective_batch_of_broken_groups_is_refused_before_writing(make_trai
     ):
         make_trainer(per_device_train_batch_size=3, gradient_accumulation_steps=2)
     assert not (tmp_path / "run").exists()
+
+
+class Interrupts(TrainerCallback):
+    """Raises at the last moment before a script has the trainer, and could close its engine."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def on_init_end(self, args, state, control, **_):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("a typo"), StopIteration(), SystemExit(2), KeyboardInterrupt()])
+def test_a_trainer_that_cannot_be_made_leaves_no_engine_open(make_trainer, served_engine, error):
+    engines = []
+
+    class Remembered(served_engine):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            engines.append(self)
+
+    with pytest.raises(type(error)):
+        make_trainer(engine=Remembered, callbacks=[Interrupts(error)])
+    assert [engine.closed for engine in engines] == [True]
+
+
+def test_rows_that_a_list_gets_or_loses_later_are_not_those_of_a_run(make_trainer):
+    rows, evaluated = [{"prompt": "1+1="}] * 4, {"one": [{"prompt": "2+2="}]}
+    trainer = make_trainer(dataset=rows, eval_dataset=evaluated, max_steps=2, eval_strategy="steps", eval_steps=1)
+    rows.clear()
+    evaluated["one"].append({"prompt": ""})
+    evaluated["two"] = []
+    trainer.train()
+    assert len(trainer.train_dataset) == 4
+    assert {name: len(dataset) for name, dataset in trainer.eval_dataset.items()} == {"one": 1}
 
 
 @pytest.mark.parametrize(("use_vllm", "corrects"), [(False, False), (True, True)])

@@ -69,8 +69,8 @@ def run(arguments: Sequence[str]) -> None:
             from fused_grpo.trainer.logging.report import write_report
 
             print(write_report(Path(directory)))
-        case ["report", *_]:
-            raise InputError("got no directory of a run, want one; fix: fused-grpo report runs/demo")
+        case ["report", *given]:
+            raise InputError(f"got report with {given}, want one directory of a run; fix: fused-grpo report runs/demo")
         case ["recipes"]:
             from fused_grpo.trainer.cli.options import RECIPES
 

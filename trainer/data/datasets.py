@@ -94,14 +94,14 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
         raise DataError(f"got no {name}: `{name}` is required, {kinds}")
     got = f"got a {type(dataset).__name__} as {name}: `{name}` must be {kinds}"
     if isinstance(dataset, Mapping):
-        raise DatasetTypeError(f"{got}; fix: choose a split of it ({', '.join(map(repr, dataset)) or 'it has none'})")
+        fix = f"choose a split of it ({', '.join(map(repr, dataset)) or 'it has none'})"
+        fix = "datasets.Dataset.from_dict(...), with a list for each column" if "prompt" in dataset else fix
+        raise DatasetTypeError(f"{got}; fix: {fix}")
     if isinstance(dataset, (str, Path)):
         raise DatasetTypeError(f"{got}; fix: datasets.load_dataset(...)")
-    try:
-        entries = iter(dataset)
-    except TypeError as error:
-        raise DatasetTypeError(got) from error
-    if entries is dataset:
+    if not isinstance(dataset, Iterable) and is_stream(dataset):
+        raise DatasetTypeError(got)
+    if isinstance(dataset, Iterator):
         raise DatasetTypeError(f"{got}; fix: datasets.IterableDataset.from_generator(...), which can start again")
     # Before they are decoded. A transform may rename the other columns.
     names = getattr(dataset, "column_names", None) or ()
@@ -111,9 +111,8 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
     if first is None:
         raise DataError(f"got an empty {name}, want at least one row with a 'prompt'")
     if not isinstance(first[1], Mapping):
-        raise DatasetTypeError(
-            f"{got}; fix: rows that are dicts, not {type(first[1]).__name__}, as of dataset.with_format(None)"
-        )
+        fix = "datasets.Dataset.from_pandas(...)" if hasattr(dataset, "iterrows") else "dataset.with_format(None)"
+        raise DatasetTypeError(f"{got}; fix: rows that are dicts, not {type(first[1]).__name__}, as of {fix}")
     check(*first)
     if is_plain_arrow(dataset):
         batches = dataset.select_columns(["prompt"]).iter(batch_size=1000)
@@ -195,6 +194,8 @@ def read_rows(dataset: Any, *, name: str) -> Iterator[Any]:
         for entry in dataset if is_stream(dataset) else islice(dataset, len(dataset)):
             yield entry
             number += 1
+        if not is_stream(dataset) and number < len(dataset):  # what `__getitem__` raises may also end an iteration
+            raise IndexError(f"the last of {len(dataset)} rows")
     except Exception as error:  # of the file, or of the user's function in `map`
         raise unreadable(number, name, error) from error
 

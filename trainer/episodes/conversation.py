@@ -111,7 +111,9 @@ class Template:
         return self._family.message(read(ids[:last]), tools, before=read(prefix[start:]))
 
     def _rendered(self, messages: list[Message], **options: Any) -> Any:
-        options = {**self._options, "tokenize": False, "add_generation_prompt": True, "return_dict": False, **options}
+        # Without an option that lets the model continue a prompt's last message: here a whole turn is over.
+        ours = {"tokenize": False, "return_dict": False, "continue_final_message": False, "add_generation_prompt": True}
+        options = {**self._options, **ours, **options}
         try:
             return self._tokenizer.apply_chat_template(messages, **options)
         except TypeError:  # a template that joins arguments as text (DeepSeek-V3)

@@ -7,9 +7,9 @@ import inspect
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,12 +17,13 @@ import torch
 from fused_grpo.errors import DataError, InputError, UnavailableError, shown
 from fused_grpo.trainer.common.threads import event_loop
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import Row, column_names, is_plain_arrow, is_stream, mapped, read_rows
-from fused_grpo.trainer.episodes.tools import ASYNC, Tool, check_tools
+from fused_grpo.trainer.data.datasets import Row, as_row, column_names, is_plain_arrow, is_stream, mapped, read_rows
+from fused_grpo.trainer.episodes.tools import ASYNC, Tool, check_tools, clean
 from fused_grpo.trainer.rewards.isolation import is_isolated
 from fused_grpo.trainer.rewards.reward_call import own_copy
 
 Factory = Callable[[], Any]
+T = TypeVar("T")
 COLUMN = "environment"
 NOT_TOOLS = ("reset", "get_reward")
 NO_PROMPT = [{"role": "user", "content": ""}]  # `reset` writes it
@@ -54,10 +55,14 @@ def rows_of_environments(dataset: Any, factory: Factory | Mapping[str, Factory],
 def with_prompts(dataset: Any, factory: Any) -> Any:
     """A dataset, or several by name: with a `factory` of environments with empty prompts where there are none.
 
+    Of a list a copy, because its owner may change it after it has been checked.
+
     DataError for a column "environments", which reward functions get the objects as.
     """
     if isinstance(dataset, Mapping):
         return {name: with_prompts(rows, factory) for name, rows in dataset.items()}
+    if type(dataset) is list:
+        dataset = dataset[:]
     if factory is None or dataset is None or isinstance(dataset, str):
         return dataset
     columns = column_names(dataset)
@@ -82,6 +87,8 @@ class Environments:
         self.is_named = isinstance(factory, Mapping)
         self.factories: dict[Any, Factory] = dict(factory) if isinstance(factory, Mapping) else {None: factory}
         self.pool, self.tools_of = dict[Any, list[Any]](), dict[Any, list[Tool]]()
+        if not self.factories:
+            raise InputError("got an empty dict as environment_factory, want a factory by name; fix: leave it out")
         for name, make in self.factories.items():
             if not callable(make):
                 raise InputError(f"got {make!r} as environment_factory, want something callable without arguments")
@@ -91,6 +98,8 @@ class Environments:
                     f"got a {type(instance).__name__} from environment_factory, want an object with reset(**row); each "
                     "environment must define a callable `reset`"
                 )
+            if callable(getattr(type(instance), "get_reward", None)):
+                _check_call(instance.get_reward, (), f"get_reward() of {type(instance).__name__}")
             self.pool[name], self.tools_of[name] = [instance], check_tools([*tools, *methods_of(instance)])
         self.free_all()
 
@@ -100,11 +109,19 @@ class Environments:
         return [_own_reward(kind) for kind in classes if callable(getattr(kind, "get_reward", None))]
 
     def check_rows(self, rows: Any, *, name: str) -> None:
-        """DataError for a row of an environment that there is not; of a stream, when it comes."""
-        if self.is_named and not is_stream(rows):
-            column = rows.select_columns([COLUMN]) if is_plain_arrow(rows) and COLUMN in column_names(rows) else rows
-            for number, row in enumerate(read_rows(column, name=name)):
-                self.name_of(row, f"row {number} of {name}")
+        """DataError for a row of an environment that there is not, InputError for columns that a `reset` does not take.
+
+        Of a stream the first row is looked at, and the others when they come.
+        """
+        first, checked = as_row(next(iter(read_rows(rows, name=name)))), set[str | None]()
+        column = rows.select_columns([COLUMN]) if is_plain_arrow(rows) and COLUMN in column_names(rows) else rows
+        is_whole = self.is_named and not is_stream(rows)
+        for number, row in enumerate(read_rows(column, name=name) if is_whole else [first]):
+            if (kind := self.name_of(row, f"row {number} of {name}")) not in checked:
+                environment = self.pool[kind][0]
+                what = f"reset() of {type(environment).__name__} for {name}"
+                _check_call(environment.reset, self._given(first), what)
+                checked.add(kind)
 
     def name_of(self, row: Mapping[str, Any], where: str = "a row") -> str | None:
         """The name of a row's environment."""
@@ -141,15 +158,17 @@ class Environments:
 
     def reset(self, environment: Any, row: Row, *, seed: int) -> str | None:
         """Begin an episode; the text that is added to the prompt. All members of a group have one seed: one task."""
-        given = {name: own_copy(value) for name, value in row.items() if not (self.is_named and name == COLUMN)}
-        if given["prompt"] == NO_PROMPT:
-            del given["prompt"]
+        given = {name: own_copy(value) for name, value in self._given(row).items()}
         kind = type(environment).__name__
         wanted = f"it to begin an episode of a row with {', '.join(given) or 'no columns'}"
-        with _awaited(f"reset() of {kind}", wanted), _seeded(seed):
-            if "seed" in inspect.signature(environment.reset).parameters:
-                given.setdefault("seed", seed)
-            begun = environment.reset(**given)
+
+        def begin() -> Any:
+            with _seeded(seed):
+                if "seed" in inspect.signature(environment.reset).parameters:
+                    given.setdefault("seed", seed)
+                return environment.reset(**given)
+
+        begun = _awaited(f"reset() of {kind}", wanted, begin)
         if isinstance(begun, list) and all(isinstance(part, dict) and "text" in part for part in begun):
             begun = "".join(str(part["text"]) for part in begun)
         if begun is not None and not isinstance(begun, str):
@@ -157,11 +176,16 @@ class Environments:
                 f"got a {type(begun).__name__} from reset() of {kind}, want text for the last message of the prompt, "
                 "or None (no images); fix: the environment"
             )
-        return begun
+        return None if begun is None else clean(begun)
+
+    def _given(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What `reset` gets of a row."""
+        left_out = {COLUMN} if self.is_named else set[str]()
+        left_out |= {"prompt"} if row["prompt"] == NO_PROMPT else set()
+        return {name: value for name, value in row.items() if name not in left_out}
 
     def _made(self, name: str | None) -> Any:
-        with _awaited("environment_factory", "an environment"):
-            return self.factories[name]()
+        return _awaited("environment_factory", "an environment", self.factories[name])
 
 
 def methods_of(environment: Any) -> list[Tool]:
@@ -178,8 +202,9 @@ def methods_of(environment: Any) -> list[Tool]:
 
 def is_done(environment: Any) -> bool:
     """Whether its `done` is true; a method of that name is a tool. UnavailableError for a property that raises."""
-    with _awaited(f"`done` of {type(environment).__name__}", "True or False"):
-        done = getattr(environment, "done", False)
+    what = f"`done` of {type(environment).__name__}"
+    default = () if hasattr(type(environment), "done") else (False,)  # an AttributeError of a property is an error
+    done = _awaited(what, "True or False", lambda: getattr(environment, "done", *default))
     return isinstance(done, bool | np.bool_) and bool(done)
 
 
@@ -199,14 +224,32 @@ def _own_reward(kind: type[Any]) -> Callable[..., Any]:
     return reward
 
 
-@contextmanager
-def _awaited(source: str, wanted: str) -> Iterator[None]:
-    """UnavailableError for whatever an environment raises, and a warning where it takes long: it has no time limit."""
+def _check_call(function: Callable[..., Any], names: Collection[str], what: str) -> None:
+    """InputError where it cannot be called with arguments of these names, and with `seed` where it has that one."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of something builtin, which has none
+        return
+    given = [*names, *signature.parameters.keys() & {"seed"} - {*names}]
+    try:
+        signature.bind(**dict.fromkeys(given))
+    except TypeError as error:
+        raise InputError(
+            f"got {what} with the signature {signature} ({error}), want one that takes "
+            f"{', '.join(map(repr, given)) or 'no arguments'}; fix: the environment, such as reset(self, **row)"
+        ) from error
+
+
+def _awaited(source: str, wanted: str, call: Callable[[], T]) -> T:
+    """What a call of an environment's returns; UnavailableError for whatever it raises, a warning where it takes long.
+
+    No context manager: a StopIteration would pass it.
+    """
     text = "%s has not returned for %g s, and the run waits for it; fix: a time limit there, if it should not"
     warning = threading.Timer(_LONG, _log.warning, [text, source, _LONG])
     warning.start()
     try:
-        yield
+        return call()
     except (Exception, SystemExit) as error:
         raise UnavailableError(
             f"got {type(error).__name__} from {source}: {shown(error, 2000)}; want {wanted}; fix: the environment"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo.errors import DataError
+from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, clean_prompt, is_conversational
 from fused_grpo.trainer.data.prompts import CHARACTERS_OF_A_TOKEN
@@ -62,6 +62,11 @@ class Rules:
 def rules_of(tools: Any, factory: Any, args: GRPOConfig, tokenizer: Any, stop_ids: Sequence[int]) -> Rules:
     """The rules of a run with tools or environments; errors as `check_tools`, `Environments` and `Template`."""
     functions = check_tools(tools or [])
+    if taken := {"tools", "xml_tools"} & (args.chat_template_kwargs or {}).keys():
+        raise InputError(
+            f"got {min(taken)!r} in chat_template_kwargs beside tools, whose schemas the prompt has in its place, want "
+            "one of the two; fix: leave it out"
+        )
     return Rules(
         template=Template(tokenizer, args.chat_template_kwargs, stop_ids=stop_ids),
         tools=functions,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,13 +44,27 @@ def check_tools(tools: Any) -> list[Tool]:
             raise InputError(f"got two tools called {name!r}, want one of each name; fix: rename one")
         names.add(name)
         try:
-            get_json_schema(tool)
+            schema = get_json_schema(tool)
+            json.dumps(schema, ensure_ascii=False).encode()  # half of a surrogate pair reaches no tokenizer
         except Exception as error:  # of several types, all about what is missing
             raise InputError(
                 f"got the tool {name!r}, of which no schema can be made ({error}); fix: type hints of all arguments, "
                 "and a docstring with a description and a section 'Args:' that describes each"
             ) from error
+        by_name = schema["function"]["parameters"]["properties"]
+        unnamed = [str(one) for one in inspect.signature(tool).parameters.values() if not _has_name(one, by_name)]
+        if unnamed or inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+            got = f"the argument {unnamed[0]}" if unnamed else "yield"
+            raise InputError(
+                f"got the tool {name!r} with {got}, want arguments that a call gives by their names, and an answer "
+                "that is returned; fix: a function around it, or the method of an object in the place of its class's"
+            )
     return listed
+
+
+def _has_name(parameter: inspect.Parameter, described: Mapping[str, Any]) -> bool:
+    by_place = (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)
+    return parameter.name in described and parameter.kind not in by_place
 
 
 class Answers:
@@ -117,10 +132,10 @@ class Answers:
             if isinstance(error, CannotLoadError):
                 raise  # which no model can mend
             text, failed = str({"error": error_text(error)}), True
-        recorded, text, seconds = _clean(elide_middle(text, _RECORDED)), text[: most + 1], time.perf_counter() - start
-        return ToolCall(call["name"], own_copy(call["arguments"]), recorded, failed, seconds), _clean(text)
+        recorded, text, seconds = clean(elide_middle(text, _RECORDED)), text[: most + 1], time.perf_counter() - start
+        return ToolCall(call["name"], own_copy(call["arguments"]), recorded, failed, seconds), clean(text)
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """Without lone surrogates, which no tokenizer takes."""
     return text.encode("utf-8", "replace").decode("utf-8")

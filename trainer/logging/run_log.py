@@ -174,6 +174,6 @@ def write(path: Path, text: str, *, mode: str = "wb") -> None:
     except OSError as error:
         # A half-written line is cut off when a run is resumed here.
         raise CheckpointError(
-            f"got {error.strerror} while writing {path}; want {len(content)} bytes for it; fix: free some space, and "
-            "resume"
+            f"got {error.strerror} while writing {path}; want {len(content)} bytes for it; fix: free some space, or "
+            "move what is in its place away, and resume"
         ) from error

@@ -15,6 +15,7 @@ import inspect
 import json
 import math
 import os
+import re
 import resource
 import signal
 import sys
@@ -27,6 +28,7 @@ from fused_grpo.trainer.rewards.isolation import REPLY_BYTES, is_isolated
 from fused_grpo.trainer.rewards.reward_call import RewardCaller, RewardInputs, load_reward, reward_name
 
 FILE_BYTES = 1 << 30  # of one file: writing more raises OSError
+_NO_TEXT = re.compile(r"<.* at 0x[0-9a-f]+>+", re.I | re.S)  # of an object with an address alone: an image, a generator
 _ERROR = 2000  # characters of a tool's exception
 
 
@@ -108,6 +110,9 @@ def as_text(result: Any) -> str:
         raise ValueError("the tool returned an image, and the model reads text alone")
     if parts and all("text" in part for part in parts) and len(parts) == len(result):
         return "".join(str(part["text"]) for part in parts)
+    for entry in result if isinstance(result, list | tuple) else [result]:
+        if not isinstance(entry, str) and _NO_TEXT.fullmatch(str(entry)):
+            raise ValueError(f"the tool returned a {type(entry).__name__}, and the model reads text alone")
     return str(result)
 
 

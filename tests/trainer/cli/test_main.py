@@ -323,7 +323,7 @@ def test_a_report_is_written_again_from_the_logs(tmp_path, capsys):
     assert "training reward 0.500" in (tmp_path / "report.html").read_text()
     with pytest.raises(SystemExit, match="CheckpointError"):
         main(["report", str(tmp_path / "nowhere")])
-    with pytest.raises(SystemExit, match="got no directory of a run"):
+    with pytest.raises(SystemExit, match="want one directory of a run"):
         main(["report"])
 
 

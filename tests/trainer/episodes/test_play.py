@@ -135,6 +135,16 @@ def test_rewards_get_messages_and_columns(make_trainer):
     assert [one["rewards"]["reward"] for one in records(trainer)] == [1.0, 0.0, float(answer == 1), 0.0]
 
 
+def test_a_first_turn_may_go_on_with_what_a_prompt_begins(make_trainer):
+    begun = [{"role": "user", "content": "3 * 7?"}, {"role": "assistant", "content": "I ask: "}]
+    options = {"chat_template_kwargs": {"continue_final_message": True}, "rows": [{"prompt": begun, "answer": 21}] * 4}
+    trainer = make_trainer(say, tools=multiply, max_steps=1, **options)
+    trainer.train()
+    for sample in trainer.scored.samples:
+        assert trainer.processing_class.decode(sample.prompt_ids).endswith("I ask: ")
+    assert [len(told["tool_calls"]) for told in records(trainer)] == [1, 1, 2, 0]
+
+
 def loops(read: str, member: int) -> str:
     """Calls for ever."""
     return call("multiply", a=1, b=member + 1)
@@ -287,6 +297,10 @@ def test_a_run_that_resumes_in_a_buffer_calls_no_tool_again(make_trainer, tmp_pa
         ({"tools": [lambda: 1]}, InputError, "no schema"),
         ({"tools": [multiply], "rows": [{"prompt": "3 * 7?"}] * 4}, DataError, "tools and strings as prompts"),
         ({"tools": [multiply], "tool_timeout": 0.0}, InputError, "tool_timeout"),
+        *(
+            ({"tools": [multiply], "chat_template_kwargs": {name: [{}]}}, InputError, f"got '{name}' in chat_template")
+            for name in ("tools", "xml_tools")
+        ),
         ({"tools": [multiply], "max_tool_calling_iterations": 0}, InputError, "max_tool_calling_iterations"),
     ],
 )

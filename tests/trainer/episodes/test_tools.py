@@ -9,6 +9,7 @@ import pytest
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.episodes.tools import Answers, check_tools
+from fused_grpo.trainer.rewards.worker import as_text
 
 
 def multiply(a: int, b: int) -> int:
@@ -229,6 +230,86 @@ def test_results_are_text(kind, text):
     assert (answer, made.result, made.failed) == (text, text, False)
 
 
+def spread(*numbers: int) -> str:
+    """Add.
+
+    Args:
+        numbers: Some.
+    """
+    return str(sum(numbers))
+
+
+def anything(**options: str) -> str:
+    """Say it.
+
+    Args:
+        options: What.
+    """
+    return str(options)
+
+
+def by_place(a: int, /) -> str:
+    """Say a number.
+
+    Args:
+        a: It.
+    """
+    return str(a)
+
+
+def counts(a: int):
+    """Count.
+
+    Args:
+        a: To where.
+    """
+    yield from range(a)
+
+
+async def counts_later(a: int):
+    """Count.
+
+    Args:
+        a: To where.
+    """
+    yield a
+
+
+def half(a: int) -> str:
+    """Say \ud800.
+
+    Args:
+        a: A number.
+    """
+    return str(a)
+
+
+class Counter:
+    def add(self, a: int) -> str:
+        """Count.
+
+        Args:
+            a: How many.
+        """
+        return str(a)
+
+
+class Silent:
+    pass
+
+
+@pytest.mark.parametrize("kept_in", [lambda value: value, lambda value: [value], lambda value: (1, value)])
+@pytest.mark.parametrize("value", [Silent(), (n for n in "ab"), map(str, [1]), multiply, Counter().add, counts(3)])
+def test_an_object_whose_text_is_an_address_is_no_answer(value, kept_in):
+    with pytest.raises(ValueError, match=f"the tool returned a {type(value).__name__}, and the model reads text"):
+        as_text(kept_in(value))
+
+
+@pytest.mark.parametrize("value", ["<Silent object at 0x7f00>", ["<a at 0x1>"], {"out": "<f at 0x1>"}, 3, b"x", int])
+def test_text_about_an_address_is_an_answer(value):
+    assert as_text(value) == str(value)
+
+
 def test_of_a_large_result_the_record_keeps_the_ends_and_no_more_is_read():
     ((made, answer),) = answered(("returns", {"kind": "large"}))
     assert answer == "x" * 10_001
@@ -274,9 +355,16 @@ def no_docstring(a: int) -> int:
         ([multiply, multiply], "two tools called 'multiply'"),
         (["multiply"], "'multiply' among the tools, want functions"),
         ([lambda: 1], "no schema"),
+        ([half], "'half', of which no schema can be made .*surrogates"),
+        ([spread], "'spread' with the argument .*numbers: int, want arguments that a call gives by their names"),
+        ([by_place], "'by_place' with the argument a: int"),
+        ([Counter.add], "'add' with the argument self"),
+        ([counts], "'counts' with yield, want .* an answer that is returned"),
+        ([counts_later], "'counts_later' with yield"),
     ],
 )
 def test_a_tool_that_cannot_be_described_is_refused(tools, text):
     with pytest.raises(InputError, match=text):
         check_tools(tools)
+    assert len(check_tools([multiply, Counter().add, anything])) == 3
     assert check_tools(multiply) == [multiply]

@@ -1,0 +1,109 @@
+"""Calls of an environment's own code: what it cannot be called with is found early, and whatever it raises is named."""
+
+import builtins
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from talkers import call
+
+from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer.episodes.environments import Environments, is_done
+
+RAISED = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+
+
+class Counter:
+    def reset(self, **row) -> str:
+        return "Count."
+
+    def count(self, number: int) -> str:
+        """Count.
+
+        Args:
+            number: To where.
+        """
+        return str(number)
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Scores(Counter):
+    def get_reward(self, answer) -> float:
+        return 1.0
+
+
+class Narrow(Counter):
+    def reset(self, question):
+        return question
+
+
+class OfTask(Counter):
+    def reset(self, task: int, seed: int):
+        return f"{task} {seed}"
+
+
+def say(read: str, member: int) -> str:
+    return "over" if "<answer>" in read else call("count", number=member)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"environment_factory": {}}, "an empty dict as environment_factory"),
+        ({"environment_factory": Scores}, r"get_reward\(\) of Scores with the signature \(answer\)"),
+        ({"environment_factory": Narrow}, r"reset\(\) of Narrow for train_dataset .*one that takes 'prompt', 'answer'"),
+        (
+            {"environment_factory": {"a": Counter, "b": Narrow}, "rows": [{"environment": one} for one in "aaab"]},
+            r"reset\(\) of Narrow for train_dataset with the signature \(question\)",
+        ),
+        (  # which would be found at the first evaluation
+            {"environment_factory": OfTask, "rows": [{"task": 1}] * 4, "eval_dataset": {"new": [{"tasks": 1}]}},
+            r"reset\(\) of OfTask for eval_dataset\['new'\] with the signature \(task: int, seed: int\)",
+        ),
+    ],
+)
+def test_what_an_environment_cannot_be_called_with_is_found_before_a_step(make_trainer, options, text):
+    with pytest.raises(InputError, match=text):
+        make_trainer(lambda *_: pytest.fail("a turn was sampled"), reward=None, **options).train()
+
+
+def test_an_environment_may_take_the_columns_of_its_own_rows_and_the_seed(make_trainer):
+    trainer = make_trainer(say, reward=None, environment_factory=OfTask, rows=[{"task": 7}] * 4, max_steps=1)
+    trainer.train()
+    assert trainer.scored.samples[0].episode.prompt[0]["content"].startswith("7 ")
+
+
+def made_of(kind: Any) -> Environments:
+    return Environments(kind, [])
+
+
+def reset(**members: Any) -> str | None:
+    made = made_of(type("Changed", (Counter,), members))
+    return made.reset(made.pool[None][0], {"prompt": "1"}, seed=0)
+
+
+@pytest.mark.parametrize(
+    "call_of",
+    [
+        lambda fails: reset(reset=fails),
+        lambda fails: is_done(type("Fails", (), {"done": property(fails)})()),
+        made_of,
+    ],
+    ids=["reset", "done", "factory"],
+)
+def test_whatever_an_environment_raises_is_an_error_of_ours(call_of):
+    for kind in [*RAISED, SystemExit]:
+        with suppress(TypeError):  # of one whose arguments are more than a text
+            error = kind("gone")
+
+        def fails(*_: Any, error: Any = error, **__: Any) -> Any:
+            raise error
+
+        with pytest.raises(UnavailableError, match=f"got {type(error).__name__} from"):
+            call_of(fails)
+
+
+def test_what_no_tokenizer_takes_is_replaced_in_what_reset_returns():
+    assert reset(reset=lambda self, **row: "a\ud800") == "a?"
