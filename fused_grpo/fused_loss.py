@@ -187,8 +187,7 @@ def fused_linear_grpo_loss(
             attached = (result.statistics["loss"], result.gradients, weight_main_grad, passes)
             loss = AttachGradients.apply(*attached, head.hidden, weight, bias)  # type: ignore[no-untyped-call]
             statistics, logprobs, _, (upstream, _), _, squares = result
-    if squared_gradients is not None:
-        assert squares is not None
+    if squared_gradients is not None and squares is not None:  # neither or both
         own = upstream.square() * score_norms(logprobs.detach(), squares)
         squared_gradients.copy_(torch.where(inputs.tokens.mask, own, 0.0).view(targets.shape))
     unless_centred = {} if sampler is None else dict.fromkeys(METRICS, torch.zeros_like(loss.detach()))

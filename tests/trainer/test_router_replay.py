@@ -99,7 +99,9 @@ def test_micro_batches_learn_the_same(make_model, options):
     one, _, metrics = learned(make_model(), **sgd)
     other, _, found = learned(make_model(), **sgd, **options)
     same_weights(one, other, rtol=0, atol=1e-6)
-    assert found[METRIC] == pytest.approx(metrics[METRIC], rel=0.1)  # a prompt that is shared counts once
+    # A prompt that is shared counts once; prompts are a fifth of all tokens, and may have all or none of the difference.
+    repeated = 0.1 if options.get("share_prompts", True) else 0.25
+    assert found[METRIC] == pytest.approx(metrics[METRIC], rel=repeated)
 
 
 def test_recomputed_layers_learn_the_same_bits(make_model):

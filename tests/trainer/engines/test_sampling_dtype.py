@@ -107,9 +107,9 @@ def test_weights_arrive_rounded_at_every_sync(build_model, tokenizer, dtype) -> 
 
 
 @pytest.mark.engine
-def test_a_run_says_it_agrees_within_rounding_and_corrects_for_it(make_trainer, capsys) -> None:
+def test_a_run_says_it_agrees_within_rounding_and_corrects_for_it(make_trainer, capfd) -> None:
     trainer = make_trainer()
-    assert "trains in float32; vLLM samples in bfloat16" in " ".join(capsys.readouterr().out.split())
+    assert "trains in float32; vLLM samples in bfloat16" in " ".join(capfd.readouterr().out.split())
     trainer.train()
     differences = [line["sampling/sampling_logp_difference/mean"] for line in lines(trainer)]
     assert all(1e-4 < difference < 0.05 for difference in differences)
