@@ -99,7 +99,7 @@ def test_micro_batches_learn_the_same(make_model, options):
     one, _, metrics = learned(make_model(), **sgd)
     other, _, found = learned(make_model(), **sgd, **options)
     same_weights(one, other, rtol=0, atol=1e-6)
-    # A prompt that is shared counts once; prompts are a fifth of all tokens, and may have all or none of the difference.
+    # A shared prompt counts once; prompts are a fifth of all tokens, and may have all or none of the difference.
     repeated = 0.1 if options.get("share_prompts", True) else 0.25
     assert found[METRIC] == pytest.approx(metrics[METRIC], rel=repeated)
 
