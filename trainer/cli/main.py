@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from fused_grpo.errors import FusedGRPOError, InputError
+from fused_grpo.errors import FusedGRPOError, InputError, shown
 from fused_grpo.trainer import extra_installed
 
 USAGE = """usage: fused-grpo {train,recipes,tasks,rewards,report,plan,bench,env} [options]
@@ -68,7 +68,13 @@ def run(arguments: Sequence[str]) -> None:
         case ["report", directory] if not directory.startswith("-"):
             from fused_grpo.trainer.logging.report import write_report
 
-            print(write_report(Path(directory)))
+            try:
+                print(write_report(Path(directory)))
+            except OSError as error:
+                why = f"which cannot be read ({error.strerror})"
+                raise InputError(
+                    f"got {shown(directory, 200)}, {why}; want the directory of a run; fix: its path"
+                ) from error
         case ["report", *given]:
             raise InputError(f"got report with {given}, want one directory of a run; fix: fused-grpo report runs/demo")
         case ["recipes"]:

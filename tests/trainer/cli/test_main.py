@@ -323,8 +323,12 @@ def test_a_report_is_written_again_from_the_logs(tmp_path, capsys):
     assert "training reward 0.500" in (tmp_path / "report.html").read_text()
     with pytest.raises(SystemExit, match="CheckpointError"):
         main(["report", str(tmp_path / "nowhere")])
-    with pytest.raises(SystemExit, match="want one directory of a run"):
-        main(["report"])
+    for arguments, error in (
+        ([], "want one directory of a run"),
+        (["x" * 5000], "File name too long.*; fix: its path"),
+    ):
+        with pytest.raises(SystemExit, match=error):
+            main(["report", *arguments])
 
 
 def test_lora_options_become_a_peft_config():
