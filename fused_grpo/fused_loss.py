@@ -190,8 +190,8 @@ def fused_linear_grpo_loss(
     if squared_gradients is not None and squares is not None:  # neither or both
         own = upstream.square() * score_norms(logprobs.detach(), squares)
         squared_gradients.copy_(torch.where(inputs.tokens.mask, own, 0.0).view(targets.shape))
-    unless_centred = {} if sampler is None else dict.fromkeys(METRICS, torch.zeros_like(loss.detach()))
-    metrics = unless_centred | formulas.finish_metrics(statistics, inputs, has_entropy=entropy)
+    metrics = {name: torch.zeros_like(loss.detach()) for name in METRICS} if sampler is not None else {}
+    metrics |= formulas.finish_metrics(statistics, inputs, has_entropy=entropy)
     return GRPOLossOutput(loss, metrics, torch.where(inputs.tokens.mask, logprobs, 0.0).view(targets.shape))
 
 

@@ -99,9 +99,8 @@ def test_micro_batches_learn_the_same(make_model, options):
     one, _, metrics = learned(make_model(), **sgd)
     other, _, found = learned(make_model(), **sgd, **options)
     same_weights(one, other, rtol=0, atol=1e-6)
-    # A shared prompt counts once; prompts are a fifth of all tokens, and may have all or none of the difference.
-    repeated = 0.1 if options.get("share_prompts", True) else 0.25
-    assert found[METRIC] == pytest.approx(metrics[METRIC], rel=repeated)
+    # A shared prompt counts once: without that, the differences in completions are a share of a fifth more tokens.
+    assert found[METRIC] == pytest.approx(metrics[METRIC], rel=0.1 if options.get("share_prompts", True) else 0.25)
 
 
 def test_recomputed_layers_learn_the_same_bits(make_model):

@@ -93,7 +93,7 @@ def check_space(directory: Path, model: int, *, copies: int, checkpoints_kept: i
             f"got {bytes_text(free)} free at {there}, want about {bytes_text(wanted)} for the final model and "
             f"checkpoints; {fix}"
         )
-    more = checkpoints_kept - len(checkpoints(directory))  # those that are there are replaced, or counted
+    more = checkpoints_kept - len(checkpoints(directory))  # a run that is resumed has those that are there
     if more > 1 and free < (wanted := model + one * more):
         warn_once(
             f"got {bytes_text(free)} free at {there}, room for {(free - model) // one} more checkpoints, want about "

@@ -111,7 +111,7 @@ def as_text(result: Any) -> str:
     if parts and all("text" in part for part in parts) and len(parts) == len(result):
         return "".join(str(part["text"]) for part in parts)
     for entry in result if isinstance(result, list | tuple) else [result]:
-        if not isinstance(entry, str) and _NO_TEXT.fullmatch(str(entry)):
+        if not isinstance(entry, str | int | float | dict) and _NO_TEXT.fullmatch(str(entry)):
             raise ValueError(f"the tool returned a {type(entry).__name__}, and the model reads text alone")
     return str(result)
 
