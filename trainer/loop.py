@@ -41,7 +41,7 @@ from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.collector import Collector
 from fused_grpo.trainer.collect.plan import Plan
 from fused_grpo.trainer.collect.scoring import LOSS_METRICS, Scored, check_best_metric
-from fused_grpo.trainer.collect.start_checks import Start, check_given, check_start, make_learner
+from fused_grpo.trainer.collect.start_checks import Start, check_given, check_given_sets, check_start, make_learner
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_names import check_replaced
 from fused_grpo.trainer.data.datasets import chosen_eval_sets
@@ -245,7 +245,10 @@ class GRPOTrainer(TransformersFace):
         """
         results, means = dict[str, float](), dict[str, float]()
         prompted = with_prompts(eval_dataset, self.environment_factories)
-        for name, dataset in chosen_eval_sets(prompted, self.eval_dataset).items():
+        sets = chosen_eval_sets(prompted, self.eval_dataset)
+        if eval_dataset is not None:
+            check_given_sets(self.start, sets)
+        for name, dataset in sets.items():
             self._open_engine()
             self.collector.queue.wait()
             self._sync_engine()

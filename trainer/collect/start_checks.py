@@ -33,24 +33,11 @@ from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_arguments, check_evaluates
 from fused_grpo.trainer.config.derived_options import fill_loader_options, whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, check_options, own_fields
-from fused_grpo.trainer.data.datasets import (
-    check_dataset,
-    eval_sets,
-    is_conversational,
-    is_stream,
-    read_rows,
-    set_name,
-)
+from fused_grpo.trainer.data.datasets import check_dataset, eval_sets, is_conversational, is_stream, read_rows, set_name
 from fused_grpo.trainer.data.prompt_sampler import Epochs, levels_of, planned_steps
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.engine_choice import (
-    EngineName,
-    check_routing,
-    engine_name,
-    sampling_dtype,
-    server_urls,
-)
+from fused_grpo.trainer.engines.engine_choice import EngineName, check_routing, engine_name, sampling_dtype, server_urls
 from fused_grpo.trainer.engines.sampling import prepared, stop_token_ids
 from fused_grpo.trainer.engines.server.replicas import checked_url
 from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_installed, enable_batch_invariance
@@ -421,14 +408,7 @@ def check_rewards(start: Start) -> None:
     """The reward functions, and that every set has the columns that they read."""
     environments = None if start.rules is None else start.rules.environments
     start.rewards = make_rewards(start, [] if environments is None else environments.rewards())
-    added = () if environments is None else ("environments",)
-    for name, rows in start.sets.items() if start.engine is None else ():  # the user's own may add columns
-        try:
-            first = next(iter(read_rows(rows, name=name)))
-            start.rewards.check_columns([*first, *added])
-            start.rewards.check_models(first)
-        except InputError as error:
-            raise InputError(f"{error} ({name})") from error
+    check_columns(start, start.sets)
     names, best = start.rewards.names, start.args.metric_for_best_model
     nothing = RolloutFacts.of(Scored(samples=[], weight_version=0, reward_names=names))
     found = rollout_metrics([nothing], start.args, evaluated=True)
@@ -439,6 +419,26 @@ def check_rewards(start: Start) -> None:
             f"got metric_for_best_model={best!r}, which no evaluation gives unless a reward function logs it: the "
             f"first one will say so; fix: one of {', '.join(sorted(name for name in evaluated if 'reward' in name))}"
         )
+
+
+def check_given_sets(start: Start, sets: Mapping[str, Any]) -> None:
+    """Eval sets that `evaluate` is given: what `check_start` asks of the trainer's own, before the first is completed."""
+    named = {set_name(name): rows for name, rows in sets.items()}
+    for name, rows in named.items():
+        start.limit.applied(rows, name=name)
+    check_columns(start, named)
+
+
+def check_columns(start: Start, sets: Mapping[str, Any]) -> None:
+    """Every set has the columns that the rewards read, and reward models can score it; names are those of errors."""
+    added = () if start.rules is None or start.rules.environments is None else ("environments",)
+    for name, rows in sets.items() if start.engine is None else ():  # the user's own may add columns
+        try:
+            first = next(iter(read_rows(rows, name=name)))
+            start.rewards.check_columns([*first, *added])
+            start.rewards.check_models(first)
+        except InputError as error:
+            raise InputError(f"{error} ({name})") from error
 
 
 def make_rewards(start: Start, more: Sequence[Callable[..., Any]]) -> Rewards:

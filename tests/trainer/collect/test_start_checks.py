@@ -230,19 +230,28 @@ def test_what_names_nothing_that_exists_is_refused(start, tmp_path, monkeypatch,
     refused(lambda: start(**options), message, tmp_path)
 
 
-@pytest.mark.parametrize("kind", [list, Dataset.from_list, lambda rows: Dataset.from_list(rows).to_iterable_dataset()])
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"prompt": "1="}], r"wants 'answer', .*\(eval_dataset\['hard'\]\)"),
-        (CHAT, r"prompts of eval_dataset\['hard'\] and a tokenizer without a chat template"),
-        ([{"prompt": "<extra>1", "answer": ""}], r"got token \d+ .* row 0 of eval_dataset\['hard'\]"),
-    ],
-)
+KINDS = [list, Dataset.from_list, lambda rows: Dataset.from_list(rows).to_iterable_dataset()]
+OF_NO_USE = [
+    ([{"prompt": "1="}], r"wants 'answer', .*\(eval_dataset\['hard'\]\)"),
+    (CHAT, r"prompts of eval_dataset\['hard'\] and a tokenizer without a chat template"),
+    ([{"prompt": "<extra>1", "answer": ""}], r"got token \d+ .* row 0 of eval_dataset\['hard'\]"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "message"), OF_NO_USE)
 def test_an_eval_set_that_no_evaluation_could_use_is_named(start, tokenizer, tmp_path, kind, rows, message):
     tokenizer.add_tokens(["<extra>"])
     sets = {"easy": ROWS, "hard": kind(rows)}
     refused(lambda: start(eval_dataset=sets, eval_strategy="epoch", processing_class=tokenizer), message, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_set_for_evaluate_is_named_before_another_is_completed(start, tokenizer, tmp_path, kind):
+    tokenizer.add_tokens(["<extra>"])
+    trainer = start(processing_class=tokenizer)  # its reward may not be called
+    for rows, message in OF_NO_USE:
+        refused(lambda rows=rows: trainer.evaluate({"easy": ROWS, "hard": kind(rows)}), message, tmp_path)
 
 
 def test_a_prompt_that_the_template_refuses_is_named_wherever_it_is(start, tokenizer, tmp_path):
