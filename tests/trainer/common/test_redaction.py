@@ -184,6 +184,6 @@ def test_numbers_and_switches_are_no_secrets_but_a_password_is() -> None:
     "text", ["a", "a:", "a=", "sk-", "eyJa.", "key=", "-----BEGIN PRIVATE KEY-----", "://a@", "'", " "]
 )
 def test_long_text_is_read_in_time(text) -> None:
-    start = time.monotonic()
+    start = time.thread_time()  # not of what else the machine does
     public_text(text * 8_000)
-    assert time.monotonic() - start < 2
+    assert time.thread_time() - start < 2

@@ -160,9 +160,9 @@ def test_what_is_wrong_is_said_with_its_place(kind, value, message) -> None:
 
 
 def test_a_list_of_a_million_tokens_takes_no_second() -> None:
-    start = time.monotonic()
+    start = time.thread_time()  # not of what else the machine does
     parsed(Logprobs, {"token_logprobs": [-0.5] * 1_000_000}, "it")
-    assert time.monotonic() - start < 0.5
+    assert time.thread_time() - start < 0.5
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,9 @@ def test_a_turn_that_says_one_thing_again_and_again_is_read_at_once(name):
     """And not in the square of its length, which the last loop took half a minute for."""
     tokenizer, stops = of_family(name)
     template, said = Template(tokenizer, {}, stop_ids=stops), [tokenizer(text)["input_ids"] for text in LOOPS]
-    start = time.perf_counter()
+    start = time.thread_time()  # not of what else the machine does
     assert not any("tool_calls" in template.reply(ids, [], [look]) for ids in said)
-    assert time.perf_counter() - start < 20
+    assert time.thread_time() - start < 20
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
