@@ -82,6 +82,13 @@ def readable(kind: Any) -> str:
     return "None" if kind is NoneType else kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
 
 
+def choices(kind: Any) -> list[str | None]:
+    """The strings of an annotation, and None if that may be; empty where others may be."""
+    parts = (kind, *get_args(kind))
+    found = [text for part in parts if get_origin(part) is Literal for text in get_args(part)]
+    return [*found, None] if found and NoneType in parts else found
+
+
 @functools.cache
 def option_types(cls: Any) -> dict[str, Any]:
     """Annotations of the options by name, but for fields that a subclass of a user's adds: those may be anything."""
@@ -90,28 +97,24 @@ def option_types(cls: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(ours)}
 
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+LossType = Literal[
+    "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo",  # TRL's
+    "gmpo", "dppo_tv", "dppo_kl", "ipo", "gpg", "dro",
+]  # fmt: skip
+Level = Literal["token", "sequence"]
+KLEstimator = Literal["k1", "k2", "k3"]
+Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop"]
+Rejection = Literal["ratio", "geometric_ratio", "k1", "k2", "k3"]
+Centering = Literal["off", "topk", "kept"]
+LOSS_TYPES, LEVELS, KL_ESTIMATORS = map(get_args, (LossType, Level, KLEstimator))
+TRL_LOSS_TYPES, CLIPPED, CORRECTIONS = LOSS_TYPES[:8], LOSS_TYPES[:5], get_args(Correction)[:4]
 # "ipo" is DPPO that masks on both sides.
 DPPO = ("dppo_tv", "dppo_kl", "ipo")
-TRL_LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-LOSS_TYPES = (*TRL_LOSS_TYPES, "gmpo", *DPPO, "gpg", "dro")
 # Those that `delta` bounds the ratio of.
 BOUNDED = (*CLIPPED, *DPPO)
 # Those that take the sampler's log-probs for the old ones, and those without a ratio: -A log p.
 OF_SAMPLER, REINFORCE = (*DPPO, "dro"), ("vespo", "gpg", "dro")
-LEVELS = ("token", "sequence")
-KL_ESTIMATORS = ("k1", "k2", "k3")
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-REJECTIONS = ("ratio", "geometric_ratio", *KL_ESTIMATORS)
 ICEPOP = {"sampling_correction": "token_mask", "sampling_clip_min": 0.5, "sampling_clip_max": 5.0}
-CHOICES: dict[str, tuple[str | None, ...]] = {
-    "loss_type": LOSS_TYPES,
-    "importance_sampling_level": LEVELS,
-    "kl_estimator": KL_ESTIMATORS,
-    "sampling_correction": (*CORRECTIONS, "icepop", None),
-    "sequence_rejection": (*REJECTIONS, None),
-    "score_centering": ("off", "topk", "kept"),
-}
 RANGES: Ranges = (
     ("a share in (0, 1]", lambda share: 0.0 < share <= 1.0, "top_entropy_quantile"),
     ("a share in [0, 1]; 0 selects no token", lambda share: 0.0 <= share <= 1.0, "clip_cov_ratio kl_cov_ratio"),
@@ -142,12 +145,12 @@ def _frozen(cls: type[Options]) -> type[Options]:
 class LossOptions:
     """The options that a loss and a run of the trainer share; `GRPOLossConfig` checks them."""
 
-    loss_type: str = "dapo"
+    loss_type: LossType = "dapo"
     """What a token costs and how tokens are averaged: "grpo" (arXiv:2402.03300), "bnpo", "dr_grpo" (arXiv:2503.20783),
     "dapo" (arXiv:2503.14476), "luspo" (arXiv:2602.05261), "cispo" (arXiv:2506.13585), "sapo" (arXiv:2511.20347),
     "vespo" (arXiv:2602.10693), "gmpo" (arXiv:2507.20673), "dppo_tv" or "dppo_kl" (arXiv:2602.04879), "ipo" (prime-rl),
     "gpg" (arXiv:2504.02546) or "dro" (arXiv:2405.19107). The table is in docs/loss.md."""
-    importance_sampling_level: str = "token"
+    importance_sampling_level: Level = "token"
     """The ratio is taken per "token", or per "sequence": exp of the mean log-ratio (GSPO, arXiv:2507.18071)."""
     epsilon: float = 0.2
     """Lower clip: below a ratio of 1 - epsilon the loss is constant if the advantage is negative. Above 1: never. For
@@ -174,7 +177,7 @@ class LossOptions:
     """Decay of the sequence weight of "vespo" where the advantage is negative."""
     beta: float = 0.0
     """Weight of the KL term against the reference model. 0 needs no reference."""
-    kl_estimator: str = "k3"
+    kl_estimator: KLEstimator = "k3"
     """Estimator of the KL divergence; with q = log p_ref - log p, "k1" is -q, "k2" q^2 / 2, and "k3" exp(q) - q - 1."""
     use_bias_correction_kl: bool = True
     """Multiply the KL term by the differentiable ratio (DeepSeek-V3.2, arXiv:2512.02556), so that it stays unbiased
@@ -202,7 +205,7 @@ class LossOptions:
     off_policy_mask_threshold: float | None = None
     """Leave out the policy term of sequences with a negative advantage whose mean (sampling log p - log p), in nats, is
     above this (DeepSeek-V3.2); the old log-probs stand in where there are no sampling log-probs."""
-    sequence_rejection: str | None = None
+    sequence_rejection: Rejection | None = None
     """Leave out the policy term of sequences that the sampler and the policy disagree on, where there are sampling
     log-probs: by the mean over tokens of rho = exp(old log p - sampling log p) ("ratio"), the exponential of the mean
     log rho ("geometric_ratio"), or the mean KL divergence ("k1" -log rho, "k2" (log rho)^2 / 2, "k3" rho - log rho -
@@ -211,7 +214,7 @@ class LossOptions:
     """The least value of that statistic that is kept."""
     sequence_rejection_max: float | None = None
     """The greatest value of that statistic that is kept."""
-    score_centering: str = "off"
+    score_centering: Centering = "off"
     """Subtract from the policy gradient of each token its mean over the sampler (arXiv:2609.20807), where the sampler's
     log-probs of several tokens are given: of its likeliest tokens ("topk", the rest taken for the policy's own), or of
     all tokens that a truncated sampler kept ("kept")."""
@@ -225,7 +228,7 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
         InputError: a value out of its range, or options that do not go together.
     """
 
-    sampling_correction: str | None = "token_truncate"
+    sampling_correction: Correction | None = "token_truncate"
     """Correction where `sampling_logprobs` are given, with rho = exp(old log p - sampling log p) of a token, or of a
     whole sequence (the sum of its log-ratios): "token_truncate" and "sequence_truncate" multiply the policy term by rho
     clipped to the bounds, "token_mask" and "sequence_mask" by rho, or by 0 outside of the bounds. "icepop" stands for
@@ -240,11 +243,11 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
 
     def __post_init__(self) -> None:
         check_option_types(self)
-        if self.sampling_correction == "icepop":
-            self._take_icepop()
-        for name, values in CHOICES.items():
+        for name, values in _CHOICES.items():  # again, for a compiler
             if getattr(self, name) not in values:
                 raise InputError(f"got {name}={getattr(self, name)!r}, want one of {values}")
+        if self.sampling_correction == "icepop":
+            self._take_icepop()
         check_ranges(self, RANGES)
         self._check_together()
 
@@ -336,6 +339,8 @@ def checked_config(config: Any) -> GRPOLossConfig:
     return config
 
 
+# Of each option that has some. A compiler cannot trace annotations.
+_CHOICES = {name: found for name, kind in option_types(GRPOLossConfig).items() if (found := choices(kind))}
 DEFAULT_LOSS = GRPOLossConfig()
 """What `config=None` stands for, checked once: the checks take longer than a small loss."""
 

@@ -38,13 +38,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_grpo.config import Centering
+
 EQUAL_REWARDS = 1e-6  # rewards of a group that differ by less are equal but for rounding
 FinishReason = Literal["stop", "length"]
 # The model called no tool; its turn was cut; it had all its turns; the tools' answers have no room; the environment's
 # `done` was true.
 EpisodeEnd = Literal["stop", "length", "turn limit", "no room", "done"]
 SupportChoice = Literal["auto", "require", "off"]
-Centering = Literal["off", "topk", "kept"]
 # Options of an engine that leave the distribution of each token as it is: where to stop, how to compute.
 _PLAIN_EXTRAS = {"stop", "stop_token_ids", "ignore_eos", "cache_implementation", "disable_compile"}
 

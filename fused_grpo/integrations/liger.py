@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from fused_grpo._maths.factors import vespo_phi
 from fused_grpo._maths.formulas import kl_term, policy_term
 from fused_grpo._maths.statistics import compute_dtype
-from fused_grpo.config import CLIPPED, TRL_LOSS_TYPES, GRPOLossConfig, TokenTerms
+from fused_grpo.config import CLIPPED, TRL_LOSS_TYPES, GRPOLossConfig, Level, LossType, TokenTerms
 from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
 from fused_grpo.head.checks import check_tensors
@@ -79,9 +79,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         chunk_size: int = 1,
         epsilon_low: float = 0.2,
         epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
+        loss_type: LossType = "dapo",
         max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
+        importance_sampling_level: Level = "token",
         sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05,
         temperature: float = 1.0,

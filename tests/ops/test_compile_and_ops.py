@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from fused_grpo import linear_logprobs, linear_logprobs_and_entropy
+from fused_grpo import GRPOLossConfig, linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.errors import InputError
 from fused_grpo.passes import torch_passes
 
@@ -140,3 +140,10 @@ def test_a_compiled_call_still_names_a_bad_target():
     compiled = torch.compile(linear_logprobs, fullgraph=True, backend="aot_eager")
     with pytest.raises(InputError, match=r"target 31 at \[2\]; want 0 <= target < V=31"):
         compiled(torch.randn(3, D), torch.randn(V, D), torch.tensor([0, 1, 31]))
+
+
+@pytest.mark.parametrize("option", ["loss_type", "kl_estimator", "sampling_correction", "score_centering"])
+def test_a_config_made_in_compiled_code_still_names_a_bad_choice(option):
+    make = torch.compile(lambda x: x + GRPOLossConfig(**{option: "odd"}).epsilon, backend="eager")
+    with pytest.raises(InputError, match=f"got {option}='odd', want one of "):
+        make(torch.zeros(1))

@@ -422,7 +422,7 @@ def check_rewards(start: Start) -> None:
 
 
 def check_given_sets(start: Start, sets: Mapping[str, Any]) -> None:
-    """Eval sets that `evaluate` is given: what `check_start` asks of the trainer's own, before the first is completed."""
+    """Eval sets given to `evaluate`: what `check_start` asks of the trainer's own, before the first is completed."""
     named = {set_name(name): rows for name, rows in sets.items()}
     for name, rows in named.items():
         start.limit.applied(rows, name=name)

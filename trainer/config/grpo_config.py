@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from fused_grpo.config import BOUNDED, GRPOLossConfig, LossOptions, check_option_types
 from fused_grpo.errors import FusedGRPOError, WrongTypeError
@@ -17,7 +17,7 @@ from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
 from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, with_trl_fields
-from fused_grpo.trainer.types import Centering, SamplingParams
+from fused_grpo.trainer.types import SamplingParams
 
 # HfArgumentParser of transformers has one type per option, that of its text: of a union, the second member but None.
 # So some annotations have another order or another type when they are read than they have for a type checker.
@@ -427,7 +427,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty,
             sampling_support=self.sampling_support,
-            score_centering=cast("Centering", self.score_centering),  # one of them, as the loss checks
+            score_centering=self.score_centering,
             score_centering_topk=self.score_centering_topk,
             routed_experts=self.router_replay,
             seed=seed,
