@@ -1,6 +1,7 @@
 """Small causal LMs of transformers with random weights, and what their own logits say about a batch."""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numerics
@@ -32,6 +33,17 @@ def of_transformers(name: str) -> Any:
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     return getattr(transformers, name)
+
+
+@pytest.fixture(scope="module")
+def ours() -> ModuleType:
+    """The integration of TRL. vLLM is hidden from TRL: importing it takes longer than all these tests."""
+    from trl import import_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_utils, "is_vllm_available", lambda *_, **__: False)
+        import fused_grpo.integrations.trl as module
+    return module
 
 
 class Scores(NamedTuple):

@@ -3,7 +3,6 @@
 import importlib.metadata
 import itertools
 import json
-from types import ModuleType
 
 import pytest
 import torch
@@ -21,17 +20,6 @@ pytestmark = pytest.mark.grid
 pytest.importorskip("trl", reason="TRL is not installed")
 GRID = [(x, level, option) for x in TRL_LOSS_TYPES for level in LEVELS for option in trl_loss.OPTIONS]
 GRID = [case for case in GRID if trl_loss.goes_with(case[0], case[2])]
-
-
-@pytest.fixture(scope="module")
-def ours() -> ModuleType:
-    """The integration. vLLM is hidden from TRL: importing it takes longer than all these tests."""
-    from trl import import_utils
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_utils, "is_vllm_available", lambda *_, **__: False)
-        import fused_grpo.integrations.trl as module
-    return module
 
 
 @pytest.fixture
