@@ -43,7 +43,7 @@ BUGS = {
     ),
     "each rank has a baseline of its part": (
         COLLECTOR,
-        "parts = [own] if is_whole else gather_object([own])",
+        'parts = [own] if is_whole else gather_objects("joining groups", own)',
         "parts = [own] * self.accelerator.num_processes",
         RANKS,
     ),
@@ -97,8 +97,8 @@ BUGS = {
     ),
     "a report is of one rank": (
         METRICS,
-        "gather_object(energies)",
-        "energies",
+        'gather_objects("joining gradients", energies)',
+        "[energies]",
         RANKS,
     ),
     "an effective sample size is one of weights": (

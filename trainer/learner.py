@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -42,7 +41,7 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
 )
 from fused_grpo.trainer.batching.micro_batches import Packing, can_skip, micro_batches
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.distributed.failures import NonFiniteSteps, any_rank
+from fused_grpo.trainer.distributed.failures import NonFiniteSteps, any_rank, gather_objects
 from fused_grpo.trainer.distributed.sharding import frozen_copy, prepare_sharding, shard_frozen
 from fused_grpo.trainer.models.adapters import (
     adapter_stream,
@@ -173,7 +172,8 @@ class Learner:
 
     def _of_first_rank(self, make: Callable[[], Any]) -> Any:
         """What rank 0 makes: under FSDP2 it may be the only one that has read the weights."""
-        return broadcast_object_list([make() if self.accelerator.is_main_process else None])[0]
+        made = make() if self.accelerator.is_main_process else None
+        return gather_objects("looking at the weights", made)[0]
 
     def restart(self) -> None:
         """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""
@@ -297,7 +297,7 @@ class Learner:
         """The batch with the reference's log-probs, where there is a KL term and they have not been computed yet."""
         is_missing = any(sample.ref_logprobs is None for sample in batch)
         # A rank may have no samples: all ranks compute them, or none does.
-        if self.args.beta == 0 or not any_rank(self.accelerator, is_missing):
+        if self.args.beta == 0 or not any_rank(self.accelerator, is_missing, "looking for the reference"):
             return batch
         own_experts = with_fields(batch, {"routed_experts": [None] * len(batch)})
         with self._reference_policy() as reference:
@@ -338,7 +338,11 @@ class Learner:
     def _pack(self, batch: list[Sample]) -> list[MicroBatch]:
         prompts = with_virtual_places([sample.prompt_ids for sample in batch], self._unwrapped.model)
         own, device = with_fields(batch, {"prompt_ids": prompts}), self.accelerator.device
-        return micro_batches(own, self.packing, device=device, agree=lambda number: max(gather_object([number])))
+
+        def most(number: int) -> int:
+            return max(gather_objects("cutting micro-batches", number))
+
+        return micro_batches(own, self.packing, device=device, agree=most)
 
     def rounding(self, packed: Sequence[MicroBatch], dtype: torch.dtype) -> float:
         """How far a 16-bit `dtype` moves the policy's log-probs: mean over all ranks' tokens, nats. A collective."""
@@ -362,9 +366,9 @@ class Learner:
         """The normalisers of the whole step, over all ranks: of all micro-batches, and of what is in none of them."""
         filled = sum(len(part.sequence_index) > 0 for part in packed)
         tokens = sum(len(part.targets) for part in packed) + sum(sample.num_own for sample in batch if sample.skipped)
-        totals = torch.tensor([tokens, len(batch), filled], dtype=torch.float64, device=self.accelerator.device)
+        ranks = torch.tensor(gather_objects("counting tokens", [tokens, len(batch), filled]), dtype=torch.float64)
         # A step may have no token in its loss: every completion truncated and masked.
-        counts = self.accelerator.reduce(totals, reduction="sum").clamp_min(1.0).unbind()
+        counts = ranks.sum(0).clamp_min(1.0).to(self.accelerator.device).unbind()
         return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))
 
     def _entropy_options(self, packed: Sequence[MicroBatch]) -> tuple[dict[str, Any], float | None]:
@@ -378,7 +382,7 @@ class Learner:
         if config.top_entropy_quantile == 1.0:
             return {"config": config}, None
         own_entropies = torch.cat(self._measured(self._unwrapped, "entropies", packed)).cpu()
-        entropies = torch.cat(gather_object([own_entropies]))
+        entropies = torch.cat(gather_objects("joining entropies", own_entropies))
         threshold = quantile(entropies, 1.0 - config.top_entropy_quantile)
         uncertain = entropies[entropies >= threshold]
         options: dict[str, Any] = {"config": config, "entropy_threshold": threshold.to(self.accelerator.device)}

@@ -52,6 +52,7 @@ from fused_grpo.trainer.distributed.failures import (
     any_rank,
     barrier,
     report_failure,
+    reported,
 )
 from fused_grpo.trainer.distributed.sharding import make_accelerator
 from fused_grpo.trainer.engines import RolloutEngine
@@ -209,7 +210,7 @@ class GRPOTrainer(TransformersFace):
                         self.buffer = self._collect(phases)
                     with phases("train"):
                         metrics = self._learn(self.buffer)
-                    must_stop = any_rank(self.accelerator, self.stop.requested)
+                    must_stop = any_rank(self.accelerator, self.stop.requested, "ending a step")
                     self._record(metrics, phases)
                     self.events("on_step_end")
                     if must_stop:
@@ -225,7 +226,7 @@ class GRPOTrainer(TransformersFace):
             self._undo.close()
             self.lock.release()
 
-    @causes_shown()
+    @reported
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -271,12 +272,13 @@ class GRPOTrainer(TransformersFace):
                 check_best_metric(self.args.metric_for_best_model, self.evaluate())
         return self.eval_dataset is not None
 
+    @reported
     def end(self) -> None:
         """End the trackers, the engine and the process group: the last call of a script. Harmless a second time."""
         self.engine.close()
         self.output.close()
         if distributed.is_initialized():
-            barrier(self.accelerator)
+            barrier(self.accelerator, "in end()")
             distributed.destroy_process_group()
 
     def _start(self, resume: bool | str | Path | None) -> None:
@@ -338,7 +340,7 @@ class GRPOTrainer(TransformersFace):
 
     def _training_state(self) -> TrainingFiles:
         # A run that has to stop does not wait for its engine.
-        wait = not any_rank(self.accelerator, self.stop.requested)
+        wait = not any_rank(self.accelerator, self.stop.requested, "saving the state")
         before, unlogged = self.results.eval_before, self.events.steps.unlogged
         return training_state(
             self.learner, self.collector, self.buffer, eval_before=before, unlogged=unlogged, wait=wait
@@ -441,7 +443,7 @@ class GRPOTrainer(TransformersFace):
             f"stopped by {self.stop.reason} after step {self.step}; resume_from_checkpoint=True (--resume) goes on "
             f"from {where}; fused-grpo report {self.args.output_dir} shows what there is so far"
         )
-        barrier(self.accelerator)
+        barrier(self.accelerator, "stopping the run")
         raise SystemExit(self.stop.exit_status)
 
     def _finish(self) -> TrainResult:
@@ -458,7 +460,7 @@ class GRPOTrainer(TransformersFace):
         if self.args.push_to_hub:
             self._upload(final)  # where that fails, the rest is there
         self.events("on_train_end")
-        barrier(self.accelerator)
+        barrier(self.accelerator, "ending the run")
         return TrainResult(
             steps=self.step,
             training_loss=closing["train_loss"],
@@ -489,8 +491,8 @@ class GRPOTrainer(TransformersFace):
     def _sync_engine(self, phases: Phases | None = None) -> None:
         """Send the current weights to the engines, if any of them serves older ones."""
         with nullcontext() if phases is None else phases("sync"):
-            if any_rank(self.accelerator, self._is_stale or self.engine.weight_version != self.step):
-                self.accelerator.wait_for_everyone()  # ranks may share a server: none of them samples from it now
+            # Behind this no rank samples: they may share a server.
+            if any_rank(self.accelerator, self._is_stale or self.engine.weight_version != self.step, "syncing"):
                 is_sent = getattr(self.engine, "has_own_weights", True)
                 weights = self.learner.served_weights(self.engine) if is_sent else ()
                 with all_ranks_succeed(self.accelerator, "sending weights to the engine"):

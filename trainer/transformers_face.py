@@ -28,7 +28,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, prompt_sampler
 from fused_grpo.trainer.data.prompts import as_completion
-from fused_grpo.trainer.distributed.failures import all_ranks_succeed
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, reported
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import without_bars
@@ -110,6 +110,7 @@ class TransformersFace:
     get_learning_rates, num_examples = Trainer.get_learning_rates, Trainer.num_examples
     is_deepspeed_enabled, deepspeed = False, None
 
+    @reported
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> Path:
         """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`.
 
@@ -118,7 +119,7 @@ class TransformersFace:
         if output_dir is None:
             return self._save(self.output_dir / "final")
         weights, directory, saver = self.learner.weights(), Path(output_dir), saver_of(self.model)
-        with all_ranks_succeed(self.accelerator, f"saving {directory}"), without_bars():
+        with all_ranks_succeed(self.accelerator, "saving the model"), without_bars():
             if self.accelerator.is_main_process:
                 directory.mkdir(parents=True, exist_ok=True)
                 with weights_stay(directory, saver, weights):
@@ -126,6 +127,7 @@ class TransformersFace:
                     self.processing_class.save_pretrained(str(directory))
         return directory
 
+    @reported
     def save_checkpoint(self) -> Path:
         """Write everything that `resume_from_checkpoint` needs to `<output_dir>/checkpoint-<step>`.
 
@@ -133,6 +135,7 @@ class TransformersFace:
         """
         return self._save_checkpoint(resumable=not self.args.save_only_model)
 
+    @reported
     def push_to_hub(
         self,
         commit_message: str = "End of training",
@@ -203,7 +206,7 @@ class TransformersFace:
     def _upload(self, directory: Path, **options: Any) -> Any:
         """Upload a directory in one commit. Returns the commit, on the main process."""
         commit = None
-        with all_ranks_succeed(self.accelerator, f"uploading {directory}"):
+        with all_ranks_succeed(self.accelerator, f"uploading {directory.name}"):
             if self.accelerator.is_main_process:
                 name, private = self.args.hub_model_id, self.args.hub_private_repo
                 self.hub_model_id, commit = push_to_hub(directory, name, private=private, **options)

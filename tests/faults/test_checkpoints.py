@@ -147,7 +147,7 @@ try:
     print("found", agreed_checkpoint(accelerator, Path("run"), True))
 except Exception as error:
     print(f"{type(error).__name__}: {error}")
-barrier(accelerator)
+barrier(accelerator, "ending")
 """
 
 

@@ -23,14 +23,13 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from math import isinf, sqrt
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from fused_grpo._maths.factors import ratio_and_clipped, select_by_covariance, sequence_weights, vespo_weights
@@ -39,6 +38,7 @@ from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
 from fused_grpo.head.checks import LossArguments, loss_inputs
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, joined_rows
+from fused_grpo.trainer.distributed.failures import gather_objects
 from fused_grpo.trainer.types import MicroBatch, Sample
 
 Sums = dict[str, Tensor]
@@ -61,7 +61,7 @@ def step_metrics(
     logprobs = [output.logprobs for output in outputs]
     of_ratios = merge_metrics([ratio_sums(part, own, config) for part, own in zip(packed, logprobs, strict=True)])
     own = [(of_loss, of_ratios | turn_sums(batch, packed, logprobs)), skipped_metrics(batch, config)]
-    losses, ratios = zip(*gather_object(own), strict=True)
+    losses, ratios = zip(*chain.from_iterable(gather_objects("joining metrics", own)), strict=True)
     return means(merge_metrics(losses) | merge_metrics(ratios)) | of_gradient
 
 
@@ -227,7 +227,7 @@ def with_covariance_selection(
         inputs, own = inputs_of(part, config), values.float()
         clipped = ratio_and_clipped(own, inputs, config)[1]
         facts.append(torch.stack([own, inputs.tokens.advantages, clipped.to(own)]).cpu())
-    ranks: list[Tensor] = gather_object([torch.cat(facts, dim=1)])
+    ranks = gather_objects("selecting by covariance", torch.cat(facts, dim=1))
     current, advantages, clipped = torch.cat(ranks, dim=1)
     selected = select_by_covariance(current, advantages, clipped != 0, config)
     of_rank = selected.split([rank.shape[1] for rank in ranks])[accelerator.process_index]
@@ -285,7 +285,7 @@ def variance_report(batch: list[Sample], packed: Sequence[MicroBatch], squared: 
     rows = per_sequence(packed, squared, len(batch))
     energies = [(tuple(sample.prompt_ids), row.double().sum().item()) for sample, row in zip(batch, rows, strict=True)]
     groups, sequences = defaultdict[tuple[int, ...], float](float), list[float]()
-    for prompt, energy in gather_object(energies):
+    for prompt, energy in chain.from_iterable(gather_objects("joining gradients", energies)):
         groups[prompt] += energy
         sequences.append(energy)
     total = sum(sequences)

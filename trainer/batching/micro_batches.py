@@ -17,12 +17,12 @@ from itertools import accumulate, chain, count
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.distributed.failures import any_rank
+from fused_grpo.trainer.distributed.failures import any_rank, gather_objects
 from fused_grpo.trainer.models.attention import tree_cost, tree_sizes
 from fused_grpo.trainer.types import ListedTokens, MicroBatch, Sample, with_fields
 
@@ -294,7 +294,7 @@ def balanced(batch: list[Sample], accelerator: Accelerator, packing: Packing) ->
     ranks = accelerator.num_processes
     if ranks == 1:
         return batch
-    whole = list(chain.from_iterable(map(from_tensors, gather_object([as_tensors(batch)]))))
+    whole = list(chain.from_iterable(map(from_tensors, gather_objects("balancing the batch", as_tensors(batch)))))
     ways = dict.fromkeys((replace(packing, share_prompts=False), packing))  # which may be the same
     shares = min((by_trees(whole, ranks, way) for way in ways), key=partial(slowest, whole, packing=packing))
     return [whole[index] for index in sorted(shares[accelerator.process_index])]
@@ -339,6 +339,6 @@ def skip_zero_advantages(batch: list[Sample], accelerator: Accelerator) -> list[
     """The batch with its completions of advantage 0 `skipped`, all but one where no rank has another. A collective."""
     skipped = [sample.in_forward and not sample.has_advantage for sample in batch]
     is_learned = any(sample.in_forward and sample.has_advantage for sample in batch)
-    if not any_rank(accelerator, is_learned) and True in skipped:
+    if not any_rank(accelerator, is_learned, "looking for advantages") and True in skipped:
         skipped[skipped.index(True)] = False
     return with_fields(batch, {"skipped": skipped})

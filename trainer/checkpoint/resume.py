@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import TrainerState
 
@@ -31,7 +30,7 @@ from fused_grpo.trainer.checkpoint.optimizer_states import (
 )
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import MISSING
-from fused_grpo.trainer.distributed.failures import all_ranks_succeed
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, gather_objects
 from fused_grpo.trainer.models.adapters import adapter_identity, base_model, is_adapted, load_adapter
 from fused_grpo.trainer.models.quantized import codes_identity
 
@@ -92,7 +91,9 @@ def agreed_checkpoint(accelerator: Accelerator, output_dir: Path, resume: bool |
         if accelerator.is_main_process:
             first = find_checkpoint(output_dir, resume)
             chosen = first, sha256_of(first / MANIFEST_FILE)
-    path, wanted = gather_object([chosen])[0]
+    of_first = gather_objects("choosing a checkpoint", chosen)[0]
+    assert of_first is not None
+    path, wanted = of_first
     with all_ranks_succeed(accelerator, f"looking at {path}"):
         if (got := sha256_of(Path(path) / MANIFEST_FILE)) != wanted:
             raise CheckpointError(
@@ -127,7 +128,7 @@ def training_state(
         numbers, tables = buffer.state()
         groups |= tables
     own = {f"{group}.{name}": value for group, named in groups.items() for name, value in named.items()}
-    ranks = list(enumerate(gather_object([(own, numbers)])))
+    ranks = list(enumerate(gather_objects("collecting the state", (own, numbers))))
     by_file = {files.OPTIMIZER_FILE: tensors}
     if _reference_moves(learner):
         by_file[files.REFERENCE_FILE] = files.model_state(learner.reference.model)
@@ -205,7 +206,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     if _reference_moves(learner):
         with refuse_unusable(checkpoint, files.REFERENCE_FILE):
             set_model_state_dict(learner.reference.model, reference, options=_FULL)
-    accelerator.wait_for_everyone()
+    gather_objects("restoring the state", None)
     with refuse_unusable(checkpoint, process_file):
         files.set_random_state(groups["random"])
     # An option that says it says it better.

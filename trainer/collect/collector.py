@@ -25,7 +25,6 @@ from itertools import chain, compress, islice, pairwise
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from fused_grpo.errors import RewardError, UnavailableError
@@ -47,7 +46,7 @@ from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.common.process_state import drawing_from, place_kept, process_kept
 from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.prompt_sampler import CurriculumSampler, PromptSampler
-from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, gather_objects
 from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
 from fused_grpo.trainer.episodes.play import EpisodeEngine
@@ -90,17 +89,19 @@ class Collector:
         if self.args.dynamic_sampling:
             wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
             # All ranks go on alike: they draw from one sequence of prompts.
-            while rounds <= self.args.dynamic_sampling and any_rank(self.accelerator, len(scored.samples) < wanted):
+            while rounds <= self.args.dynamic_sampling:
+                if not any_rank(self.accelerator, len(scored.samples) < wanted, "filling the batch"):
+                    break
                 more = self._with_unequal_rewards(self._round(engine, phases, sync))
                 scored, rounds = Scored.joined([scored, more]), rounds + 1
             scored = replace(scored, samples=scored.samples[:wanted])
             of_rounds["dynamic_sampling/rounds"] = float(rounds)
-        elif not any_rank(self.accelerator, bool(scored.kept())):
+        elif not any_rank(self.accelerator, bool(scored.kept()), "looking for a group"):
             of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
             kind = RewardError if of_engine is None else UnavailableError
             raise kind(f"every group of the batch was dropped; the first failure: {of_engine or scored.failure}")
         with phases("reward"):
-            facts = gather_object([RolloutFacts.of(scored)])
+            facts = gather_objects("comparing the rewards", RolloutFacts.of(scored))
             samples = self._with_advantages(scored, facts, self.args.num_generations)
         self.num_tokens += sum(one.scored.num_tokens for one in facts)
         metrics = rollout_metrics(facts, self.args) | of_rounds
@@ -149,7 +150,7 @@ class Collector:
                 placed = replace(sampling, first_prompt=first)
                 samples = self._completing(engine, own, placed, range(first, end), batch="eval")()
                 scored = score_rollouts(samples, own, self.rewards, self.tokenizer, trainer_state=self.events.state)
-        everywhere = gather_object([RolloutFacts.of(scored)])
+        everywhere = gather_objects("joining an evaluation", RolloutFacts.of(scored))
         metrics = rollout_metrics(everywhere, self.args, evaluated=True)
         metrics["num_tokens"] = float(self.num_tokens)
         scored = replace(scored, samples=self._with_advantages(scored, everywhere, sampling.n))
@@ -193,7 +194,8 @@ class Collector:
             is_known = self.rules is None and (wait or batch.samples.done()) and batch.samples.exception() is None
             samples = batch.samples.result() if is_known else []
             # All ranks keep theirs, or none: they draw from one sequence.
-            if any_rank(self.accelerator, not is_known or any(sample.extra for sample in samples)):
+            has_columns = any(sample.extra for sample in samples)
+            if any_rank(self.accelerator, not is_known or has_columns, "saving prefetched batches"):
                 break
             greedy = as_tensors(list(greedy_of(samples).values())) if self.has_greedy else {}
             tables.append(as_tensors(samples) | {GREEDY + name: tensor for name, tensor in greedy.items()})
@@ -256,13 +258,14 @@ class Collector:
         size = self.args.num_generations
         if "drop" in (self.args.reward_failure, self.args.rollout_failure) and self.group_part != size:
             # A group that any rank drops its part of is dropped by all ranks that have a part of it.
-            parts = gather_object([[sample.dropped for sample in scored.samples]])
+            parts = gather_objects("dropping groups", [sample.dropped for sample in scored.samples])
             every = torch.tensor(list(chain.from_iterable(parts))).view(-1, size).any(1).repeat_interleave(size)
             dropped = every.split(list(map(len, parts)))[self.accelerator.process_index].tolist()
             pairs = zip(scored.samples, dropped, strict=True)
             scored = replace(scored, samples=[without_rewards(one) if drop else one for one, drop in pairs])
         if isinstance(self.sampler, CurriculumSampler):
-            rewards = gather_object([sample.reward for sample in scored.samples])
+            of_ranks = gather_objects("updating the curriculum", [sample.reward for sample in scored.samples])
+            rewards = list(chain.from_iterable(of_ranks))
             groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]  # as in the batch
             self.sampler.update(self.sampler.batch, groups)
         return scored
@@ -291,7 +294,8 @@ class Collector:
         # Each generation to come needs one batch at least: none is left at the end.
         later = -(-(self.learner.max_steps - self.learner.step) // self.steps_per_batch) - 1
         for _ in range(min(self.pace.batches, later) - len(self.queue)):
-            is_free = not any_rank(self.accelerator, not all(batch.samples.done() for batch in self.queue))
+            is_sampling = not all(batch.samples.done() for batch in self.queue)
+            is_free = not any_rank(self.accelerator, is_sampling, "looking at the queue")
             if is_free:
                 sync()
             with all_ranks_succeed(self.accelerator, "requesting a batch"):
@@ -384,7 +388,7 @@ class Collector:
         for sample, values in zip(samples, norms, strict=True):
             where = range(sample.num_own) if of_tools else sample.own(range(len(sample.completion_ids)))
             own.append(Scores(sample.reward, values, torch.tensor(where)))
-        parts = [own] if is_whole else gather_object([own])
+        parts = [own] if is_whole else gather_objects("joining groups", own)
         every, size = list(chain.from_iterable(parts)), self.args.num_generations
         whole = [every[first : first + size] for first in range(0, len(every), size)]
         advantages = (each for group in whole for each in token_advantages(group, zero_tail=of_tools))

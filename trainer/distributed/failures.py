@@ -11,6 +11,7 @@ rank has ended, that is the only report.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -21,11 +22,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar, cast
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors.torch import save_file
@@ -43,16 +44,33 @@ REASON_SECONDS = 2.0
 GLOO_SECONDS = 0.25
 SAME_REQUEST_SECONDS = 2.0
 
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 _uses = itertools.count()
+_reports: ContextVar[bool] = ContextVar("reports", default=False)  # whether this is inside `report_failure`
 _log = logging.getLogger(__name__)
 
 
-def any_rank(accelerator: Accelerator, here: bool) -> bool:
-    """Whether `here` is true on any rank. A collective: every rank has to call it."""
-    if accelerator.num_processes == 1:
-        return here
-    flag = torch.tensor([float(here)], device=accelerator.device)
-    return bool(accelerator.reduce(flag, reduction="sum").item())
+def gather_objects(doing: str, here: T) -> list[T]:
+    """`here` of each rank, in their order. A collective: every rank has to call it.
+
+    PeerError, on all ranks, where `doing` is not the same on all: else each would take the values of another place in
+    the run for those that it asked for.
+    """
+    ranks: list[tuple[str, T]] = gather_object([(doing, here)])
+    places = {place: [rank for rank, (other, _) in enumerate(ranks) if other == place] for place, _ in ranks}
+    if len(places) > 1:
+        found = ", ".join(f"rank {' and '.join(map(str, some[:8]))} {place}" for place, some in places.items())
+        raise PeerError(
+            f"got ranks at different places of the run ({found}), want all at the same; fix: call train(), evaluate() "
+            "and what saves on every rank, in callbacks too, and let no condition depend on the rank"
+        )
+    return [value for _, value in ranks]
+
+
+def any_rank(accelerator: Accelerator, here: bool, doing: str) -> bool:
+    """Whether `here` is true on any rank. A collective, as `gather_objects`."""
+    return here if accelerator.num_processes == 1 else any(gather_objects(doing, here))
 
 
 def agree(accelerator: Accelerator, control: TrainerControl) -> None:
@@ -61,18 +79,18 @@ def agree(accelerator: Accelerator, control: TrainerControl) -> None:
     Callbacks run on every rank. Without this, ranks would wait for each other in different collectives.
     """
     if accelerator.num_processes > 1:
-        ranks = gather_object([dataclasses.asdict(control)])
+        ranks = gather_objects("agreeing on what callbacks decided", dataclasses.asdict(control))
         for name in ranks[0]:
             setattr(control, name, any(of_rank[name] for of_rank in ranks))
 
 
-def barrier(accelerator: Accelerator) -> None:
-    """Wait for all ranks, and until this rank may leave the process group.
+def barrier(accelerator: Accelerator, doing: str) -> None:
+    """Wait for all ranks, and until this rank may leave the process group. A collective, as `gather_objects`.
 
     gloo's thread releases the tensor of a collective shortly after the collective has returned, and takes the
     interpreter's lock for it. To free the process group before that is a deadlock.
     """
-    accelerator.wait_for_everyone()
+    gather_objects(doing, None)
     if accelerator.num_processes > 1:
         time.sleep(GLOO_SECONDS)
 
@@ -94,7 +112,7 @@ def all_ranks_succeed(accelerator: Accelerator, doing: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     try:
-        reasons = gather_object([None if failure is None else _reason(failure)])
+        reasons = gather_objects(doing, None if failure is None else _reason(failure))
     except Exception as error:
         if failure is not None:
             raise failure from error  # the other ranks have ended too, but this is what went wrong here
@@ -113,8 +131,13 @@ def all_ranks_succeed(accelerator: Accelerator, doing: str) -> Iterator[None]:
 def report_failure(accelerator: Accelerator) -> Iterator[None]:
     """Around all code with collectives: report an error of this rank to the other ranks and to the launcher.
 
-    PeerError where a collective failed because another rank did; the message has that rank's reason.
+    PeerError where a collective failed because another rank did; the message has that rank's reason. Inside another
+    one, as an evaluation inside of a run, it does nothing.
     """
+    if _reports.get():
+        yield
+        return
+    token = _reports.set(True)
     try:
         with _shared_reasons(accelerator) if accelerator.num_processes > 1 else nullcontext():
             yield
@@ -123,6 +146,19 @@ def report_failure(accelerator: Accelerator) -> Iterator[None]:
         with suppress(OSError):  # on a full disk the error itself says more
             get_error_handler().record_exception(error)
         raise
+    finally:
+        _reports.reset(token)
+
+
+def reported(method: F) -> F:
+    """`report_failure` around a method with collectives that a script calls, of an object with an `accelerator`."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        with report_failure(self.accelerator):
+            return method(self, *args, **options)
+
+    return cast(F, call)
 
 
 @contextmanager
