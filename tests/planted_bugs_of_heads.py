@@ -166,8 +166,8 @@ BUGS = {
     ),
     "no log-prob check under truncation": (
         "trainer/loop.py",
-        "sampling.is_plain_within_support if buffer.has_support else sampling.is_plain",
-        "sampling.is_plain",
+        "self.weight_check.is_plain_within_support if buffer.has_support else self.weight_check.is_plain",
+        "self.weight_check.is_plain",
         [TRUNCATED, "-k", "stale"],
     ),
     "a checkpoint without supports": (

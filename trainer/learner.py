@@ -253,7 +253,8 @@ class Learner:
         of_router = self.router_coefficient * metrics.get("aux_loss", 0.0)
         metrics["loss_without_bonus"] = metrics["loss"] + self.entropy.applied * entropy - of_router
         metrics |= self.entropy.update(entropy if metrics["loss_tokens"] and may_update else None)
-        self._follow_with_reference()
+        if self.args.sync_ref_model and self.step % self.args.ref_model_sync_steps == 0:
+            self._follow_with_reference()
         if any(sample.old_logprobs is None for sample in batch):
             old = per_sequence(packed, [output.logprobs for output in outputs], len(batch))
             batch = with_fields(batch, {"old_logprobs": old})
@@ -269,7 +270,8 @@ class Learner:
 
     def _prepared(self, batch: list[Sample]) -> tuple[list[Sample], list[MicroBatch], dict[str, Any], float | None]:
         """The batch with its reference, its micro-batches, the loss's arguments, and as `_entropy_options` the mean."""
-        batch = self._with_reference(batch)
+        if self.args.beta > 0:
+            batch = self._with_reference(batch)
         packed = self._pack(batch)
         if self.args.beta > 0 and not batch:  # of a rank without samples the loss wants a tensor, too
             packed = [dataclasses.replace(part, ref_logprobs=part.advantages.new_zeros(0)) for part in packed]
@@ -294,10 +296,10 @@ class Learner:
         return with_fields(batch, {"old_logprobs": self._logprobs(batch, self._unwrapped)})
 
     def _with_reference(self, batch: list[Sample]) -> list[Sample]:
-        """The batch with the reference's log-probs, where there is a KL term and they have not been computed yet."""
+        """The batch with the reference's log-probs, where they have not been computed yet: there is a KL term."""
         is_missing = any(sample.ref_logprobs is None for sample in batch)
         # A rank may have no samples: all ranks compute them, or none does.
-        if self.args.beta == 0 or not any_rank(self.accelerator, is_missing, "looking for the reference"):
+        if not any_rank(self.accelerator, is_missing, "looking for the reference"):
             return batch
         own_experts = with_fields(batch, {"routed_experts": [None] * len(batch)})
         with self._reference_policy() as reference:
@@ -336,13 +338,14 @@ class Learner:
             yield self.reference or self._unwrapped
 
     def _pack(self, batch: list[Sample]) -> list[MicroBatch]:
-        prompts = with_virtual_places([sample.prompt_ids for sample in batch], self._unwrapped.model)
-        own, device = with_fields(batch, {"prompt_ids": prompts}), self.accelerator.device
+        if self._unwrapped.is_adapted:
+            prompts = with_virtual_places([sample.prompt_ids for sample in batch], self._unwrapped.model)
+            batch = with_fields(batch, {"prompt_ids": prompts})
 
         def most(number: int) -> int:
             return max(gather_objects("cutting micro-batches", number))
 
-        return micro_batches(own, self.packing, device=device, agree=most)
+        return micro_batches(batch, self.packing, device=self.accelerator.device, agree=most)
 
     def rounding(self, packed: Sequence[MicroBatch], dtype: torch.dtype) -> float:
         """How far a 16-bit `dtype` moves the policy's log-probs: mean over all ranks' tokens, nats. A collective."""
@@ -399,8 +402,8 @@ class Learner:
         return output
 
     def _follow_with_reference(self) -> None:
-        """Move the reference towards the policy (TR-DPO), every so many steps."""
-        if self.reference is None or not self.args.sync_ref_model or self.step % self.args.ref_model_sync_steps:
+        """Move the reference, if there is one, towards the policy (TR-DPO)."""
+        if self.reference is None:
             return
         share, policy = self.args.ref_model_mixup_alpha, self._unwrapped
         with torch.no_grad():

@@ -205,7 +205,8 @@ class GRPOTrainer(TransformersFace):
                         self._in_epoch = True
                         self.events("on_epoch_begin")
                     self.events("on_step_begin")
-                    self.start.check_unchanged()
+                    if repr(vars(self.args)) != self._options_text:
+                        self.start.check_unchanged()
                     if self.buffer is None or self.buffer.is_exhausted:
                         self.buffer = self._collect(phases)
                     with phases("train"):
@@ -365,9 +366,8 @@ class GRPOTrainer(TransformersFace):
         return self.collector.buffer(scored, phases)
 
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
-        on_policy, sampling = buffer.weight_version == self.step, self.args.sampling(seed=0)
-        comparable = on_policy and (sampling.is_plain_within_support if buffer.has_support else sampling.is_plain)
-        check = self._check_agreement if comparable else None
+        is_plain = self.weight_check.is_plain_within_support if buffer.has_support else self.weight_check.is_plain
+        check = self._check_agreement if is_plain and buffer.weight_version == self.step else None
         batch, metrics = self.learner.learn(buffer.current, check=check, event=self.events)
         reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}
         buffer.advance(batch)
@@ -382,7 +382,8 @@ class GRPOTrainer(TransformersFace):
         if not self.learner.is_random and "sampling_difference_mean" in metrics:
             differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
             self.weight_check(*differences, turns=turn_differences(metrics), engine=self.engine, rounding=rounding)
-            self.weight_check.warn_of_routing(metrics, self.engine, is_mixture=self.learner.routers is not None)
+            if self.learner.routers is not None:
+                self.weight_check.warn_of_routing(metrics, self.engine)
 
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
         metrics |= {

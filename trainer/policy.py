@@ -35,7 +35,7 @@ from fused_grpo.integrations.model_head import head_of, to_head, weight_of
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.models.adapters import base_model, model_inputs
+from fused_grpo.trainer.models.adapters import base_model, is_adapted, model_inputs
 from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.types import MicroBatch
 
@@ -67,12 +67,19 @@ class PolicyLoss(nn.Module):
         routing: RouterReplay | None = None,
     ) -> None:
         super().__init__()
-        head_of(base_model(model))  # raises before anything runs
+        causal_lm = base_model(model)
+        head_of(causal_lm)  # raises before anything runs
         self.model, self.loss_config = model, loss_config
         self.temperature, self.chunk_bytes = temperature, chunk_bytes
         self.router_aux_loss_coef, self.routing = router_aux_loss_coef, routing
+        self.is_adapted, self._transform = is_adapted(model), head_transform(causal_lm.config)
         # Where Accelerate looks for the layers that FSDP is to gather one at a time.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
+
+    @property
+    def causal_lm(self) -> Any:
+        """The model of transformers itself, with the adapter in its layers."""
+        return base_model(self.model) if self.is_adapted else self.model
 
     def tie_weights(self) -> None:
         """Tie again what the model ties, where Accelerate has replaced its parameters."""
@@ -122,7 +129,7 @@ class PolicyLoss(nn.Module):
         # A micro-batch without sequences has no tokens for its routers either.
         balanced = self.router_aux_loss_coef != 0.0 and len(batch.sequence_index) > 0
         states, output = self.run(batch, **({"output_router_logits": True} if balanced else {}))
-        aux_loss = router_aux_loss(base_model(self.model), output, batch.attention_mask) if balanced else None
+        aux_loss = router_aux_loss(self.causal_lm, output, batch.attention_mask) if balanced else None
         hidden, weight, options = self._head_inputs(batch, states)
         del states, output  # [R, L, D], of which the loss needs N rows
         config = self.loss_config if config is None else config
@@ -170,7 +177,9 @@ class PolicyLoss(nn.Module):
 
     def run(self, batch: MicroBatch, **options: Any) -> tuple[Tensor, Any]:
         """The states [R, L, D] that the model gives its head, and its output."""
-        model = base_model(self.model)
+        model, inputs = self.causal_lm, {"input_ids": batch.input_ids}
+        if self.is_adapted:
+            inputs = model_inputs(self.model, batch.input_ids, batch.position_ids)
         if self.routing is not None:
             self.routing.start(batch.routed_experts)
         named = _parameters(type(model).forward)
@@ -184,18 +193,17 @@ class PolicyLoss(nn.Module):
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
             options["attention_mask"] = tree_mask(batch.seen_until, dtype)
         options = {name: value for name, value in options.items() if not named.isdisjoint({name, None})}
-        return to_head(model, **model_inputs(self.model, batch.input_ids, batch.position_ids), **options)
+        return to_head(model, **inputs, **options)
 
     def _head_inputs(self, batch: MicroBatch, states: Tensor | None = None) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Hidden states [N, D] that predict completion tokens, the head's weight [V, D], and options of the ops: the
         transform of the logits, and the tokens that the sampler kept."""
         states = self.run(batch)[0] if states is None else states
-        model = base_model(self.model)
         # The last place of a shared prompt predicts several tokens. An embedding adds their gradients in one order; an
         # index does so on a GPU only, and index_select on a CPU.
-        head, hidden = head_of(model), functional.embedding(batch.predictors, states.flatten(0, 1))
+        head, hidden = head_of(self.causal_lm), functional.embedding(batch.predictors, states.flatten(0, 1))
         options = {"bias": getattr(head, "bias", None), "temperature": self.temperature, "support": batch.support}
-        options |= {"chunk_bytes": self.chunk_bytes, **head_transform(model.config)}
+        options |= {"chunk_bytes": self.chunk_bytes, **self._transform}
         return hidden, weight_of(head), options
 
 

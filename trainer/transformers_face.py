@@ -59,6 +59,7 @@ class TransformersFace:
 
     def __init__(self, start: Start, model: Any, learner: Learner) -> None:
         start.options = start.args.to_dict()
+        self._options_text = repr(vars(start.args))  # while it is the same, no option has changed
         self.start, self.learner, self.accelerator = start, learner, learner.accelerator
         self._model, self.model_path, self.dataset = model, start.model_path, start.train_dataset
         self.rewards, self.sampler = start.rewards, make_sampler(start)

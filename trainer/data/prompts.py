@@ -113,12 +113,11 @@ def encode_prompts(
     def where(index: int) -> str:
         return prompt_name(rows[index], None if row_numbers is None else row_numbers[index], name)
 
-    prompts = [clean_prompt(row["prompt"]) for row in rows]
     ids: list[list[int]]
     if rows and is_conversational(rows[0]):
-        ids = _apply_chat_template(prompts, tokenizer, options, where, name)
+        ids = _apply_chat_template([clean_prompt(row["prompt"]) for row in rows], tokenizer, options, where, name)
     else:
-        ids = tokenizer(prompts)["input_ids"] if rows else []
+        ids = tokenizer([row["prompt"] for row in rows])["input_ids"] if rows else []
     for index, tokens in enumerate(ids):
         if not tokens:
             raise DataError(f"got no token for {where(index)}, want at least one")
@@ -240,7 +239,8 @@ class PromptLimit:
         DataError for one that cannot be encoded, or is too long without `drops`; InputError for an unknown token.
         """
         most = math.inf if self.tokens is None else self.tokens
-        short = [len(message_text(row["prompt"])) <= most * CHARACTERS_OF_A_TOKEN for row in rows]
+        texts = (row["prompt"] if isinstance(row["prompt"], str) else message_text(row["prompt"]) for row in rows)
+        short = [len(text) <= most * CHARACTERS_OF_A_TOKEN for text in texts]
         options: Any = {"chat_template_kwargs": self.template, "row_numbers": list(compress(numbers, short))}
         encoded = iter(encode_prompts(list(compress(rows, short)), self._tokenizer, **options, name=name))
         kept = list[list[int]]()

@@ -33,7 +33,7 @@ from fused_grpo.trainer.engines.sampling import SEED_BITS
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.router_replay import ROUTING
-from fused_grpo.trainer.models.weight_stream import finish
+from fused_grpo.trainer.models.weight_stream import WeightStream, finish
 from fused_grpo.trainer.types import FinishReason, ListedTokens, Rollouts, Sample, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,8 @@ def checked_load_weights(engine: RolloutEngine, named_weights: Iterable[tuple[st
     try:
         engine.load_weights(named_weights, version=version)
     finally:
-        finish(named_weights)
+        if isinstance(named_weights, WeightStream):
+            finish(named_weights)
     if engine.weight_version != version:
         raise WeightSyncError(
             f"got weight version {engine.weight_version} from the {engine.name} engine after a sync, want {version}; "
@@ -145,6 +146,9 @@ class WeightCheck:
         self._device, self._bound = device.type, args.max_logprob_difference
         self._reaction, self._own_weights, self._has_warned = args.logprob_mismatch, own_weights, False
         self._knows_routing = args.router_replay or not own_weights
+        # Whether the policy's distribution is what is sampled from: over all tokens, over the support of each.
+        sampling = args.sampling(seed=0)
+        self.is_plain, self.is_plain_within_support = sampling.is_plain, sampling.is_plain_within_support
 
     def __call__(
         self,
@@ -179,11 +183,11 @@ class WeightCheck:
             _log.warning("%s (the run goes on; this is said once; logprob_mismatch='fail' would end it)", error)
         self._has_warned = True
 
-    def warn_of_routing(self, metrics: Mapping[str, float], engine: RolloutEngine, *, is_mixture: bool) -> None:
+    def warn_of_routing(self, metrics: Mapping[str, float], engine: RolloutEngine) -> None:
         """Log one warning where a step of a mixture of experts differs by more than it does within the same experts."""
         mean, largest = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
         share = metrics.get(ROUTING)  # None: the engine does not say
-        if self._knows_routing or not is_mixture or not largest > _MAX_BOUND or share == 0.0:
+        if self._knows_routing or not largest > _MAX_BOUND or share == 0.0:
             return
         self._knows_routing = True
         choices = "" if share is None else f", and {share:.2%} of the choices of experts,"
@@ -254,8 +258,10 @@ def generated(
             f"got completions of weight version {rollouts.weight_version} from the {engine.name} engine, want version "
             f"{version}, which it was given last; fix: one trainer per engine, and the weight_version that sampled"
         )
-    check_support(rollouts, sampling, engine)
-    check_experts(rollouts, sampling, engine)
+    if sampling.wants_ids or rollouts.listed_tokens is not None:
+        check_support(rollouts, sampling, engine)
+    if sampling.routed_experts or rollouts.routed_experts is not None:
+        check_experts(rollouts, sampling, engine)
     return rollouts.samples()
 
 
@@ -316,7 +322,9 @@ def wrong_completion(sample: Sample, routers: Routers | None, *, vocab_size: int
         wrong = wrong_listed(sample.listed_tokens, ids, vocab_size)
     if sample.finish_reason not in get_args(FinishReason):
         wrong = wrong or f"finish reason {sample.finish_reason!r}"
-    return wrong or wrong_experts(sample, routers)
+    if sample.routed_experts is not None and routers is not None:
+        wrong = wrong or wrong_experts(sample, sample.routed_experts, routers)
+    return wrong
 
 
 def wrong_tokens(ids: list[int], vocab_size: int) -> str | None:
@@ -339,11 +347,8 @@ def wrong_logprob(values: Sequence[float], *, nan_allowed: bool = False) -> str 
     return None
 
 
-def wrong_experts(sample: Sample, routers: Routers | None) -> str | None:
+def wrong_experts(sample: Sample, experts: Tensor, routers: Routers) -> str | None:
     """What is wrong with the experts of a completion, of a model with so many layers, and experts in some of them."""
-    experts = sample.routed_experts
-    if experts is None or routers is None:
-        return None
     num_layers, num_experts = routers
     tokens = len(sample.prompt_ids) + len(sample.completion_ids) - 1
     if experts.ndim != 3 or experts.shape[:2] != (tokens, num_layers) or not experts.shape[2]:

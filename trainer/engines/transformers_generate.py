@@ -20,7 +20,7 @@ from fused_grpo.integrations.model_modes import as_it_was, replaced
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, prepared, rollouts_of, stop_token_ids
-from fused_grpo.trainer.models.adapters import base_model, model_inputs, with_virtual_places
+from fused_grpo.trainer.models.adapters import base_model, is_adapted, model_inputs, with_virtual_places
 from fused_grpo.trainer.models.weight_stream import is_sharded
 from fused_grpo.trainer.types import FinishReason, ListedTokens, Rollouts, SamplingParams
 
@@ -67,7 +67,7 @@ class TransformersEngine(RolloutEngine):
         self.weight_version = 0
         self._cache_implementation = cache_implementation
         self._max_sequences = max_sequences
-        self._given, self._model = model, base_model(model)
+        self._given, self._model, self._is_adapted = model, base_model(model), is_adapted(model)
         self._stop_ids = stop_token_ids(self._model.generation_config, tokenizer)
         self._seeds = random.Random(seed)
 
@@ -106,14 +106,17 @@ class TransformersEngine(RolloutEngine):
         self, prompts: list[list[int]], sampler: _Sampler, sampling: SamplingParams, stop_ids: list[int]
     ) -> list[Completion]:
         """A completion for each row."""
-        prompts = with_virtual_places(prompts, self._given)
+        if self._is_adapted:
+            prompts = with_virtual_places(prompts, self._given)
         width, device = max(map(len, prompts)), self._model.device
         # Padded with the row's own first token: attention masks it, and a repetition penalty counts it already.
         input_ids = torch.tensor([prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
         masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         attention_mask = torch.tensor(masks, device=device)
-        # Processors are given the tokens, the model their embeddings if there are some: `generate` takes both.
-        inputs = {"input_ids": input_ids, **model_inputs(self._given, input_ids, attention_mask.cumsum(1) - 1)}
+        inputs = {"input_ids": input_ids}
+        if self._is_adapted:
+            # Processors are given the tokens, the model their embeddings if there are some: `generate` takes both.
+            inputs |= model_inputs(self._given, input_ids, attention_mask.cumsum(1) - 1)
         beams = sampling.extra.get("num_beams", 1)
         if type(beams) is not int or beams < 1:
             raise ValueError(f"num_beams={beams}")

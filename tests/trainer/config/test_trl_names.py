@@ -119,6 +119,17 @@ def test_an_option_that_a_callback_changes_in_a_run_is_refused(make_trainer, nam
     assert trainer.step == 1
 
 
+def test_an_option_inside_of_a_mapping_that_a_callback_changes_is_refused(make_trainer):
+    class Cools(TrainerCallback):
+        def on_step_end(self, args, state, control, **given):
+            args.generation_kwargs["min_new_tokens"] = 2
+
+    trainer = make_trainer(max_steps=3, generation_kwargs={"min_new_tokens": 1}, callbacks=[Cools])
+    with pytest.raises(InputError, match=r"got args with generation_kwargs=\{'min_new_tokens': 2\}, want "):
+        trainer.train()
+    assert trainer.step == 1
+
+
 def test_what_a_run_shows_and_saves_may_change_in_a_callback(make_trainer, tmp_path):
     class Saves(TrainerCallback):
         def on_step_end(self, args, state, control, **given):
