@@ -485,8 +485,7 @@ class GRPOTrainer(TransformersFace):
         """Wake the engine; a new one where the last `train` has closed it, which a user's own engine never is."""
         with all_ranks_succeed(self.accelerator, "waking the engine"):
             if not self.engine_is_open:
-                self.engine = self._make_engine()
-            self.engine_is_open = True
+                self.engine, self.engine_is_open = self._make_engine(), True
             self.engine.wake()
 
     def _sync_engine(self, phases: Phases | None = None) -> None:
