@@ -75,8 +75,8 @@ BUGS = {
     ),
     "only the last tile of a row counts": (
         MATHS,
-        "with_part(self._parts, Moments(*fields), merge_moments)",
-        "[Moments(*fields)]",
+        "self._parts.append(Moments(*fields))",
+        "self._parts = [Moments(*fields)]",
         VALUES,
     ),
     "a kernel without logits runs beside outputs": (

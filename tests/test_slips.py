@@ -15,8 +15,12 @@ SLIPS = {
     "too few arguments of a pass": (GRADIENTS, "scale_hidden(hidden, scale, grad", "scale_hidden(hidden, grad"),
     "an option of the gradients": (LOSS, "every_row=one_group", "evry_row=one_group"),
     "a field of a plan": (LOSS, "plan.chunk_bytes)", "plan.chunk_byte)"),
-    "a plan that is left out": ("fused_loss.py", "config, passes, plan, shards", "config, passes, shards"),
-    "an argument of another type": ("head/registered_ops.py", "plan(head.select(index), choice", "plan(index, choice"),
+    "a plan that is left out": ("fused_loss.py", "config, passes, plan, Beside", "config, passes, Beside"),
+    "an argument of another type": (
+        "head/registered_ops.py",
+        "forward(head.select(index), passes",
+        "forward(index, passes",
+    ),
     "a field of what was seen": (LOSS, "seen.statistics.logprobs, seen", "seen.statistics.logprob, seen"),
     "the transform of a tile": (GRADIENTS, "**tile.transform\n            )", "**tile.arguments\n            )"),
     "a field of the transform": ("head/several_targets.py", 'transform["temperature"]', 'transform["temprature"]'),
@@ -51,6 +55,11 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "mypy"], cwd=folder, capture_output=True, text=True, timeout=600)
+
+
+def test_what_is_replaced_is_there_once() -> None:
+    counts = {name: (ROOT / "fused_grpo" / file).read_text().count(there) for name, (file, there, _) in SLIPS.items()}
+    assert counts == dict.fromkeys(SLIPS, 1)
 
 
 @pytest.mark.full

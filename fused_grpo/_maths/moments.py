@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo._maths.statistics import Statistics, finite, joined, share_of_others, with_part
+from fused_grpo._maths.statistics import MOST_PARTS, Statistics, finite, joined, share_of_others
 
 
 class Moments(NamedTuple):
@@ -95,7 +95,9 @@ class RowsMoments:
         self._columns = 0  # of the current row group
 
     def __call__(self, fields: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], columns: int) -> None:
-        self._parts = with_part(self._parts, Moments(*fields), merge_moments)
+        self._parts.append(Moments(*fields))
+        if len(self._parts) == MOST_PARTS:
+            self._parts = [merge_moments(self._parts)]
         self._columns += columns
         if self._columns == self._vocab_size:
             self._groups.append(merge_moments(self._parts))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,6 +35,9 @@ logger = logging.getLogger("fused_grpo")
 
 HEADROOM = 16.0
 """How far above the shift of its row a logit may be, in nats, before the shift is raised to it."""
+
+MOST_PARTS = 8
+"""As many parts of rows are merged at a time, to save memory and keep sums short."""
 
 # Up to this size, both factors of e^d are finite: s >= 1, and e^(m - z_t) is at most e^86.
 _SMALL_D = 16.0
@@ -88,7 +91,6 @@ class Upstream(NamedTuple):
 
 
 Rows = TypeVar("Rows", bound=tuple[Any, ...])
-Part = TypeVar("Part")
 
 
 def no_columns(count: int, *, dtype: torch.dtype, device: torch.device) -> RowState:
@@ -114,11 +116,6 @@ def merge_rows(parts: Sequence[RowState]) -> RowState:
     rescale = drop.exp()
     moved = weighted + drop.clamp_min(-128.0) * totals
     return RowState(shift, (rescale * totals).sum(0), (rescale * moved).sum(0), targets.amax(0))
-
-
-def with_part(parts: list[Part], part: Part, merge: Callable[[list[Part]], Part]) -> list[Part]:
-    """The parts and one more of the same rows. Eight parts are merged at a time, to save memory and keep sums short."""
-    return [*parts, part] if len(parts) < 7 else [merge([*parts, part])]
 
 
 def joined(groups: Sequence[Rows]) -> Rows:

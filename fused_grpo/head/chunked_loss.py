@@ -23,9 +23,9 @@ Rows that cannot have a gradient (masked, zero advantage) are removed beforehand
 dW. Rows whose gradient turns out to be 0 (clipped) take part with a factor of 0: to remove them, a GPU would have to
 synchronize for their number, and a CPU would have to move rows.
 
-What differs between kinds of rows (`visited_rows.py`) is what they leave in a tile, and what they need beside it:
+This is `_by_weights`, for gradients that are multiples of softmax weights. What differs between the other kinds of rows
+(`visited_rows.py`) is what they leave in a tile, and what they need beside it:
 
-    WeightedRows    the statistics and the softmax weights in one pass; the gradients are products of the weights
     CentredRows     rows with several targets, of which score centering needs log-probs; in one pass or in two
     KnownRows       the statistics; the gradients need another pass over the logits
     ShardedRows     the same, of rows whose columns are on several ranks
@@ -39,7 +39,6 @@ one. `grpo_loss` takes the same two steps from log-probs that are given.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -55,11 +54,11 @@ from fused_grpo._maths.statistics import Statistics, Upstream, joined
 from fused_grpo.config import GRPOLossConfig, TokenTerms
 from fused_grpo.head.checks import differentiated_once, leaves_out_rows, may_synchronize
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
-from fused_grpo.head.head import Gradients, Head, HeadGradients, Wanted
+from fused_grpo.head.head import Gradients, Head, HeadGradients, Wanted, softmax_weights_of
 from fused_grpo.head.logprob_plans import power_of_two_scale
 from fused_grpo.head.visited_rows import Beside, KnownRows, Seen, Sweep, visitor_of
 from fused_grpo.passes import torch_passes
-from fused_grpo.passes.protocol import RowPasses
+from fused_grpo.passes.protocol import RowPasses, SoftmaxWeightsForward
 
 Score = Literal["all", "needed"]
 
@@ -117,7 +116,9 @@ def chunked_loss(
     # The gradient of an entropy is no multiple of softmax weights.
     weighted = any(plan.wanted) and rows.takes_weights and teacher is None and shards is None
     weighted = weighted and not (two_phases or config.entropy_coef)
-    kernel = rows.weights_pass(passes, plan.chunk_bytes, plan.wanted) if weighted and not plan.squares else None
+    kernel = None
+    if weighted and not plan.squares and passes.softmax_weights_forward is not None:
+        kernel = rows.weights_pass(passes, plan.chunk_bytes, plan.wanted)
     if teacher is None:
         dtype, vocab_size = rows.gemm_dtype if kernel else rows.dtype, 0 if shards is None else max(shards.sizes)
         memory = rows.chunk_memory(passes, plan.chunk_bytes, plan.wanted, dtype, vocab_size)
@@ -135,12 +136,16 @@ def chunked_loss(
         hidden_dtype=None if shards is None else head.dtype,
         rounded=plan.rounded,
     )
-    active, own_gradients = sys.maxsize if two_phases else active, gradients if any(plan.wanted) else None
     moments = RowsMoments(len(head.weight)) if plan.squares else None
-    sweep = Sweep(passes, own_gradients, plan.entropy, active, moments, kernel)
-    visitor = visitor_of(sweep, beside._replace(teacher=teacher), weighted=weighted, two_phases=two_phases)
-    loop = _in_two_phases if two_phases else _one_by_one
-    statistics, seen, upstream = loop(rows, memory, inputs, config, visitor)
+    sweep = Sweep(passes, gradients if any(plan.wanted) else None, plan.entropy, active, moments)
+    if weighted and centering is None:
+        statistics, seen, upstream = _by_weights(rows, memory, inputs, config, sweep, kernel)
+    else:
+        loop, beside = _in_two_phases if two_phases else _one_by_one, beside._replace(teacher=teacher)
+        visitor = visitor_of(sweep, beside, weighted=weighted, two_phases=two_phases)
+        statistics, seen, upstream = loop(rows, memory, inputs, config, visitor)
+        del visitor
+    statistics.setdefault("recomputed_fraction", torch.zeros_like(statistics["loss"]))
     del memory  # before dW is rounded beside its accumulator
     squares = None
     if moments is not None:
@@ -151,7 +156,7 @@ def chunked_loss(
         without = (mask if order is None else mask[order]) > upstream.have_gradient()
         without = without if order is None else _scattered(without, order, len(mask))
         statistics = part.added_to(statistics, without)
-    del beside, part, teacher, sweep, visitor
+    del beside, part, teacher, sweep
     d_hidden, d_weight, d_bias = gradients.finish()
     if shards is not None and d_hidden is not None:
         d_hidden = shards.sum_over_ranks(d_hidden).to(head.hidden.dtype)
@@ -162,25 +167,51 @@ def chunked_loss(
     return ChunkedLoss(statistics, logprobs, entropy, Upstream(*own), (d_hidden, d_weight, d_bias), squares)
 
 
+def _by_weights(
+    head: Head,
+    memory: Tensor,
+    inputs: LossInputs,
+    config: GRPOLossConfig,
+    sweep: Sweep,
+    kernel: SoftmaxWeightsForward | None,
+) -> tuple[dict[str, Tensor], Statistics, Upstream]:
+    """(statistics of the loss, of the rows, d loss / d of the rows) of a loss whose gradients are multiples of softmax
+    weights: each chunk is visited once."""
+    (passes, gradients, entropy, active, moments), visits = sweep, []
+    assert gradients is not None
+    tokens = inputs.tokens if head.index is None else inputs.tokens.rows(head.index)
+    for tile in head.tiles(memory, multiply=kernel is None):
+        weights, scale, rows = softmax_weights_of(
+            tile, passes, kernel, entropy=entropy, moments=moments, dtype=tile.hidden.dtype
+        )
+        inputs = replace(inputs, tokens=tokens.rows(tile.rows))
+        upstream, sums = value_and_gradient(rows.logprobs, rows.entropy, inputs, config=config, passes=passes)
+        if (count := active - tile.rows.start) > 0:
+            some = tile if count >= len(scale) else tile.first(count)
+            gradients.add_weights(some, passes, weights[:count], scale[:count], upstream.logprobs[:count])
+        visits.append((rows, upstream, sums))
+    every, upstreams, parts = zip(*visits, strict=True)
+    return passes.token_statistics(parts), joined(every), joined(upstreams)
+
+
 def _one_by_one(
     head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: KnownRows
 ) -> tuple[dict[str, Tensor], Statistics, Upstream]:
-    """(statistics of the loss, of the rows, d loss / d of the rows): each chunk is visited once."""
+    """The same of any loss of which each chunk is visited once."""
     passes, visits = visitor.sweep.passes, []
     tokens = inputs.tokens if head.index is None else inputs.tokens.rows(head.index)
-    for tile in head.tiles(memory, multiply=visitor.sweep.kernel is None):
+    for tile in head.tiles(memory):
         seen = visitor.visit_(tile)
         inputs = replace(inputs, tokens=tokens.rows(tile.rows))
         upstream, sums = value_and_gradient(
             seen.statistics.logprobs, seen.statistics.entropy, inputs, config=config, passes=passes
         )
-        visitor.add(tile, seen, upstream)
+        if (count := visitor.sweep.active - tile.rows.start) > 0:
+            visitor.add(tile.first(count), seen, upstream)
         visits.append((seen.statistics, upstream, sums))
     every, upstreams, parts = zip(*visits, strict=True)
     upstream = joined(upstreams)
-    statistics = statistics_of(parts, upstream, tokens.mask, config, passes)
-    statistics["recomputed_fraction"] = torch.zeros_like(statistics["loss"])
-    return statistics, joined(every), upstream
+    return statistics_of(parts, upstream, tokens.mask, config, passes), joined(every), upstream
 
 
 def _in_two_phases(

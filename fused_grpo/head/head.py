@@ -152,10 +152,8 @@ class Head:
 
     def weights_pass(self, passes: RowPasses, chunk_bytes: int | None, wanted: Wanted) -> SoftmaxWeightsForward | None:
         """The kernel for the softmax weights of a chunk without its logits, where it is faster than those."""
-        if self.gemm_dtype != self.hidden.dtype or not self.takes_weights:  # which would be cast, or is too narrow
-            return None
-        if passes.softmax_weights_forward is None or self.targets.ndim == 2:
-            return None
+        if self.gemm_dtype != self.hidden.dtype or not self.takes_weights or self.targets.ndim == 2:
+            return None  # operands would be cast, weights are too narrow, or a row has several
         rows = self.chunk_rows(chunk_bytes, wanted, self.gemm_dtype)
         return passes.softmax_weights_forward if passes.prefers_weights(self.hidden, self.weight, rows) else None
 
@@ -243,6 +241,10 @@ class Head:
                 )
             group = slice(rows.start, rows.start + count)
             for columns in buffers.chunks(head_weight.shape[0], width):
+                bias = None if self.bias is None else picked(self.bias, columns)
+                transform = LogitTransform(
+                    bias=bias, temperature=temperature, logit_scale=self.logit_scale, softcap=self.softcap
+                )
                 weight = picked(head_weight, columns).to(self.hidden.dtype)
                 logits = memory if weight.shape[0] == width and count == height else memory[:count, : weight.shape[0]]
                 if not multiply:
@@ -251,7 +253,6 @@ class Head:
                     multiply_into(logits, hidden, weight.t())
                 else:
                     logits_by_slices(logits, hidden, weight)
-                transform: LogitTransform = {**self.transform(columns=columns), "temperature": temperature}
                 here = targets - columns.start if columns.start else targets
                 yield Tile(group, columns, logits, hidden, weight, here, transform, index)
 

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from fused_grpo._maths.moments import RowsMoments
 from fused_grpo._maths.statistics import (
+    MOST_PARTS,
     RowState,
     Statistics,
     Upstream,
     full_precision,
     joined,
     merge_rows,
-    with_part,
 )
 from fused_grpo.head import several_targets
 from fused_grpo.head.checks import leaves_out_rows, may_synchronize
@@ -105,8 +105,9 @@ def _parts(head: Head, passes: RowPasses, options: Options) -> Iterator[list[Row
     memory = head.tile_memory(passes, options.chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient)
     parts = list[RowState]()
     for tile in head.tiles(memory, pad=options.batch_invariant and len(head.targets) > 0):
-        state = several_targets.row_statistics(tile, passes, entropy=options.entropy, moments=options.moments)
-        parts = with_part(parts, state, merge_rows)
+        parts.append(several_targets.row_statistics(tile, passes, entropy=options.entropy, moments=options.moments))
+        if len(parts) == MOST_PARTS:
+            parts = [merge_rows(parts)]
         if tile.columns.stop == len(head.weight):
             yield parts
             parts = []
@@ -144,7 +145,9 @@ def _parts_by_launches(head: Head, kernel: LogprobForward, options: Options) -> 
             transform = head.transform(rows, columns)
             state = kernel(head.hidden_of(rows), weight, targets[rows], entropy=options.entropy, **transform)[2]
             groups.append(RowState(*state))
-        parts = with_part(parts, joined(groups), merge_rows)
+        parts.append(joined(groups))
+        if len(parts) == MOST_PARTS:
+            parts = [merge_rows(parts)]
     yield parts
 
 
@@ -193,8 +196,10 @@ def backward(
 
 
 def _weights_pass(head: Head, passes: RowPasses, options: Options, wanted: Wanted) -> SoftmaxWeightsForward | None:
-    """`Head.weights_pass` where no logits are needed."""
-    return None if options.moments else head.weights_pass(passes, options.chunk_bytes, wanted)
+    """`Head.weights_pass` where there is one and no logits are needed."""
+    if options.moments or passes.softmax_weights_forward is None:
+        return None
+    return head.weights_pass(passes, options.chunk_bytes, wanted)
 
 
 def keeps_weights(head: Head, passes: RowPasses, options: Options) -> bool:

@@ -22,7 +22,7 @@ from fused_grpo.head.chunked_divergence import Teacher
 from fused_grpo.head.head import Head, HeadGradients, Tile, softmax_weights_of
 from fused_grpo.head.several_targets import KnownTargets
 from fused_grpo.head.sharded import Shards
-from fused_grpo.passes.protocol import RowPasses, SoftmaxWeightsForward, TileDivergence
+from fused_grpo.passes.protocol import RowPasses, TileDivergence
 
 
 class Beside(NamedTuple):
@@ -34,14 +34,13 @@ class Beside(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """What the visitors of a sweep over the chunks share. Only the first `active` rows may have a gradient."""
+    """What a sweep over the chunks has for each of them. Only the first `active` rows may have a gradient."""
 
     passes: RowPasses
     gradients: HeadGradients | None
     entropy: bool
     active: int
     moments: RowsMoments | None = None  # takes those of all rows
-    kernel: SoftmaxWeightsForward | None = None  # for weights without logits
 
 
 class Seen(NamedTuple):
@@ -64,12 +63,10 @@ class KnownRows:
         return self._finished([self._state(tile)])
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        """Add the gradients of these rows, now that d loss / d log p is known."""
-        passes, gradients, _, active, *_ = self.sweep
-        tile = tile.first(max(0, active - tile.rows.start))
+        """Add the gradients of a tile, perhaps of the first of its rows, now that d loss / d log p is known."""
+        gradients, rows = self.sweep.gradients, slice(len(tile.targets))
         if gradients is not None and tile.logits.numel():
-            rows = slice(len(tile.targets))
-            gradients.add_known(tile, passes, seen.statistics.rows(rows), upstream.rows(rows))
+            gradients.add_known(tile, self.sweep.passes, seen.statistics.rows(rows), upstream.rows(rows))
 
     def all_seen(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig) -> None:
         """Where there are two phases, after the first: what is [N] of all tokens."""
@@ -79,35 +76,11 @@ class KnownRows:
         return upstream.have_gradient()
 
     def _state(self, tile: Tile) -> RowState:
-        passes, _, entropy, _, moments, _ = self.sweep
+        passes, _, entropy, _, moments = self.sweep
         return several_targets.row_statistics(tile, passes, entropy=entropy, moments=moments)
 
     def _finished(self, parts: list[RowState]) -> Seen:
         return Seen(Statistics(*self.sweep.passes.finish_rows(parts, entropy=self.sweep.entropy)))
-
-
-@dataclass(frozen=True)
-class WeightedRows(KnownRows):
-    """Rows whose gradients are multiples of their softmax weights."""
-
-    def visit_(self, tile: Tile) -> Seen:
-        passes, _, entropy, _, moments, kernel = self.sweep
-        weights, scale, statistics = softmax_weights_of(
-            tile, passes, kernel, entropy=entropy, moments=moments, dtype=tile.hidden.dtype
-        )
-        return Seen(statistics, weights=(weights, scale))
-
-    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        passes, gradients, _, active, *_ = self.sweep
-        assert seen.weights is not None
-        assert gradients is not None
-        weights, scale = seen.weights
-        count, grad_logprobs = active - tile.rows.start, upstream.logprobs
-        if count < len(scale):
-            tile, weights, scale = tile.first(max(0, count)), weights[: max(0, count)], scale[: max(0, count)]
-            grad_logprobs = grad_logprobs[: len(scale)]
-        if len(scale):
-            gradients.add_weights(tile, passes, weights, scale, grad_logprobs)
 
 
 @dataclass(frozen=True)
@@ -176,8 +149,7 @@ class CentredRows(KnownRows):
         return self._own(tile, several_targets.finish_rows(parts, self.sweep.passes, entropy=self.sweep.entropy))
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        passes, gradients, _, active, *_ = self.sweep
-        tile = tile.first(max(0, active - tile.rows.start))
+        passes, gradients = self.sweep.passes, self.sweep.gradients
         if gradients is None or not tile.logits.numel():
             return
         known = self._known(tile, seen, upstream, 1.0 if gradients.scale is None else gradients.scale)
@@ -210,7 +182,7 @@ class WeightedCentredRows(CentredRows):
     """The same in one pass: softmax weights, with the gradients at the targets put over theirs."""
 
     def visit_(self, tile: Tile) -> Seen:
-        passes, _, entropy, _, moments, _ = self.sweep
+        passes, _, entropy, _, moments = self.sweep
         slopes = several_targets.target_slopes(tile)
         of_largest, below = several_targets.largest_target(tile)
         weights, scale, statistics = softmax_weights_of(
@@ -222,9 +194,7 @@ class WeightedCentredRows(CentredRows):
     def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
         assert seen.weights is not None
         assert seen.slopes is not None
-        passes, gradients, _, active, *_ = self.sweep
-        tile = tile.first(max(0, active - tile.rows.start))
-        rows = slice(len(tile.targets))
+        passes, gradients, rows = self.sweep.passes, self.sweep.gradients, slice(len(tile.targets))
         if gradients is None or not tile.logits.numel():
             return
         known = self._known(tile, seen, upstream)
@@ -235,12 +205,10 @@ class WeightedCentredRows(CentredRows):
 
 
 def visitor_of(sweep: Sweep, beside: Beside, *, weighted: bool, two_phases: bool) -> KnownRows:
-    """What visits the rows of a loss; `weighted` where their gradients are multiples of softmax weights."""
+    """What visits the rows of a loss; `weighted` where their gradients are multiples of softmax weights but for H's."""
     shards, teacher, centering = beside
     if teacher is not None:
         return RevisitedRows(sweep, teacher) if two_phases else TaughtRows(sweep, teacher)
     if centering is not None:
         return (WeightedCentredRows if weighted else CentredRows)(sweep, centering, shards)
-    if shards is not None:
-        return ShardedRows(sweep, shards)
-    return WeightedRows(sweep) if weighted else KnownRows(sweep)
+    return KnownRows(sweep) if shards is None else ShardedRows(sweep, shards)

@@ -21,18 +21,23 @@ from fused_grpo.passes.protocol import RowPasses
 
 Impl = Literal["auto", "triton", "torch", "reference"]
 logger = logging.getLogger("fused_grpo")
+_OFF_GPU = "it needs a GPU and the tensors are on {!r}"
 
 
 def choose(impl: str, hidden: Tensor) -> str:
     """ "triton", "torch" or "reference" for these tensors; UnavailableError for impl="triton" where it cannot run."""
+    if impl in ("torch", "reference"):
+        return impl
+    if impl == "auto" and not hidden.is_cuda:
+        announce("torch", hidden.device.type, _OFF_GPU.format(hidden.device.type))
+        return "torch"
     obstacle = why_not_triton(hidden)
     if impl == "triton" and obstacle:
         raise UnavailableError(f"got impl='triton', but {obstacle}; fix: impl='auto', which takes the torch path here")
-    if impl != "auto":
-        return impl
-    chosen = "triton" if hidden.is_cuda and not obstacle else "torch"
-    announce(chosen, str(hidden.device.type), obstacle)
-    return chosen
+    if impl == "auto":
+        impl = "torch" if obstacle else "triton"
+        announce(impl, hidden.device.type, obstacle)
+    return impl
 
 
 def why_not_triton(hidden: Tensor) -> str | None:
@@ -47,7 +52,7 @@ def why_not_triton(hidden: Tensor) -> str | None:
     if interpreted and hidden.dtype == torch.bfloat16 and not interprets_bf16():
         return "its interpreter has no bf16 arithmetic (use fp32 or fp16 there)"
     if not hidden.is_cuda and not interpreted:
-        return f"it needs a GPU and the tensors are on {hidden.device.type!r}"
+        return _OFF_GPU.format(hidden.device.type)
     if hidden.is_cuda and hidden.dtype == torch.bfloat16 and not torch.version.hip:
         major, minor = torch.cuda.get_device_capability(hidden.device)
         if major < 8:

@@ -193,12 +193,17 @@ def test_errors_are_also_the_standard_ones():
     assert issubclass(UnavailableError, RuntimeError)
 
 
-def test_auto_says_once_which_path_it_took(caplog, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_auto_says_once_which_path_it_took(caplog, monkeypatch, dtype, interpreted):
+    """On a CPU the reason is the CPU, whatever else Triton lacks."""
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     choice.announce.cache_clear()
+    inputs = good()
+    inputs |= {name: inputs[name].detach().to(dtype) for name in ("hidden", "weight")}
     with caplog.at_level("INFO", logger="fused_grpo"):
         for _ in range(2):
-            fused_linear_grpo_loss(**good())
+            fused_linear_grpo_loss(**inputs)
     assert [record.getMessage() for record in caplog.records] == [
         "impl='auto' runs the torch path on cpu (it needs a GPU and the tensors are on 'cpu')"
     ]

@@ -29,7 +29,7 @@ from torch import Tensor
 from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.statistics import RowState, Statistics, finish_rows
 from fused_grpo.passes import buffers
-from fused_grpo.passes.torch_passes.row_passes import block_sums, empty_tile, exp, in_place, is_plain, scratch
+from fused_grpo.passes.torch_passes.row_passes import block_sums, empty_tile, exp, is_plain, narrow_memory, scratch
 
 # For jsd, e^c is not smaller: it is not 0, and no quotient is out of range. Twice as far down it is 0.
 _LEAST = {torch.float32: -60.0, torch.float64: -600.0}
@@ -180,7 +180,8 @@ class Divergence:
         self, upstream: Tensor, grad_logprobs: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """d loss / d(h.w) of the student [R, V] over its tile, from d loss / d divergence and d loss / d log p, [R]."""
-        out = in_place(self.student.z, dtype or self.student.z.dtype)
+        z = self.student.z
+        out = z if dtype is None or dtype == z.dtype else narrow_memory(z, dtype)
         slope = self.student.scale / self.student.temperature
         g = torch.zeros_like(upstream) if grad_logprobs is None else grad_logprobs * slope
         hit = self._write(out, upstream * slope, g)

@@ -17,13 +17,13 @@ from fused_grpo._maths.distributions import LogitTransform, cap_slope
 from fused_grpo._maths.moments import Moments, TakesMoments, merge_moments
 from fused_grpo._maths.statistics import (
     HEADROOM,
+    MOST_PARTS,
     RowState,
     Statistics,
     finish_rows,
     finite,
     merge_rows,
     share_of_others,
-    with_part,
 )
 from fused_grpo.config import TokenTerms
 from fused_grpo.errors import InputError
@@ -88,7 +88,8 @@ def softmax_weights_(
     are those of the whole rows. Rows that are not finite have weights of 0 and a scale of NaN, so that they do not
     affect products with other rows.
     """
-    tile, out = RawTile(logits, targets, **head), in_place(logits, dtype or logits.dtype)
+    tile = RawTile(logits, targets, **head)
+    out = logits if dtype is None or dtype == logits.dtype else narrow_memory(logits, dtype)
     if statistics is None:
         parts, shift = _fold(tile, entropy=entropy, out=out, moments=moments)
         statistics = finish_rows(parts, entropy=entropy)
@@ -123,10 +124,14 @@ def _fold(
         e = exp(centred, out=block.e)
         # Below -128 exp is 0 or almost 0: the clamp only avoids 0 * -inf.
         weighted = block_sums(block.centred.clamp_min_(-128.0).mul_(e)) if entropy else shift
-        parts = with_part(parts, RowState(centre, block_sums(e), weighted, tile.target_logit), merge_rows)
+        parts.append(RowState(centre, block_sums(e), weighted, tile.target_logit))
+        if len(parts) == MOST_PARTS:
+            parts = [merge_rows(parts)]
         if order is not None:
             squares = _square_sums(e, spare=e if out is None else block.centred)
-            of_blocks = with_part(of_blocks, Moments(centre, squares, *order, tile.target_logit), merge_moments)
+            of_blocks.append(Moments(centre, squares, *order, tile.target_logit))
+            if len(of_blocks) == MOST_PARTS:
+                of_blocks = [merge_moments(of_blocks)]
         if entropy and out is not None:
             e.mul_(torch.exp(centre - finite(shift))[:, None])
     if moments is not None:
@@ -188,7 +193,8 @@ def logits_gradient_(
     `targets` outside of [0, C) are in another tile. The statistics are those of whole rows, with the entropy where it
     has a gradient. A row whose upstream gradients are 0 is 0, even if its logits are NaN.
     """
-    tile, out = RawTile(logits, targets, **head), in_place(logits, dtype or logits.dtype)
+    tile = RawTile(logits, targets, **head)
+    out = logits if dtype is None or dtype == logits.dtype else narrow_memory(logits, dtype)
     # [R, 1], computed once for the tile, not for each block.
     log_p, upstream, shift = statistics.logprobs[:, None], grad_logprobs[:, None], finite(statistics.shift)[:, None]
     slope, share = tile.logit_scale / tile.temperature[:, None], share_of_others(log_p, statistics.total[:, None])
@@ -407,10 +413,8 @@ def _square_sums(values: Tensor, *, spare: Tensor) -> Tensor:
     return block_sums(sums.t())
 
 
-def in_place(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """`logits` [R, C] as memory for [R, C] of `dtype`; 16-bit dtypes take the front half of each row or column."""
-    if dtype == logits.dtype:
-        return logits
+def narrow_memory(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """`logits` [R, C] as memory for [R, C] of a narrower `dtype`: the front of each row or column."""
     if logits.stride(0) == 1:
         return logits.t().view(dtype)[:, : len(logits)].t()
     return logits.view(dtype)[:, : logits.shape[1]]
