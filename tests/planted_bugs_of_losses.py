@@ -205,8 +205,8 @@ BUGS = {
     ),
     "reinforce++ scales by the group": (
         "trainer/collect/advantages.py",
-        "nanstd(whitened.view(1, -1))",
-        "nanstd(whitened)",
+        "nanstd(in_batch) + EPSILON_OF_BATCH",
+        "nanstd(in_batch.view(-1, size)).repeat_interleave(size)[None] + EPSILON_OF_BATCH",
         ESTIMATORS,
     ),
     "the kernel's dppo masks nothing that falls": (

@@ -70,20 +70,18 @@ def multi_objective_advantages(
     """
     if not len(per_function):  # dynamic sampling has kept no group
         return torch.zeros(0)
+    in_batch = scaled_in_batch(per_function, weights, args, size=size)
     if args.multi_objective_aggregation == "normalize_then_sum":
-        columns = per_function.T
-        groups = columns.reshape(-1, size)
-        normalised = _centred(groups) / (nanstd(groups) + EPSILON)
-        total = total_rewards(normalised.view(columns.shape).T, weights)[None]
-        advantages = ((total - total.nanmean()) / (nanstd(total) + EPSILON)).nan_to_num(0.0).flatten()
+        assert in_batch is not None
+        advantages = ((in_batch - in_batch.nanmean()) / (nanstd(in_batch) + EPSILON)).nan_to_num(0.0).flatten()
         # The mean of the batch is 0 but for rounding, which is no advantage of a group whose rewards are all equal.
-        equal = _are_equal(groups).view(len(columns), -1).all(0).repeat_interleave(size)
+        columns = per_function.T
+        equal = _are_equal(columns.reshape(-1, size)).view(len(columns), -1).all(0).repeat_interleave(size)
         return advantages.masked_fill(equal, 0.0)
-    estimator, totals = args.advantage_estimator, total_rewards(per_function, weights)
-    groups = totals.view(-1, size)
+    estimator, groups = args.advantage_estimator, total_rewards(per_function, weights).view(-1, size)
     advantages = centred = _centred(groups)
     if estimator == "grpo" and args.scale_rewards != "none":
-        advantages = centred / (nanstd(groups if args.scale_rewards == "group" else totals[None]) + EPSILON)
+        advantages = centred / (nanstd(groups if in_batch is None else in_batch) + EPSILON)
     elif estimator == "rloo":
         count = (~groups.isnan()).sum(1, keepdim=True)
         advantages = centred * count / (count - 1).clamp_min(1)
@@ -96,9 +94,8 @@ def multi_objective_advantages(
         mean = groups.nanmean(1, keepdim=True)
         advantages = torch.where(mean > 0, centred / mean, 0.0)
     elif estimator.startswith("reinforce_plus_plus"):
-        # A group with equal rewards keeps an advantage of exactly 0: the mean of what is centred is 0 but for rounding.
-        whitened = centred if estimator == "reinforce_plus_plus_baseline" else _centred(totals[None])
-        advantages = whitened / (nanstd(whitened.view(1, -1)) + EPSILON_OF_BATCH)
+        assert in_batch is not None
+        advantages = in_batch / (nanstd(in_batch) + EPSILON_OF_BATCH)
     elif estimator == "opo":
         assert lengths is not None
         advantages = _centred(groups, weights=lengths.view(groups.shape))
@@ -111,6 +108,24 @@ def multi_objective_advantages(
         assert baselines is not None
         advantages = groups - baselines.view(groups.shape)[:, :1]
     return advantages.nan_to_num(0.0).flatten()
+
+
+def scaled_in_batch(per_function: Tensor, weights: Tensor, args: GRPOConfig, *, size: int) -> Tensor | None:
+    """What advantages are divided by the standard deviation of, [1, B], where it is that of the whole batch."""
+    if not len(per_function):
+        return None
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        columns = per_function.T
+        groups = columns.reshape(-1, size)
+        normalised = _centred(groups) / (nanstd(groups) + EPSILON)
+        return total_rewards(normalised.view(columns.shape).T, weights)[None]
+    totals = total_rewards(per_function, weights)
+    if args.advantage_estimator == "reinforce_plus_plus":
+        return _centred(totals[None])
+    if args.advantage_estimator == "reinforce_plus_plus_baseline":
+        # A group with equal rewards keeps an advantage of exactly 0: the mean of what is centred is 0 but for rounding.
+        return _centred(totals.view(-1, size)).view(1, -1)
+    return totals[None] if args.advantage_estimator == "grpo" and args.scale_rewards == "batch" else None
 
 
 def best_of_k_advantages(groups: Tensor, k: int) -> Tensor:

@@ -94,7 +94,7 @@ class Collector:
                     break
                 more = self._with_unequal_rewards(self._round(engine, phases, sync))
                 scored, rounds = Scored.joined([scored, more]), rounds + 1
-            scored = replace(scored, samples=scored.samples[:wanted])
+            scored = scored.only(scored.samples[:wanted])
             of_rounds["dynamic_sampling/rounds"] = float(rounds)
         elif not any_rank(self.accelerator, bool(scored.kept()), "looking for a group"):
             of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
@@ -103,8 +103,8 @@ class Collector:
         with phases("reward"):
             facts = gather_objects("comparing the rewards", RolloutFacts.of(scored))
             samples = self._with_advantages(scored, facts, self.args.num_generations)
-        self.num_tokens += sum(one.scored.num_tokens for one in facts)
-        metrics = rollout_metrics(facts, self.args) | of_rounds
+        self.num_tokens += sum(one.totals.tokens for one in facts)
+        metrics = rollout_metrics(facts, self.args, self.rewards.weights) | of_rounds
         metrics |= {"num_tokens": float(self.num_tokens), **self.sync_metrics, **self.sampler.metrics()}
         return replace(scored, samples=samples, metrics=metrics)
 
@@ -151,7 +151,7 @@ class Collector:
                 samples = self._completing(engine, own, placed, range(first, end), batch="eval")()
                 scored = score_rollouts(samples, own, self.rewards, self.tokenizer, trainer_state=self.events.state)
         everywhere = gather_objects("joining an evaluation", RolloutFacts.of(scored))
-        metrics = rollout_metrics(everywhere, self.args, evaluated=True)
+        metrics = rollout_metrics(everywhere, self.args, self.rewards.weights, evaluated=True)
         metrics["num_tokens"] = float(self.num_tokens)
         scored = replace(scored, samples=self._with_advantages(scored, everywhere, sampling.n))
         batch = self._learned_from(scored)
@@ -308,7 +308,7 @@ class Collector:
         rewards, baselines = torch.tensor(columns, dtype=torch.float32).view(2, -1, self.group_part)
         apart = spread(rewards, baselines[:, :1] if self.has_greedy else None)
         is_unequal = (apart >= EQUAL_REWARDS).repeat_interleave(self.group_part).tolist()
-        return replace(scored, samples=list(compress(scored.samples, is_unequal)))
+        return scored.only(list(compress(scored.samples, is_unequal)))
 
     def _next_batch(self, engine: RolloutEngine) -> tuple[list[Row], Complete]:
         """The next rows of the dataset, and what completes their prompts; the seed is another one on each rank."""

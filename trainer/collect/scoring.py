@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor
 from transformers.trainer_utils import speed_metrics
 
 from fused_grpo.errors import InputError, RewardError, shown
-from fused_grpo.trainer.collect.advantages import nanstd, spread, total_rewards
+from fused_grpo.trainer.collect.advantages import nanstd, scaled_in_batch, spread, total_rewards
 from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -32,6 +33,7 @@ from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, with_fields
 
 _log = logging.getLogger(__name__)
 
+Means = list[tuple[float, int]]  # each of so many completions
 FULL_REWARD = 1.0  # of a right completion
 _UNSCORED = (
     "All reward functions returned None for the following kwargs:\n%s\nSuch a completion %s. Got %d of %d; fix: return "
@@ -46,6 +48,28 @@ LOSS_METRICS = {
 }
 
 
+class Totals(NamedTuple):
+    """Sums over completions, of those whose groups were dropped as well."""
+
+    completions: int = 0
+    tokens: int = 0  # of prompts and the model's own; a prompt with each completion
+    failed: int = 0  # completions in groups for which the engine failed
+    dropped: int = 0  # in these, and in those for which a reward function failed
+    scored: int = 0  # those with a reward
+    reward: float = 0.0  # the sum of these
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Totals:
+        rewards = [one.reward for one in samples if not math.isnan(one.reward)]
+        tokens = sum(len(one.prompt_ids) + one.num_own for one in samples)
+        failed = sum(one.failure is not None for one in samples)
+        return cls(len(samples), tokens, failed, sum(one.dropped for one in samples), len(rewards), sum(rewards))
+
+    @classmethod
+    def added(cls, parts: Iterable[Totals]) -> Totals:
+        return cls(*map(sum, zip(*parts, strict=True)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scored:
     """The samples of this rank that were generated for a batch, scored, and what is known of all of them."""
@@ -55,24 +79,27 @@ class Scored:
     has_support: bool = False  # whether the sampler's kept tokens are known
     reward_names: list[str]  # F
     seconds: dict[str, float] = field(default_factory=dict)  # by reward function
-    logged: dict[str, float] = field(default_factory=dict)  # by reward functions, means
+    logged: dict[str, Means] = field(default_factory=dict)  # by reward functions, one for each round
     failure: RewardError | None = None  # the first one of a reward function, where groups were dropped
-    num_tokens: int = 0  # of prompts and the model's own; a prompt with each completion, replaced ones included
-    num_failed: int = 0  # completions in groups for which the engine failed, those that were replaced included
+    replaced: Totals = field(default_factory=Totals)  # of completions that are not in the batch: others replace them
     metrics: dict[str, float] = field(default_factory=dict)  # of all ranks
 
     @staticmethod
     def joined(rounds: Sequence[Scored]) -> Scored:
-        """Rounds of one batch, the oldest first. Seconds are added up, logged metrics are averaged."""
-        names = dict.fromkeys(name for part in rounds for name in part.logged)
+        """Rounds of one batch, the oldest first. Seconds and totals are added up."""
         return replace(
             rounds[0],
             samples=[sample for part in rounds for sample in part.samples],
-            num_tokens=sum(part.num_tokens for part in rounds),
-            num_failed=sum(part.num_failed for part in rounds),
+            replaced=Totals.added(part.replaced for part in rounds),
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in rounds[0].seconds},
-            logged={name: fmean(part.logged[name] for part in rounds if name in part.logged) for name in names},
+            logged=_joined(part.logged for part in rounds),
         )
+
+    def only(self, samples: list[Sample]) -> Scored:
+        """With these of its samples; the others are replaced."""
+        here = set(map(id, samples))
+        gone = Totals.of([sample for sample in self.samples if id(sample) not in here])
+        return replace(self, samples=samples, replaced=Totals.added([self.replaced, gone]))
 
     def kept(self) -> list[Sample]:
         """The samples of all groups but the dropped ones."""
@@ -149,7 +176,8 @@ def score_rollouts(
             environments=None if all(one is None for one in environments) else environments,
         )
         per_function[sound], dropped[sound] = output.per_function, output.dropped
-        said = {"seconds": output.seconds, "logged": output.metrics, "failure": output.failure}
+        said = {"seconds": output.seconds, "failure": output.failure}
+        said["logged"] = {name: [(value, output.counts[name])] for name, value in output.metrics.items()}
         for name, values in output.extra.items():
             by_place = dict(zip(sound, values, strict=True))
             for place, record in enumerate(logged):
@@ -172,8 +200,6 @@ def score_rollouts(
         has_support=all(sample.kept_sizes is not None for sample in samples),
         reward_names=rewards.names,
         **said,
-        num_tokens=sum(len(sample.prompt_ids) + sample.num_own for sample in samples),
-        num_failed=len(samples) - len(sound),
     )
 
 
@@ -236,6 +262,7 @@ class RolloutFacts(NamedTuple):
     """What one process knows of its B completions, small enough to send to the others."""
 
     scored: Scored  # without its samples
+    totals: Totals  # of these, and of those that they replace
     rewards: Tensor  # [B] fp32
     baselines: Tensor  # [B] of ReMax, NaN: not scored, not of this rank, or none
     lengths: Tensor  # [B] of the model's own tokens
@@ -260,13 +287,16 @@ class RolloutFacts(NamedTuple):
         ended, failed, dropped = torch.tensor(flags, dtype=torch.bool).view(-1, 3).unbind(1)
         supports = torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float()
         alone, by_call = replace(scored, samples=[], failure=None), torch.tensor(calls).view(-1, 3)
-        return cls(alone, rewards, baselines, lengths, table[:, 3:], ended, failed, dropped, supports, by_call)
+        totals = Totals.added([scored.replaced, Totals.of(samples)])
+        return cls(alone, totals, rewards, baselines, lengths, table[:, 3:], ended, failed, dropped, supports, by_call)
 
 
-def rollout_metrics(ranks: Sequence[RolloutFacts], args: GRPOConfig, *, evaluated: bool = False) -> dict[str, float]:
+def rollout_metrics(
+    ranks: Sequence[RolloutFacts], args: GRPOConfig, weights: Tensor, *, evaluated: bool = False
+) -> dict[str, float]:
     """Reward and length metrics of one generated batch, or of an evaluation, over all processes.
 
-    The facts are in the order of their ranks, since a group may be on several.
+    The facts are in the order of their ranks, since a group may be on several; `weights` [F] are of the functions.
     """
     size = (args.num_generations_eval or 1) if evaluated else args.num_generations
     rewards, baselines, lengths, per_function, ended, failed, dropped = (
@@ -276,18 +306,17 @@ def rollout_metrics(ranks: Sequence[RolloutFacts], args: GRPOConfig, *, evaluate
     lengths, ended = lengths[~failed], ended[~failed]
     groups, baselines = (values.view(-1, size) for values in (rewards, baselines))
     apart = spread(groups, None if baselines.isnan().all() else baselines[:, :1])
-    within, overall = nanstd(groups)[:, 0], _std(rewards[~rewards.isnan()])
-    # A single completion has no spread; of a larger group, one score says nothing about it.
-    comparable = (~groups.isnan()).sum(1) > min(1, size - 1)
-    of_batch = args.scale_rewards == "batch" or args.multi_objective_aggregation == "normalize_then_sum"
-    of_batch |= args.advantage_estimator == "reinforce_plus_plus"
-    is_equal = (overall if of_batch else apart) < EQUAL_REWARDS
+    in_batch, kept = scaled_in_batch(per_function, weights, args, size=size), ~dropped.view(-1, size)[:, 0]
+    is_equal = (apart < EQUAL_REWARDS)[kept]
+    is_zero = is_equal & _are_several(groups[kept])
+    if in_batch is not None:
+        is_zero = (nanstd(in_batch)[:, 0] < EQUAL_REWARDS) & _are_several(in_batch)
     metrics = {
         "reward": rewards.nanmean(),
-        "reward_std": overall,
-        "reward_std_within_groups": within.mean(),
-        "frac_reward_zero_std": (is_equal & comparable).float().mean(),
-        "groups_with_equal_rewards": (apart < EQUAL_REWARDS).float().mean(),
+        "reward_std": _std(rewards[~rewards.isnan()]),
+        "reward_std_within_groups": nanstd(groups)[_are_several(groups)].mean(),
+        "frac_reward_zero_std": is_zero.float().mean(),
+        "groups_with_equal_rewards": is_equal.float().mean(),
     }
     if not baselines.isnan().all():
         metrics["remax/greedy_reward"] = baselines[:, 0].nanmean()
@@ -299,12 +328,7 @@ def rollout_metrics(ranks: Sequence[RolloutFacts], args: GRPOConfig, *, evaluate
         counts = counts if len(counts) else torch.zeros(1)
         metrics |= {f"completions/{stat}_{kind}": getattr(counts, stat)() for stat in ("mean", "min", "max")}
     metrics["completions/clipped_ratio"] = (~ended).float().mean()
-    # What a function logs is taken for a mean over the completions that it was given.
-    logged: dict[str, list[tuple[float, float]]] = {}
-    for facts in ranks:
-        for name, value in facts.scored.logged.items():
-            logged.setdefault(name, []).append((value, len(facts.rewards) / len(rewards)))
-    num_failed = sum(facts.scored.num_failed for facts in ranks)
+    logged = _joined(facts.scored.logged for facts in ranks)
     supports = torch.stack([facts.supports for facts in ranks])
     if tokens := supports[:, 0].sum():
         metrics["sampling/kept_tokens/mean"] = supports[:, 1].sum() / tokens
@@ -319,11 +343,46 @@ def rollout_metrics(ranks: Sequence[RolloutFacts], args: GRPOConfig, *, evaluate
         }
     return {
         **{name: value.item() for name, value in metrics.items()},
-        **({"rewards/dropped": dropped.float().mean().item()} if dropped.any() else {}),
-        **({"rollouts/dropped": float(num_failed)} if num_failed else {}),
-        **{name: fmean(*zip(*values, strict=True)) for name, values in logged.items()},
+        **_totals_metrics(Totals.added(facts.totals for facts in ranks), args, evaluated=evaluated),
+        **{name: mean_of(means) for name, means in logged.items()},
         **(pass_rates(per_function, size) if evaluated and args.num_generations_eval is not None else {}),
     }
+
+
+def _totals_metrics(totals: Totals, args: GRPOConfig, *, evaluated: bool) -> dict[str, float]:
+    """What options add, in each step: a mean over steps has those in which nothing was dropped."""
+    count, metrics = max(1, totals.completions), dict[str, float]()
+    if "drop" in (args.reward_failure, args.rollout_failure):
+        metrics["rewards/dropped"] = totals.dropped / count
+    if args.rollout_failure == "drop":
+        metrics["rollouts/dropped"] = float(totals.failed)
+    if args.dynamic_sampling and not evaluated:
+        metrics["dynamic_sampling/reward"] = totals.reward / totals.scored if totals.scored else math.nan
+    return metrics
+
+
+def mean_of(means: Means) -> float:
+    """Weighted by the completions; NaN of none.
+
+    >>> mean_of([(1.0, 8), (0.0, 4), (math.nan, 0)])
+    0.6666666666666666
+    """
+    known, total = [one for one in means if one[1]], sum(count for _, count in means)
+    return fmean((mean for mean, _ in known), [count / total for _, count in known]) if known else math.nan
+
+
+def _joined(parts: Iterable[Mapping[str, Means]]) -> dict[str, Means]:
+    """By name, the means of all parts."""
+    joined = defaultdict[str, Means](list)
+    for part in parts:
+        for name, means in part.items():
+            joined[name] += means
+    return dict(joined)
+
+
+def _are_several(groups: Tensor) -> Tensor:
+    """Which rows [P] of [P, G] have a spread: two values, or the one of a row of one."""
+    return (~groups.isnan()).sum(1) > min(1, groups.shape[1] - 1)
 
 
 def pass_rates(per_function: Tensor, n: int) -> dict[str, float]:

@@ -411,7 +411,7 @@ def check_rewards(start: Start) -> None:
     check_columns(start, start.sets)
     names, best = start.rewards.names, start.args.metric_for_best_model
     nothing = RolloutFacts.of(Scored(samples=[], weight_version=0, reward_names=names))
-    found = rollout_metrics([nothing], start.args, evaluated=True)
+    found = rollout_metrics([nothing], start.args, start.rewards.weights, evaluated=True)
     prefixes = [f"eval_{eval_set}_" if eval_set else "eval_" for eval_set in start.evals]
     evaluated = {prefix + name for prefix in prefixes for name in (*found, "loss", "num_tokens")}
     if best is not None and start.evals and evaluated.isdisjoint({best, f"eval_{best}"}):

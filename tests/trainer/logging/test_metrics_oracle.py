@@ -1,0 +1,201 @@
+"""Every logged number is what docs/trainer.md says of it: compared with an oracle that knows the definitions alone."""
+
+import json
+import math
+from itertools import chain
+from typing import Any
+
+import metrics_oracle as oracle
+import pytest
+
+
+def digits(prompt: list[int], ids: list[int]) -> float | None:
+    """Of few values, so that groups are equal now and then; None for some."""
+    return None if sum(ids) % 5 == 0 else float(sum(ids) % 2)
+
+
+def by_length(prompt: list[int], ids: list[int]) -> float | None:
+    return len(ids) / 2
+
+
+def nothing_for_most(prompt: list[int], ids: list[int]) -> float | None:
+    return float(sum(ids) % 3) if sum(ids) % 4 == 0 else None
+
+
+def equal(prompt: list[int], ids: list[int]) -> float | None:
+    return 0.1
+
+
+def by_prompt(prompt: list[int], ids: list[int]) -> float | None:
+    """The same for a group, and others for other groups."""
+    return prompt[0] / 2
+
+
+SCORES = {one.__name__: one for one in (digits, by_length, nothing_for_most, equal, by_prompt)}
+
+
+def encode(prompt: str) -> list[int]:
+    """As the tokenizer of these tests."""
+    return ["0123456789+-*=abcdef".index(letter) + 2 for letter in prompt]
+
+
+def reward(name: str, fails: Any = None) -> Any:
+    """The reward function of that name; it raises where `fails` says so of a prompt."""
+
+    def function(prompts, completion_ids, log_metric, **columns):
+        if fails is not None and any(map(fails, prompts)):
+            raise ConnectionError("no answer")
+        values = list(map(SCORES[name], map(encode, prompts), completion_ids))
+        known = [value for value in values if value is not None]
+        log_metric("known_mean", sum(known) / len(known) if known else math.nan)
+        return values
+
+    function.__name__ = name
+    return function
+
+
+def watched(trainer: Any, broken: Any = None) -> list[Any]:
+    """The completions of each call of its engine; some are cut, and `broken` prompts get log-probs of NaN."""
+    calls, generate, decode = [], trainer.engine.generate, trainer.processing_class.decode
+
+    def watch(prompt_ids, sampling):
+        rollouts = generate(prompt_ids, sampling)
+        groups = []
+        for place, prompt in enumerate(prompt_ids):
+            own = range(place * sampling.n, (place + 1) * sampling.n)
+            failed = broken is not None and broken(decode(prompt))
+            for number in own:
+                ids = rollouts.completion_ids[number]
+                if len(ids) == sampling.max_tokens:
+                    rollouts.finish_reasons[number] = "length"
+                if failed:
+                    rollouts.sampling_logprobs[number][0] = math.nan
+            groups.append(
+                [
+                    oracle.Completion(
+                        list(prompt),
+                        rollouts.completion_ids[number],
+                        rollouts.finish_reasons[number] == "stop",
+                        failed=failed,
+                        dropped=failed,
+                    )
+                    for number in own
+                ]
+            )
+        calls.append(groups)
+        return rollouts
+
+    trainer.engine.generate = watch
+    return calls
+
+
+def scored(calls: Any, names: list[str], fails: Any, decode: Any) -> None:
+    """Give completions their rewards, and drop groups, as the functions of these names do."""
+    for group in (group for groups in calls for group in groups):
+        for one in group:
+            one.rewards = [SCORES[name](one.prompt, one.ids) for name in names]
+            one.dropped |= fails is not None and fails(decode(one.prompt))
+
+
+def per_step(calls: Any, weights: list[float], args: Any) -> list[Any]:
+    """The rounds of each generated batch."""
+    batches, place = [], 0
+    while place < len(calls):
+        _, count = oracle.kept_of(calls[place:], weights, len(calls[place]), args.dynamic_sampling)
+        count = count if args.dynamic_sampling else 1
+        batches.append(calls[place : place + count])
+        place += count
+    return batches
+
+
+def known_mean(rounds: Any, names: list[str]) -> float | None:
+    """What `reward` logs in rounds; where a function fails for a prompt, it is called once for each group."""
+    calls = []
+    for groups in rounds:
+        sound = [group for group in groups if not group[0].failed]
+        parts = [group for group in sound if not group[0].dropped]
+        if len(parts) == len(sound):
+            parts = [list(chain(*sound))]
+        scores = [
+            [[value for one in part if (value := one.rewards[place]) is not None] for part in parts]
+            for place in range(len(names))
+        ]
+        known = [oracle.mean(values) for values in chain(*scores) if values]
+        counts = [sum(len(part) for part, values in zip(parts, own, strict=True) if values) for own in scores]
+        calls.append((known, max(counts)))
+    mean = oracle.logged_mean(calls)
+    return None if math.isnan(mean) else mean
+
+
+def records(trainer: Any) -> list[dict[str, Any]]:
+    lines = (trainer.output_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
+
+
+def assert_same(found: Any, expected: dict[str, float], what: Any) -> None:
+    for name, value in expected.items():
+        assert name in found, f"{name} of {what}"
+        got = found[name]
+        is_nothing = got is None or math.isnan(got)
+        assert is_nothing == math.isnan(value), f"{name} of {what}: got {got}, want {value}"
+        assert is_nothing or got == pytest.approx(value, rel=2e-5, abs=2e-6), f"{name} of {what}"
+
+
+def second(prompt: str) -> bool:
+    return prompt[0] == "2"
+
+
+def odd(prompt: str) -> bool:
+    return prompt[2] == "1"
+
+
+BATCHES: dict[str, dict[str, Any]] = {
+    "one function": {},
+    "two functions": {"rewards": ["digits", "by_length"], "reward_weights": [2.0, -0.5]},
+    "nothing for most": {"rewards": ["nothing_for_most"], "num_generations": 8, "per_device_train_batch_size": 16},
+    "by the batch": {"scale_rewards": "batch"},
+    "normalised, and equal in groups": {
+        "rewards": ["by_prompt", "equal"],
+        "multi_objective_aggregation": "normalize_then_sum",
+    },
+    "normalised": {"rewards": ["digits", "nothing_for_most"], "multi_objective_aggregation": "normalize_then_sum"},
+    "equal batches": {"rewards": ["equal"], "scale_rewards": "batch"},
+    "whitened": {"advantage_estimator": "reinforce_plus_plus"},
+    "whitened in groups": {"advantage_estimator": "reinforce_plus_plus_baseline", "rewards": ["by_prompt"]},
+    "a reward drops": {"reward_failure": "drop", "fails": second},
+    "the engine drops": {"rollout_failure": "drop", "broken": odd},
+    "both drop": {"rollout_failure": "drop", "broken": odd, "reward_failure": "drop", "fails": second},
+    "rounds": {"dynamic_sampling": 3},
+    "rounds in vain": {"dynamic_sampling": 1, "rewards": ["equal"]},
+    "rounds and drops": {
+        **{"dynamic_sampling": 2, "rollout_failure": "drop", "broken": odd},
+        **{"reward_failure": "drop", "fails": second},
+    },
+    "several steps": {"steps_per_generation": 2, "num_iterations": 2, "logging_steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_metrics_of_a_generated_batch_are_their_definitions(make_trainer, name):
+    options = {"per_device_train_batch_size": 16, "max_steps": 3, "num_generations": 4} | BATCHES[name]
+    names, fails, broken = (
+        options.pop(key, other) for key, other in (("rewards", ["digits"]), ("fails", None), ("broken", None))
+    )
+    trainer = make_trainer([reward(one, fails) for one in names], shuffle_dataset=True, **options)
+    args, weights = trainer.args, options.get("reward_weights") or [1.0] * len(names)
+    calls = watched(trainer, broken)
+    trainer.train()
+    scored(calls, names, fails, trainer.processing_class.decode)
+    batches, tokens = per_step(calls, weights, args), 0
+    uses = args.num_iterations * args.optimizer_steps_per_generation(1)
+    found = records(trainer)
+    assert len(batches) == -(-len(found) // uses)
+    for number, rounds in enumerate(batches):
+        tokens += oracle.tokens_of(rounds)
+        expected = oracle.of_batch(rounds, names, weights, args) | {"num_tokens": tokens}
+        known = pytest.approx(known_mean(rounds, names), nan_ok=True)
+        for step in range(number * uses, min((number + 1) * uses, len(found))):
+            assert_same(found[step], expected, f"step {step + 1}")
+            assert found[step]["known_mean"] == known, f"step {step + 1}"
+            drops = {one for one in found[step] if one.endswith("/dropped") or one.startswith("dynamic_sampling/")}
+            assert drops <= expected.keys()
