@@ -71,6 +71,12 @@ class Teacher:
     passes: RowPasses
     memory: Tensor | None = None  # [R, V] for its logits of a chunk
 
+    def with_memory(self, student: Head, index: Tensor | None, chunk_bytes: int | None) -> tuple[Tensor, Teacher]:
+        """(memory [R, V] for the logits of a student's chunk, this with as much), for rows `index` of the student."""
+        heads = TwoHeads(student, self.head.select(index))
+        memory, own_memory = heads.chunk_memory(self.passes, chunk_bytes)
+        return memory, replace(self, memory=own_memory)
+
     def visit_(self, tile: Tile, *, entropy: bool = False, differentiated: bool = True) -> TileDivergence:
         """The divergence of whole rows of the student's raw logits, which are overwritten, and their statistics."""
         assert self.memory is not None

@@ -53,7 +53,7 @@ from fused_grpo._maths.moments import RowsMoments
 from fused_grpo._maths.statistics import Statistics, Upstream, joined
 from fused_grpo.config import GRPOLossConfig, TokenTerms
 from fused_grpo.head.checks import differentiated_once, leaves_out_rows, may_synchronize
-from fused_grpo.head.chunked_divergence import Teacher, TwoHeads
+from fused_grpo.head.chunked_divergence import Teacher
 from fused_grpo.head.head import Gradients, Head, HeadGradients, Wanted, softmax_weights_of
 from fused_grpo.head.logprob_plans import power_of_two_scale
 from fused_grpo.head.visited_rows import Beside, KnownRows, Seen, Sweep, visitor_of
@@ -114,8 +114,7 @@ def chunked_loss(
         rows = head.blank(mask)
     two_phases = formulas.needs_other_tokens(inputs, config)
     # The gradient of an entropy is no multiple of softmax weights.
-    weighted = any(plan.wanted) and rows.takes_weights and teacher is None and shards is None
-    weighted = weighted and not (two_phases or config.entropy_coef)
+    weighted = any(plan.wanted) and rows.takes_weights and not (teacher or shards or two_phases or config.entropy_coef)
     kernel = None
     if weighted and not plan.squares and passes.softmax_weights_forward is not None:
         kernel = rows.weights_pass(passes, plan.chunk_bytes, plan.wanted)
@@ -123,9 +122,7 @@ def chunked_loss(
         dtype, vocab_size = rows.gemm_dtype if kernel else rows.dtype, 0 if shards is None else max(shards.sizes)
         memory = rows.chunk_memory(passes, plan.chunk_bytes, plan.wanted, dtype, vocab_size)
     else:
-        memory, own_memory = TwoHeads(rows, teacher.head.select(order)).chunk_memory(passes, plan.chunk_bytes)
-        teacher = replace(teacher, memory=own_memory)
-        del own_memory
+        memory, teacher = teacher.with_memory(rows, order, plan.chunk_bytes)
     one_group = len(memory) >= len(rows.targets)
     gradients = HeadGradients(
         rows,
