@@ -251,8 +251,11 @@ class Learner:
         # The mean entropy of the tokens that the bonus is about.
         entropy = metrics.get("entropy", 0.0) if of_uncertain is None else of_uncertain
         of_router = self.router_coefficient * metrics.get("aux_loss", 0.0)
-        metrics["loss_without_bonus"] = metrics["loss"] + self.entropy.applied * entropy - of_router
-        metrics |= self.entropy.update(entropy if metrics["loss_tokens"] and may_update else None)
+        metrics["loss_without_bonus"] = metrics["loss"] + options["config"].entropy_coef * entropy - of_router
+        if self.args.use_adaptive_entropy:
+            metrics |= self.entropy.update(entropy if metrics["loss_tokens"] and may_update else None)
+        elif self.args.entropy_coef:
+            metrics["entropy_coef"] = self.args.entropy_coef
         if self.args.sync_ref_model and self.step % self.args.ref_model_sync_steps == 0:
             self._follow_with_reference()
         if any(sample.old_logprobs is None for sample in batch):
@@ -269,13 +272,18 @@ class Learner:
         return step_metrics(batch, packed, outputs, self.loss_config)["loss"]
 
     def _prepared(self, batch: list[Sample]) -> tuple[list[Sample], list[MicroBatch], dict[str, Any], float | None]:
-        """The batch with its reference, its micro-batches, the loss's arguments, and as `_entropy_options` the mean."""
+        """The batch with its reference, its micro-batches, the loss's arguments, the mean of `_entropy_threshold`."""
         if self.args.beta > 0:
             batch = self._with_reference(batch)
         packed = self._pack(batch)
         if self.args.beta > 0 and not batch:  # of a rank without samples the loss wants a tensor, too
             packed = [dataclasses.replace(part, ref_logprobs=part.advantages.new_zeros(0)) for part in packed]
-        options, of_uncertain = self._entropy_options(packed)
+        options, of_uncertain = dict[str, Any](config=self.loss_config), None
+        if self.args.use_adaptive_entropy:
+            options["config"] = dataclasses.replace(self.loss_config, entropy_coef=self.entropy.applied)
+        if self.loss_config.top_entropy_quantile < 1.0:
+            of_tokens, of_uncertain = self._entropy_threshold(packed)
+            options |= of_tokens
         if self.loss_config.selects_by_covariance:
             measured = self._measured(self._unwrapped, "logprobs", packed)
             packed = with_covariance_selection(packed, measured, self.loss_config, self.accelerator)
@@ -345,7 +353,8 @@ class Learner:
         def most(number: int) -> int:
             return max(gather_objects("cutting micro-batches", number))
 
-        return micro_batches(batch, self.packing, device=self.accelerator.device, agree=most)
+        agree = most if self.accelerator.num_processes > 1 else int
+        return micro_batches(batch, self.packing, device=self.accelerator.device, agree=agree)
 
     def rounding(self, packed: Sequence[MicroBatch], dtype: torch.dtype) -> float:
         """How far a 16-bit `dtype` moves the policy's log-probs: mean over all ranks' tokens, nats. A collective."""
@@ -374,21 +383,16 @@ class Learner:
         counts = ranks.sum(0).clamp_min(1.0).to(self.accelerator.device).unbind()
         return dict(zip(("num_tokens", "num_sequences", "num_micro_batches"), counts, strict=True))
 
-    def _entropy_options(self, packed: Sequence[MicroBatch]) -> tuple[dict[str, Any], float | None]:
-        """The loss's config for this step; with `top_entropy_quantile` its threshold, and the mean entropy above that.
+    def _entropy_threshold(self, packed: Sequence[MicroBatch]) -> tuple[dict[str, Any], float]:
+        """The loss's arguments for `top_entropy_quantile`: its threshold; and the mean entropy above that.
 
-        The threshold takes a forward pass of its own, because it depends on all tokens of the step.
+        It takes a forward pass of its own, because the threshold depends on all tokens of the step.
         """
-        config = self.loss_config
-        if self.entropy.applied != config.entropy_coef:
-            config = dataclasses.replace(config, entropy_coef=self.entropy.applied)
-        if config.top_entropy_quantile == 1.0:
-            return {"config": config}, None
         own_entropies = torch.cat(self._measured(self._unwrapped, "entropies", packed)).cpu()
         entropies = torch.cat(gather_objects("joining entropies", own_entropies))
-        threshold = quantile(entropies, 1.0 - config.top_entropy_quantile)
+        threshold = quantile(entropies, 1.0 - self.loss_config.top_entropy_quantile)
         uncertain = entropies[entropies >= threshold]
-        options: dict[str, Any] = {"config": config, "entropy_threshold": threshold.to(self.accelerator.device)}
+        options: dict[str, Any] = {"entropy_threshold": threshold.to(self.accelerator.device)}
         options["num_entropy_tokens"] = max(1.0, float(len(uncertain)))
         return options, uncertain.mean().item() if len(uncertain) else 0.0
 

@@ -71,6 +71,9 @@ def trees_of(batch: Sequence[Sample], chosen: Sequence[int], packing: Packing) -
         same.setdefault((tuple(prompt), routing), []).append(index)
     trees, most = [], packing.sequences if packing.max_tokens is None else None
     for (shared, _), members in same.items():
+        if len(members) == 1:  # which shares its prompt with none
+            trees.append(members)
+            continue
         lengths = [len(batch[index].completion_ids) for index in members]
         sizes = tree_sizes(len(shared), lengths, attention=packing.attention, max_tokens=packing.max_tokens, most=most)
         trees += [members[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
@@ -179,7 +182,9 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
     advantages = per_token("token_advantages")
     if advantages is None:
         advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
-    support, centering = _support(batch, chosen)
+    has_lists = any(sample.listed_tokens is not None for sample in batch)
+    support, centering = _support(batch, chosen) if has_lists else (None, None)
+    has_experts = any(sample.routed_experts is not None for sample in batch)
     packed = MicroBatch(
         input_ids=input_ids.view(num_rows, row_length),
         position_ids=position_ids.view(num_rows, row_length),
@@ -195,7 +200,7 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
         ref_logprobs=per_token("ref_logprobs"),
         support=support,
         centering=centering,
-        routed_experts=_experts(batch, zip(starts, trees, strict=True), len(input_ids)),
+        routed_experts=_experts(batch, zip(starts, trees, strict=True), len(input_ids)) if has_experts else None,
         row_cu_seqlens=torch.tensor([0, *accumulate(lengths or [1])], dtype=torch.int32) if one_row else None,
         longest=max(lengths, default=1),
     )
@@ -222,7 +227,7 @@ def _support(
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor | None, Tensor] | None]:
     """`support` and `centering` of all predicted tokens of the chosen samples, end to end."""
     known = [sample.listed_tokens for sample in batch if sample.listed_tokens is not None]
-    if not batch or len(known) < len(batch):
+    if len(known) < len(batch):
         return None, None
     parts = [known[0].first(0)]  # which says what all samples have, where none is chosen
     for index in chosen:
@@ -243,7 +248,7 @@ def _support(
 
 def _experts(batch: Sequence[Sample], placed: Iterable[tuple[int, Sequence[int]]], places: int) -> Tensor | None:
     """`routed_experts` of trees that start at these places."""
-    if not batch or any(sample.routed_experts is None for sample in batch):
+    if any(sample.routed_experts is None for sample in batch):
         return None
     rows, where = list[Tensor](), list[Tensor]()
     for place, tree in placed:
@@ -292,8 +297,6 @@ class _Rows:
 def balanced(batch: list[Sample], accelerator: Accelerator, packing: Packing) -> list[Sample]:
     """This rank's share of the samples of all ranks. A collective: every rank must call it."""
     ranks = accelerator.num_processes
-    if ranks == 1:
-        return batch
     whole = list(chain.from_iterable(map(from_tensors, gather_objects("balancing the batch", as_tensors(batch)))))
     ways = dict.fromkeys((replace(packing, share_prompts=False), packing))  # which may be the same
     shares = min((by_trees(whole, ranks, way) for way in ways), key=partial(slowest, whole, packing=packing))

@@ -70,6 +70,8 @@ class Collector:
         self.steps = self.args.optimizer_steps_per_generation(self.accelerator.num_processes)  # in each iteration
         self.steps_per_batch = self.steps * self.args.num_iterations
         self.has_greedy = self.args.advantage_estimator == "remax"
+        self.has_token_advantages = self.args.advantage_estimator.endswith("optimal_token_baseline")
+        self.sampling = self.args.sampling(seed=self.args.seed, n=self.group_part)
         self.generate_calls = self.num_tokens = 0  # tokens over all ranks; a prompt counts with each completion
         self.queue = BatchQueue()
         self.pace = self._pace()
@@ -114,13 +116,16 @@ class Collector:
         share = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         together = math.gcd(share, self.args.num_generations)
         with phases("train"):
-            samples = self._with_token_advantages(self._learned_from(scored))
+            samples = self._learned_from(scored)
+            if self.has_token_advantages:
+                samples = self._with_token_advantages(samples)
             # As equal as they can be, with the parts of a group that belong to one step in one.
             cuts = [len(samples) // together * step // self.steps * together for step in range(self.steps + 1)]
             batches = [samples[first:end] for first, end in pairwise(cuts)]
             if self.learner.can_skip:
                 batches = [skip_zero_advantages(batch, self.accelerator) for batch in batches]
-            batches = [balanced(batch, self.accelerator, self.learner.packing) for batch in batches]
+            if self.accelerator.num_processes > 1:
+                batches = [balanced(batch, self.accelerator, self.learner.packing) for batch in batches]
             # The policy will have moved when the optimizer comes to these.
             batches[1:] = [self.learner.with_old_logprobs(batch) for batch in batches[1:]]
         return RolloutBuffer(
@@ -314,7 +319,9 @@ class Collector:
         """The next rows of the dataset, and what completes their prompts; the seed is another one on each rank."""
         rows, seed = self.sampler.next_batch(), self._seed()
         self.generate_calls += 1
-        sampling, batch = self.args.sampling(seed=seed, n=self.group_part), str(self.generate_calls)
+        # An engine may take some of the further options out.
+        sampling = replace(self.sampling, seed=seed, extra=dict(self.sampling.extra))
+        batch = str(self.generate_calls)
         numbers = self.sampler.row_numbers
         complete = self._completing(engine, rows, sampling, numbers, batch=batch)
         places = [place for place in range(len(rows)) if self.has_greedy and self._part(place)[1] == 0]
@@ -374,9 +381,7 @@ class Collector:
         return with_fields(scored.samples, {"advantage": own.tolist()})
 
     def _with_token_advantages(self, samples: list[Sample]) -> list[Sample]:
-        """The samples, groups one after the other, with advantages for each token, where the estimator has such."""
-        if not self.args.advantage_estimator.endswith("optimal_token_baseline"):
-            return samples
+        """The samples, groups one after the other, with advantages for each token."""
         of_tools = self.args.advantage_estimator.startswith("tir")
         # A group whose rewards are equal has none, whatever the norms are; of a part of a group that is not known here.
         size = self.group_part

@@ -37,7 +37,7 @@ def is_stream(dataset: Any) -> bool:
 
 def as_row(entry: Mapping[str, Any]) -> Row:
     """A row as everything after the dataset gets it: a dict with a clean prompt."""
-    return {**entry, "prompt": clean_prompt(entry["prompt"])} if "prompt" in entry else dict(entry)
+    return {**entry, "prompt": clean_prompt(entry["prompt"])} if isinstance(entry.get("prompt"), list) else dict(entry)
 
 
 class RowCheck:

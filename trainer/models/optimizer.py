@@ -14,7 +14,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
 
 class EntropyController:
-    """The coefficient of the entropy bonus: fixed, or moved towards a target (Skywork-OR1, arXiv:2505.22312).
+    """The coefficient of the entropy bonus, which `use_adaptive_entropy` moves to a target (arXiv:2505.22312).
 
     As TRL does it: after each step the coefficient rises where the step's mean entropy was at the target or below, and
     falls elsewhere; the bonus is applied in steps that follow one at the target or below.
@@ -26,15 +26,12 @@ class EntropyController:
 
     @property
     def applied(self) -> float:
-        if not self.args.use_adaptive_entropy:
-            return self.coefficient
+        """In the step to come."""
         is_low = self.last_entropy is not None and self.last_entropy <= self.args.entropy_target
         return self.coefficient if is_low else 0.0
 
     def update(self, entropy: float | None) -> dict[str, float]:
         """Update from the mean entropy of a step, in nats. Returns the metrics to log."""
-        if not self.args.use_adaptive_entropy:
-            return {"entropy_coef": self.coefficient} if self.coefficient else {}
         if entropy is None:
             return {}
         args, applied = self.args, self.applied
