@@ -332,13 +332,6 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
                 raise InputError(f"got {low}={least} and {high}={most}, want numbers, the first no larger")
 
 
-def checked_config(config: Any) -> GRPOLossConfig:
-    """The config, which is one."""
-    if not isinstance(config, GRPOLossConfig):
-        raise InputError(f"got config of type {type(config).__name__}, want a GRPOLossConfig, or None for the default")
-    return config
-
-
 # Of each option that has some. A compiler cannot trace annotations.
 _CHOICES = {name: found for name, kind in option_types(GRPOLossConfig).items() if (found := choices(kind))}
 DEFAULT_LOSS = GRPOLossConfig()

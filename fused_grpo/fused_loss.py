@@ -16,7 +16,7 @@ from fused_grpo._maths import distributions, factors, formulas
 from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.moments import score_norms
 from fused_grpo._maths.statistics import full_precision
-from fused_grpo.config import DEFAULT_LOSS, GRPOLossConfig, checked_config
+from fused_grpo.config import DEFAULT_LOSS, GRPOLossConfig
 from fused_grpo.divergence import Distillation, check_together, reference_divergence, teacher_of
 from fused_grpo.head.centering import METRICS, Centering, SamplerHead
 from fused_grpo.head.checks import (
@@ -25,6 +25,7 @@ from fused_grpo.head.checks import (
     check_main_grad,
     check_plan,
     check_squared_gradients,
+    checked_config,
     loss_inputs,
     outside_graphs,
 )

@@ -8,9 +8,16 @@ from torch import Tensor
 
 from fused_grpo._maths import factors, formulas
 from fused_grpo._maths.statistics import compute_dtype
-from fused_grpo.config import DEFAULT_LOSS, GRPOLossConfig, checked_config
+from fused_grpo.config import DEFAULT_LOSS, GRPOLossConfig
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head.checks import LossArguments, check_plan, check_tensors, loss_inputs, outside_graphs
+from fused_grpo.head.checks import (
+    LossArguments,
+    check_plan,
+    check_tensors,
+    checked_config,
+    loss_inputs,
+    outside_graphs,
+)
 from fused_grpo.head.chunked_loss import AttachGradients, statistics_of, value_and_gradient
 from fused_grpo.passes import choice
 

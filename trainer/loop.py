@@ -32,7 +32,7 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from fused_grpo.errors import causes_shown
-from fused_grpo.trainer.batching.micro_batch_metrics import MISMATCH, turn_differences
+from fused_grpo.trainer.batching.micro_batch_metrics import FIRST_TURN, MISMATCH, turn_differences
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
@@ -246,8 +246,7 @@ class GRPOTrainer(TransformersFace):
             DataError: no eval set, or one that cannot be used.
         """
         results, means = dict[str, float](), dict[str, float]()
-        prompted = with_prompts(eval_dataset, self.environment_factories)
-        sets = chosen_eval_sets(prompted, self.eval_dataset)
+        sets = chosen_eval_sets(with_prompts(eval_dataset, self.environment_factories), self.eval_dataset)
         if eval_dataset is not None:
             check_given_sets(self.start, sets)
         for name, dataset in sets.items():
@@ -381,7 +380,8 @@ class GRPOTrainer(TransformersFace):
         # Dropout moves log-probs more than stale weights do.
         if not self.learner.is_random and "sampling_difference_mean" in metrics:
             differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
-            self.weight_check(*differences, turns=turn_differences(metrics), engine=self.engine, rounding=rounding)
+            turns = turn_differences(metrics) if FIRST_TURN in metrics else ()
+            self.weight_check(*differences, turns=turns, engine=self.engine, rounding=rounding)
             if self.learner.routers is not None:
                 self.weight_check.warn_of_routing(metrics, self.engine)
 

@@ -3,7 +3,7 @@
 On a CPU all values are checked. On a GPU that would synchronize the stream: target ids and temperatures are checked by
 an assertion on the device, and other values are not checked. Shapes, dtypes and devices are checked everywhere.
 
-Every `check_...`, and `loss_inputs`, raises InputError for the first argument that cannot be right;
+Every `check_...`, `checked_config` and `loss_inputs` raise InputError for the first argument that cannot be right;
 `differentiated_once` raises UnsupportedError, and `check_plan`, `check_tensors`, `check_main_grad` and
 `check_squared_gradients` may. Functions that read values are called by `torch.compile` without being traced:
 `outside_graphs`.
@@ -328,6 +328,13 @@ def _is_plain(out: Tensor) -> bool:
     """Whether values can be written to it: not where autograd or inference_mode refuses, nor to one place twice."""
     frozen = out.is_inference() and not torch.is_inference_mode_enabled()
     return not (frozen or out.requires_grad or torch._debug_has_internal_overlap(out) == 1)
+
+
+def checked_config(config: Any) -> GRPOLossConfig:
+    """The config, which is one."""
+    if not isinstance(config, GRPOLossConfig):
+        raise InputError(f"got config of type {type(config).__name__}, want a GRPOLossConfig, or None for the default")
+    return config
 
 
 class LossArguments(NamedTuple):

@@ -96,27 +96,21 @@ def set_modes(modes: Modes) -> None:
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """A context that restores the modes of all layers and the states of torch's generators. Nothing is compiled."""
-    modes = modes_of(model)
-    devices = {weight.device for weight in model.parameters() if weight.device.type == "cuda"}
-    with torch.random.fork_rng(devices), eagerly(model):
+    """A context that restores the modes of all layers and the states of torch's generators.
+
+    Compiled layers run eagerly inside: other shapes would be compiled, too.
+    """
+    modes, devices = modes_of(model), {weight.device for weight in model.parameters() if weight.device.type == "cuda"}
+    compiled = [(layer, layer._compiled_call_impl) for layer in model.modules() if layer._compiled_call_impl]
+    with torch.random.fork_rng(devices):
         try:
+            for layer, _ in compiled:
+                layer._compiled_call_impl = None
             yield
         finally:
             set_modes(modes)
-
-
-@contextmanager
-def eagerly(model: nn.Module) -> Iterator[None]:
-    """A context in which compiled layers run eagerly: other shapes would be compiled, too."""
-    compiled = [(layer, layer._compiled_call_impl) for layer in model.modules() if layer._compiled_call_impl]
-    try:
-        for layer, _ in compiled:
-            layer._compiled_call_impl = None
-        yield
-    finally:
-        for layer, call in compiled:
-            layer._compiled_call_impl = call
+            for layer, call in compiled:
+                layer._compiled_call_impl = call
 
 
 def uncompiled(model: M) -> M:

@@ -48,6 +48,7 @@ DIFFERENCE, RATIO = "sampling/sampling_logp_difference", "sampling/importance_sa
 BIT_EQUAL, SAMPLE_SIZE = "sampling/bit_equal_fraction", "sampling/effective_sample_size"
 MISMATCH = "sampling/mismatch_kl"
 MOST_TURNS = 8  # with metrics of their own
+FIRST_TURN = f"{DIFFERENCE}/turn_1/max"  # is known where there are turns
 
 
 def step_metrics(
@@ -60,7 +61,8 @@ def step_metrics(
     of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
     logprobs = [output.logprobs for output in outputs]
     of_ratios = merge_metrics([ratio_sums(part, own, config) for part, own in zip(packed, logprobs, strict=True)])
-    own = [(of_loss, of_ratios | turn_sums(batch, packed, logprobs)), skipped_metrics(batch, config)]
+    of_turns = turn_sums(batch, packed, logprobs) if any(sample.completion_mask for sample in batch) else {}
+    own = [(of_loss, of_ratios | of_turns), skipped_metrics(batch, config)]
     losses, ratios = zip(*chain.from_iterable(gather_objects("joining metrics", own)), strict=True)
     return means(merge_metrics(losses) | merge_metrics(ratios)) | of_gradient
 
@@ -156,10 +158,8 @@ def correction_weights(old: Tensor, part: MicroBatch, config: GRPOLossConfig) ->
 
 
 def turn_sums(batch: Sequence[Sample], packed: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> dict[str, Any]:
-    """`ratio_sums` of turns, from the policy's log-probs [N] of each micro-batch; empty without masks."""
+    """`ratio_sums` of turns, from the policy's log-probs [N] of each micro-batch."""
     turns, differences = list[Tensor](), list[Tensor]()
-    if not any(sample.completion_mask for sample in batch):
-        return {}
     for sample, current in zip(batch, per_sequence(packed, logprobs, len(batch)), strict=True):
         if sample.completion_mask is None or sample.sampling_logprobs is None or not len(current):
             continue  # without tokens in a micro-batch, or without log-probs

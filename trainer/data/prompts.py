@@ -199,7 +199,9 @@ class PromptLimit:
                 "prompt; fix: a smaller max_completion_length"
             )
         for name in ("eos_token", "pad_token"):  # the model's config gets the latter, and could not be loaded again
-            self._check_ids([getattr(tokenizer, f"{name}_id")], partial("the tokenizer's {}".format, name))
+            token = getattr(tokenizer, f"{name}_id")
+            if vocabulary is not None and token >= vocabulary:
+                self._refuse(token, f"the tokenizer's {name}")
 
     def fits(self, row: Mapping[str, Any], number: int) -> bool:
         """Whether the prompt of row `number` of a stream is short enough; raises what `encode` raises."""
@@ -248,7 +250,8 @@ class PromptLimit:
             ids = next(encoded) if is_short else None
             place = partial(prompt_name, row, number, name)
             if ids is not None and len(ids) <= most:
-                self._check_ids(ids, place)
+                if self._vocabulary is not None and max(ids) >= self._vocabulary:
+                    self._refuse(max(ids), place())
                 self.longest = max(self.longest, len(ids))
                 kept.append(ids)
             elif drops:
@@ -260,11 +263,9 @@ class PromptLimit:
                 )
         return kept
 
-    def _check_ids(self, ids: Sequence[int], where: Callable[[], str]) -> None:
-        if self._vocabulary is not None and max(ids) >= self._vocabulary:
-            token = self._tokenizer.convert_ids_to_tokens(max(ids))
-            raise InputError(
-                f"got token {max(ids)} ({token!r}) in {where()}, want ids below {self._vocabulary}, the rows of the "
-                "model's embedding; fix: the tokenizer of the model, or a model after its "
-                "resize_token_embeddings(len(tokenizer))"
-            )
+    def _refuse(self, token: int, where: str) -> None:
+        raise InputError(
+            f"got token {token} ({self._tokenizer.convert_ids_to_tokens(token)!r}) in {where}, want ids below "
+            f"{self._vocabulary}, the rows of the model's embedding; fix: the tokenizer of the model, or a model after "
+            "its resize_token_embeddings(len(tokenizer))"
+        )

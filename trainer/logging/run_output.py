@@ -189,7 +189,8 @@ class RunOutput:
         """A record of a step: metrics.jsonl and the trackers get it."""
         if self.log is not None:
             self.log.log_metrics(record)
-        self.track(record)
+        if self.trackers:
+            self.track(record)
 
     def track(self, record: dict[str, Any]) -> None:
         """Give trackers the numbers of a record, at its step. What is not finite is left out."""

@@ -164,7 +164,7 @@ class RewardCaller:
             return math.nan
         number = math.nan
         with suppress(Exception):  # of somebody's __float__, too
-            kind = _array_kind(value)
+            kind = None if type(value) in (float, int) else _array_kind(value)
             plain = value if kind is None else value.item()
             # float() alone reads text and bytes, and drops imaginary parts.
             if (kind or "f") in NUMERIC and hasattr(type(plain), "__float__"):
