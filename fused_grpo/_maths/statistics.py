@@ -197,15 +197,15 @@ def full_precision(tensor: Tensor) -> Iterator[None]:
     """Inside, there is no autocast on the device of `tensor`, and its GEMMs take fp32 as it is and add up nothing in 16
     bits. A compiled "reference" keeps the settings of its user: a compiler cannot trace how they change."""
     device = tensor.device.type
-    exact = None if torch.compiler.is_compiling() else _exact_matmul.get("cuda" if tensor.is_cuda else device)
+    matmul = None if torch.compiler.is_compiling() else _matmul.get("cuda" if tensor.is_cuda else device)
     with (
         torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext(),
-        exact or nullcontext(),
+        nullcontext() if matmul is None else matmul.exact(),
     ):
         yield
 
 
-class _ExactMatmul:
+class _Matmul:
     """The settings of a device's GEMMs, which are global: the first thread in changes them, the last one restores them.
 
     A CPU with bf16 units may take them for fp32, as `torch.set_float32_matmul_precision("medium")` allows.
@@ -215,7 +215,8 @@ class _ExactMatmul:
         self._settings, self._names = settings, ("fp32_precision", *names)
         self._lock, self._inside, self._before = threading.Lock(), 0, dict[str, Any]()
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def exact(self) -> Iterator[None]:
         with self._lock:
             self._inside += 1
             for name in self._names if self._inside == 1 else ():
@@ -232,17 +233,18 @@ class _ExactMatmul:
                     exact = False, before[1]
                 self._before[name] = before
                 setattr(self._settings, name, exact)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                while self._before and not self._inside:
+                    setattr(self._settings, *self._before.popitem())
 
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            while self._before and not self._inside:
-                setattr(self._settings, *self._before.popitem())
 
-
-_exact_matmul = {
-    "cpu": _ExactMatmul(torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]
-    "cuda": _ExactMatmul(
+_matmul = {
+    "cpu": _Matmul(torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]
+    "cuda": _Matmul(
         torch.backends.cuda.matmul,
         "allow_fp16_accumulation",
         "allow_bf16_reduced_precision_reduction",

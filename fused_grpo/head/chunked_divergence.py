@@ -46,10 +46,7 @@ class TwoHeads:
         if chunk_bytes is None and self.student.hidden.device.type == "cpu":
             chunk_bytes = buffers.CPU_PAIR_BYTES
         budget = None if chunk_bytes is None else max(1, chunk_bytes // tiles)
-        rows = min(
-            buffers.chunk_rows(len(head.targets), len(head.weight), chunk_bytes=budget, **head.sizes())
-            for head in (self.student, self.teacher)
-        )
+        rows = min(buffers.chunk_rows(head.sizes(), budget) for head in (self.student, self.teacher))
         dtype, device, columns = self.student.dtype, self.student.hidden.device, len(self.student.weight)
         student, teacher = (passes.empty_tile(rows, columns, dtype=dtype, device=device) for _ in range(2))
         return student, teacher

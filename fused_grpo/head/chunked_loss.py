@@ -181,14 +181,17 @@ def _by_weights(
         weights, scale, rows = softmax_weights_of(
             tile, passes, kernel, entropy=entropy, moments=moments, dtype=tile.hidden.dtype
         )
-        inputs = replace(inputs, tokens=tokens.rows(tile.rows))
-        upstream, sums = value_and_gradient(rows.logprobs, rows.entropy, inputs, config=config, passes=passes)
+        given = {**vars(tokens.rows(tile.rows)), "entropy": rows.entropy}
+        gradient, _, sums = passes.grpo_token_loss(rows.logprobs, inputs=given, terms=TokenTerms.of(config))
         if (count := active - tile.rows.start) > 0:
             some = tile if count >= len(scale) else tile.first(count)
-            gradients.add_weights(some, passes, weights[:count], scale[:count], upstream.logprobs[:count])
-        visits.append((rows, upstream, sums))
+            gradients.add_weights(some, passes, weights[:count], scale[:count], gradient[:count])
+        visits.append((rows, Upstream(gradient, None), sums))
     every, upstreams, parts = zip(*visits, strict=True)
-    return passes.token_statistics(parts), joined(every), joined(upstreams)
+    statistics = passes.token_statistics(parts)
+    if len(visits) == 1:
+        return statistics, every[0], upstreams[0]
+    return statistics, joined(every), joined(upstreams)
 
 
 def _one_by_one(

@@ -20,7 +20,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,29 +154,18 @@ class Head:
         """The kernel for the softmax weights of a chunk without its logits, where it is faster than those."""
         if self.gemm_dtype != self.hidden.dtype or not self.takes_weights or self.targets.ndim == 2:
             return None  # operands would be cast, weights are too narrow, or a row has several
-        rows = self.chunk_rows(chunk_bytes, wanted, self.gemm_dtype)
+        rows = buffers.chunk_rows(self.sizes(self.gemm_dtype, spares=wanted.weight), chunk_bytes)
         return passes.softmax_weights_forward if passes.prefers_weights(self.hidden, self.weight, rows) else None
-
-    def chunk_rows(self, chunk_bytes: int | None, wanted: Wanted, dtype: torch.dtype, vocab_size: int = 0) -> int:
-        """The rows of a chunk of logits, or of weights, of this dtype; `vocab_size` of the largest shard, if any."""
-        narrower = self.dtype.itemsize - self.weight.dtype.itemsize
-        return buffers.chunk_rows(
-            self.targets.shape[0],  # len() would specialise a compiled graph to this number
-            vocab_size or self.weight.shape[0],
-            # Ranks, whose chunks are the same, may differ in what they want.
-            spared_bytes=self.hidden.shape[1] * narrower if wanted.weight and not vocab_size else 0,
-            chunk_bytes=chunk_bytes,
-            **self.sizes() | {"itemsize": dtype.itemsize},
-        )
 
     def chunk_memory(
         self, passes: RowPasses, chunk_bytes: int | None, wanted: Wanted, dtype: torch.dtype, vocab_size: int = 0
     ) -> Tensor:
-        """[R, V] for as many rows as `chunk_rows`.
+        """[R, V] for a chunk of logits, or of weights, of this dtype; `vocab_size` of the largest shard, if any.
 
         If the default budget is more than the device has left, half as many rows are tried, with a warning.
         """
-        rows = self.chunk_rows(chunk_bytes, wanted, dtype, vocab_size)
+        sizes = self.sizes(dtype, spares=wanted.weight, vocab_size=vocab_size)
+        rows = buffers.chunk_rows(sizes, chunk_bytes)
         empty = functools.partial(passes.empty_tile, dtype=dtype, device=self.hidden.device)
         try:
             return empty(rows, self.weight.shape[0])
@@ -199,28 +188,37 @@ class Head:
         """[R, C] for tiles that need not be whole rows; for `num_rows` rows if given, else for those of the head."""
         column_bytes = self.hidden.dtype.itemsize if self.weight.dtype != self.hidden.dtype else 0
         column_bytes += self.dtype.itemsize if weight_gradient and not self.writes_weight_gradient else 0
-        shape = buffers.tile_shape(
-            self.targets.shape[0] if num_rows is None else num_rows,
-            self.weight.shape[0],
-            column_bytes=self.hidden.shape[1] * column_bytes,
-            chunk_bytes=chunk_bytes,
-            **self.sizes(weight_gradient=weight_gradient),
-        )
+        sizes = self.sizes(weight_gradient=weight_gradient)._replace(column_bytes=self.hidden.shape[1] * column_bytes)
+        shape = buffers.tile_shape(sizes if num_rows is None else sizes._replace(num_rows=num_rows), chunk_bytes)
         return passes.empty_tile(*shape, dtype=dtype or self.dtype, device=self.hidden.device)
 
-    def sizes(self, *, weight_gradient: bool = True, gathers: bool = False) -> dict[str, Any]:
-        """Device and bytes of a logit, and the bytes beside a tile: of hidden states that are cast, gathered or scaled,
-        and of a slice of W."""
-        dtype, gemm_dtype = self.dtype, self.gemm_dtype
-        widens = gemm_dtype != self.hidden.dtype
-        copied = dtype.itemsize if widens else self.hidden.dtype.itemsize * (gathers or self.index is not None)
-        scaled = gemm_dtype.itemsize if weight_gradient else 0
-        return {
-            "device": self.hidden.device,
-            "itemsize": dtype.itemsize,
-            "row_bytes": self.hidden.shape[1] * (copied + scaled),
-            "slice_bytes": SLICE_BYTES if widens else 0,  # which a GEMM widens
-        }
+    def sizes(
+        self,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_gradient: bool = True,
+        gathers: bool = False,
+        spares: bool = False,
+        vocab_size: int = 0,
+    ) -> buffers.Sizes:
+        """Of the logits, or of weights of this dtype, whose hidden states may be cast, gathered or scaled.
+
+        A chunk that `spares` an accumulator of dW may be larger for it, but not with the `vocab_size` of the
+        largest shard: ranks, whose chunks are the same, may differ in what they want.
+        """
+        device, hidden_size, widens = self.hidden.device, self.hidden.shape[1], self.gemm_dtype != self.hidden.dtype
+        copied = self.dtype.itemsize if widens else self.hidden.dtype.itemsize * (gathers or self.index is not None)
+        scaled = self.gemm_dtype.itemsize if weight_gradient else 0
+        spared = self.dtype.itemsize - self.weight.dtype.itemsize if spares and not vocab_size else 0
+        return buffers.Sizes(
+            self.targets.shape[0],  # len() would specialise a compiled graph to this number
+            vocab_size or self.weight.shape[0],
+            device,
+            (dtype or self.dtype).itemsize,
+            row_bytes=hidden_size * (copied + scaled),
+            once_bytes=buffers.SCRATCH_BYTES * (device.type == "cpu") + SLICE_BYTES * widens,
+            spared_bytes=hidden_size * spared,
+        )
 
     def tiles(self, memory: Tensor, *, pad: bool = False, multiply: bool = True) -> Iterator[Tile]:
         """All logits, one row group after the other, each from left to right, in tiles of at most `memory` [R, C].

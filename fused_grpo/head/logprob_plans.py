@@ -212,9 +212,9 @@ def keeps_weights(head: Head, passes: RowPasses, options: Options) -> bool:
     if head.targets.ndim == 2 and head.softcap is not None:  # whose slopes at the targets need logits
         return False
     room, _ = buffers.kept_budgets(options.chunk_bytes, head.hidden.device)
-    sizes = head.sizes(gathers=True)
-    row = head.weight.shape[0] * head.gemm_dtype.itemsize + sizes["row_bytes"]
-    return bool(head.targets.shape[0] * row + sizes["slice_bytes"] <= room)
+    sizes = head.sizes(head.gemm_dtype, gathers=True)
+    row_bytes = sizes.vocab_size * sizes.itemsize + sizes.row_bytes
+    return sizes.num_rows * row_bytes + sizes.once_bytes <= room
 
 
 def memory_to_keep(head: Head, passes: RowPasses) -> Tensor:

@@ -31,6 +31,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ MEMORY_SHARE = 48
 BLOCK_BYTES = 4 * 2**20
 
 # The memory on a CPU beside the chunk or tile: those two blocks, and small tensors.
-_SCRATCH_BYTES = 2 * BLOCK_BYTES + BLOCK_BYTES // 2
+SCRATCH_BYTES = 2 * BLOCK_BYTES + BLOCK_BYTES // 2
 
 # With tiles of this size, GEMMs on a CPU are almost at full speed.
 CPU_TILE_BYTES = 64 * 2**20
@@ -85,7 +86,7 @@ def kept_budgets(chunk_bytes: int | None, device: torch.device) -> tuple[int, in
     on_cpu = device.type == "cpu"
     budget = CPU_KEPT_BYTES if on_cpu and chunk_bytes is None else chunk_budget(chunk_bytes, device)
     tile = min(budget // 4, CPU_TILE_BYTES if on_cpu else DEFAULT_TILE_BYTES)
-    return budget - tile - _SCRATCH_BYTES * on_cpu, tile
+    return budget - tile, tile
 
 
 @functools.cache
@@ -96,29 +97,27 @@ def total_memory(device: torch.device) -> int:
     return MEMORY_SHARE * DEFAULT_TILE_BYTES
 
 
-def _room(budget: int, device: torch.device, slice_bytes: int) -> int:
-    """What remains of the budget for the chunk or tile itself, after the scratch memory of a CPU."""
-    return max(budget - _SCRATCH_BYTES - slice_bytes, budget // 3) if device.type == "cpu" else budget
+class Sizes(NamedTuple):
+    """Logits that are cut into chunks or tiles, and the bytes beside one of these, which its budget covers too."""
+
+    num_rows: int
+    vocab_size: int
+    device: torch.device
+    itemsize: int  # of a logit
+    row_bytes: int = 0  # of each row: copies of its hidden states
+    column_bytes: int = 0  # of each column: copies of its row of W
+    once_bytes: int = 0  # on a CPU the two blocks of the row passes, and a slice of W that a GEMM widens
+    spared_bytes: int = 0  # of each column, of the accumulator of dW, where one chunk has all rows
 
 
-def chunk_rows(
-    num_rows: int,
-    vocab_size: int,
-    *,
-    device: torch.device,
-    itemsize: int,
-    row_bytes: int = 0,
-    slice_bytes: int = 0,
-    spared_bytes: int = 0,
-    chunk_bytes: int | None = None,
-) -> int:
+def chunk_rows(sizes: Sizes, chunk_bytes: int | None = None) -> int:
     """The rows of a chunk: as many as fit the budget (at least one), spread evenly over the chunks.
 
-    A GPU's default budget is not kept to if a single chunk of all rows is larger by no more than what it spares:
-    `spared_bytes` for each column, of the accumulator of dW.
+    A GPU's default budget is not kept to if a single chunk of all rows is larger by no more than what it spares.
     """
-    room = _room(chunk_budget(chunk_bytes, device), device, slice_bytes)
-    most = room // max(1, vocab_size * itemsize + row_bytes)
+    num_rows, vocab_size, device, itemsize, row_bytes, _, once_bytes, spared_bytes = sizes
+    budget = chunk_budget(chunk_bytes, device)
+    most = max(budget - once_bytes, budget // 3) // max(1, vocab_size * itemsize + row_bytes)
     # Those that are too few to align stay.
     if device.type == "cpu":
         most -= (most - _LINE) % (2 * _LINE) if most >= _LEAST_ALIGNED else 0
@@ -135,24 +134,12 @@ def chunk_rows(
     return max(1, min(rows, most))
 
 
-def tile_shape(
-    num_rows: int,
-    vocab_size: int,
-    *,
-    device: torch.device,
-    itemsize: int,
-    row_bytes: int = 0,
-    column_bytes: int = 0,
-    slice_bytes: int = 0,
-    chunk_bytes: int | None = None,
-) -> tuple[int, int]:
-    """(rows, columns) of the tile for [num_rows, vocab_size] logits of `itemsize` bytes each.
-
-    The budget covers the tile, `row_bytes` for each of its rows and `column_bytes` for each of its columns (copies of
-    hidden states and of W in the dtype of the GEMM), `slice_bytes` once, and on a CPU the two blocks of the row passes.
-    """
+def tile_shape(sizes: Sizes, chunk_bytes: int | None = None) -> tuple[int, int]:
+    """(rows, columns) of the tile."""
+    num_rows, vocab_size, device, itemsize, row_bytes, column_bytes, once_bytes, _ = sizes
     budget = DEFAULT_TILE_BYTES if chunk_bytes is None else chunk_bytes
-    room = _room(min(budget, CPU_TILE_BYTES) if device.type == "cpu" else budget, device, slice_bytes)
+    budget = min(budget, CPU_TILE_BYTES) if device.type == "cpu" else budget
+    room = max(budget - once_bytes, budget // 3)
     tallest = 2 * math.isqrt(room // itemsize)
     if row_bytes:
         tallest = min(tallest, room // (4 * row_bytes))

@@ -96,7 +96,7 @@ def scarce():
 def test_where_memory_runs_out_chunks_are_halved_once_and_say_so(scarce, caplog, monkeypatch):
     problem = make_problem(N, 64, V, off_policy=False)
     exact = loss_of(problem)
-    rows, seen = buffers.chunk_rows(N, V, device=problem.hidden.device, itemsize=4), []
+    rows, seen = buffers.chunk_rows(buffers.Sizes(N, V, problem.hidden.device, 4)), []
     tiles = Head.tiles
     monkeypatch.setattr(Head, "tiles", lambda self, x, **how: seen.append(x.shape) or tiles(self, x, **how))
     torch.cuda.empty_cache()

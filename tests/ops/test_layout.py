@@ -37,8 +37,7 @@ def check_shape(rows: int, columns: int, *, num_rows: int, vocab_size: int, budg
 @settings(max_examples=300, deadline=None)
 @given(**SIZES)
 def test_chunks_fit_the_budget_and_leave_no_gap_between_columns(num_rows: int, vocab_size: int, mib: int) -> None:
-    options: dict[str, Any] = {"device": CPU, "itemsize": 4, "chunk_bytes": mib * 2**20}
-    rows = buffers.chunk_rows(num_rows, vocab_size, **options)
+    rows = buffers.chunk_rows(buffers.Sizes(num_rows, vocab_size, CPU, 4), mib * 2**20)
     check_shape(rows, vocab_size, num_rows=num_rows, vocab_size=vocab_size, budget=mib * 2**20)
     if rows < num_rows:
         assert buffers.column_stride(rows) == rows
@@ -48,8 +47,7 @@ def test_chunks_fit_the_budget_and_leave_no_gap_between_columns(num_rows: int, v
 @settings(max_examples=300, deadline=None)
 @given(**SIZES)
 def test_tiles_fit_the_budget(num_rows: int, vocab_size: int, mib: int) -> None:
-    options: dict[str, Any] = {"device": CPU, "itemsize": 4, "chunk_bytes": mib * 2**20}
-    shape = buffers.tile_shape(num_rows, vocab_size, **options)
+    shape = buffers.tile_shape(buffers.Sizes(num_rows, vocab_size, CPU, 4), mib * 2**20)
     check_shape(*shape, num_rows=num_rows, vocab_size=vocab_size, budget=mib * 2**20)
 
 
@@ -64,7 +62,7 @@ ON_GPUS += [(8192, 151936, 24 * GIB, 768), (8192, 151936, GIB, 36), (8192, 2**24
 @pytest.mark.parametrize(("num_rows", "vocab_size", "memory", "rows"), ON_GPUS)
 def test_on_a_gpu_rows_decide_and_its_memory_is_the_limit(monkeypatch, num_rows, vocab_size, memory, rows):
     monkeypatch.setattr(buffers, "total_memory", lambda device: memory)
-    assert buffers.chunk_rows(num_rows, vocab_size, device=torch.device("cuda"), itemsize=4) == rows
+    assert buffers.chunk_rows(buffers.Sizes(num_rows, vocab_size, torch.device("cuda"), 4)) == rows
     assert rows < 128 or rows % 128 == 0 or rows == num_rows
     assert rows == 1 or rows * vocab_size * 4 <= memory / 48
 
