@@ -41,8 +41,8 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
 )
 from fused_grpo.trainer.batching.micro_batches import Packing, can_skip, micro_batches
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.distributed.failures import NonFiniteSteps, any_rank, gather_objects
-from fused_grpo.trainer.distributed.sharding import frozen_copy, prepare_sharding, shard_frozen
+from fused_grpo.trainer.distributed.failures import NonFiniteSteps, all_ranks_succeed, any_rank, gather_objects
+from fused_grpo.trainer.distributed.sharding import frozen_copy, prepare_sharding, same_weights, shard_frozen
 from fused_grpo.trainer.models.adapters import (
     adapter_stream,
     as_reference,
@@ -53,12 +53,12 @@ from fused_grpo.trainer.models.adapters import (
     with_virtual_places,
 )
 from fused_grpo.trainer.models.attention import attention_cost
-from fused_grpo.trainer.models.loading import SELF, check_teacher_model, fingerprint
+from fused_grpo.trainer.models.loading import SELF, check_teacher_model
 from fused_grpo.trainer.models.optimizer import EntropyController, make_optimizer, make_schedule
 from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss, Teacher, What, evaluating, router_loss_coefficient
-from fused_grpo.trainer.self_check import self_check, shared_layout
+from fused_grpo.trainer.self_check import Measured, self_check, shared_layout
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
 Context = AbstractContextManager[Any] | None
@@ -137,7 +137,10 @@ class Learner:
         needs_copy = (args.beta > 0 or teacher == SELF) and not is_adapted(model)
         # What no checkpoint has, and a resumed run reads again: a reference that stays, or the base of an adapter.
         is_read_again = is_adapted(model) or (needs_copy and not args.sync_ref_model)
-        self.frozen_weights = self._of_first_rank(lambda: fingerprint(model)) if is_read_again else None
+        # DDP alone sends rank 0's weights to all ranks.
+        keeps_own = needs_copy or is_adapted(model) or accelerator.is_fsdp2
+        weights = same_weights(accelerator, "the model", model) if keeps_own else None
+        self.frozen_weights = weights if is_read_again else None
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
@@ -150,7 +153,11 @@ class Learner:
 
     def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[Packing, bool]:
         """How rows may be shared, and whether the policy in training mode is random."""
-        measured = self._of_first_rank(lambda: list(map(self_check, policies)))
+        found = list[Measured]()
+        # Under FSDP2 rank 0 may be the only one that has read the weights.
+        with all_ranks_succeed(self.accelerator, doing := "checking the model"):
+            found += map(self_check, policies if self.accelerator.is_main_process else ())
+        measured = gather_objects(doing, found)[0]
         if self.args.disable_dropout and measured[0].is_random:
             raise UnsupportedError(
                 f"got disable_dropout=True and a {type(base_model(policies[0].model)).__name__} that is random in "
@@ -165,15 +172,10 @@ class Learner:
         lend: Any = self._reference_policy
         weights, args = SELF, self.args
         if alone is not None:
-            weights = self._of_first_rank(lambda: fingerprint(alone.model))
+            weights = same_weights(self.accelerator, "the teacher", alone.model)
             lend = functools.partial(nullcontext, shard_frozen(self.accelerator, alone.eval()))
         options = {"coef": args.distillation_coef, "kind": args.distillation_kind, "beta": args.distillation_beta}
         return Teacher(lend=lend, vocab_size=vocab_size, options=options, identity=options | {"model": weights})
-
-    def _of_first_rank(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes: under FSDP2 it may be the only one that has read the weights."""
-        made = make() if self.accelerator.is_main_process else None
-        return gather_objects("looking at the weights", made)[0]
 
     def restart(self) -> None:
         """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""

@@ -40,8 +40,9 @@ from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_o
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.collector import Collector
 from fused_grpo.trainer.collect.plan import Plan
+from fused_grpo.trainer.collect.rank_checks import check_ranks
 from fused_grpo.trainer.collect.scoring import LOSS_METRICS, Scored, check_best_metric
-from fused_grpo.trainer.collect.start_checks import Start, check_given, check_given_sets, check_start, make_learner
+from fused_grpo.trainer.collect.start_checks import Start, check_given, check_given_sets, make_learner
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_names import check_replaced
 from fused_grpo.trainer.data.datasets import chosen_eval_sets
@@ -150,14 +151,12 @@ class GRPOTrainer(TransformersFace):
         )
         # Everything is checked before anything is loaded, started or written.
         check_replaced(self, {}, {})
-        check_given(start)
-        self._train_dataset, self.eval_dataset = start.train_dataset, start.eval_dataset
         start.accelerator = accelerator = make_accelerator(start.args)
-        # Models and engines are made from here on, which may fail on one rank alone.
-        with report_failure(accelerator):
-            # Of millions of rows it takes minutes to encode all prompts.
-            with progress(doing := "checking what the run needs"), all_ranks_succeed(accelerator, doing):
-                check_start(start)
+        with report_failure(accelerator):  # checks, models and engines may fail on one rank alone
+            with all_ranks_succeed(accelerator, "checking the arguments"):
+                check_given(start)
+            self._train_dataset, self.eval_dataset = start.train_dataset, start.eval_dataset
+            check_ranks(start, optimizers)
             self.facts = Plan(start).print()
             # As in TRL, a `rollout_func` is taken for vLLM's with `use_vllm` alone.
             own_weights = rollout_engine is not None or start.engine_name != "transformers"

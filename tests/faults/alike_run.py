@@ -2,7 +2,8 @@
 
     alike_run.py <folder> <names of cases as JSON>
 
-One case after the other in the same processes: an error that all of them raise leaves the process group as it was.
+In `GIVEN` both ranks make a trainer, each with its own of two things; in `CALLS` one of them calls what the other does
+not. One case after the other in the same processes: an error that all of them raise leaves the process group as it was.
 Every process leaves `{case: its error}` in <folder>/rank-<rank>.json; the error of a case that ends well is "".
 """
 
@@ -14,12 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from accelerate import Accelerator
+from datasets import IterableDataset
+from peft import LoraConfig
+from transformers import (
+    BitsAndBytesConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    TrainerCallback,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
-from scale_out_run import EngineByPrompt
+sys.path.insert(0, str(Path(__file__).parents[1] / "imported"))
+from scale_out_run import EngineByPrompt, ShardingAccelerator
+from talkers import talking_model, talking_tokenizer
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
+from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.distributed.failures import gather_objects
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
@@ -41,10 +54,11 @@ def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 def make_trainer(name: str, options: dict[str, Any], **given: Any) -> GRPOTrainer:
     model = given.pop("model", None) or make_model()
+    sharding.Accelerator = ShardingAccelerator if given.pop("sharded", False) else Accelerator
     defaults = {"max_steps": 2, "num_generations": 4, "per_device_train_batch_size": 8, "save_strategy": "no"}
     args = GRPOConfig(str(OUT / name), **defaults | {"max_completion_length": 9} | options)
     arguments = {"reward_funcs": reward, "train_dataset": ROWS, "processing_class": build_tokenizer()}
-    return GRPOTrainer(model, args=args, rollout_engine=EngineByPrompt(model), **arguments | given)
+    return GRPOTrainer(model, args=args, **{"rollout_engine": EngineByPrompt(model), **arguments, **given})
 
 
 class Calls(TrainerCallback):
@@ -56,6 +70,126 @@ class Calls(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if RANK == 1 and state.global_step == 1:
             self.call(self.trainer)
+
+
+def other_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [float(sum(ids) % 5) for ids in completion_ids]
+
+
+def reward_model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    config = Qwen2Config(vocab_size=14, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_labels=1)
+    config.num_attention_heads = config.num_key_value_heads = 2
+    return Qwen2ForSequenceClassification(config)
+
+
+def padded_by_end(tokenizer: Any, rank: int) -> Any:
+    tokenizer.pad_token = tokenizer.eos_token if rank else tokenizer.pad_token
+    return tokenizer
+
+
+def optimizers(rank: int) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW((model := make_model()).parameters(), lr=1e-3)
+    return {"model": model, "optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, [0.5, 0.1][rank]))}
+
+
+def of_episodes(**given: Any) -> dict[str, Any]:
+    rows = [{"prompt": [{"role": "user", "content": "Count."}]}]
+    tokenizer = talking_tokenizer()
+    return {"processing_class": tokenizer, "model": talking_model(tokenizer), "train_dataset": rows, **given}
+
+
+def add(number: int) -> str:
+    """Add.
+
+    Args:
+        number: How much.
+    """
+    return str(number)
+
+
+def add_more(number: int) -> str:
+    """Add more.
+
+    Args:
+        number: How much.
+    """
+    return str(number)
+
+
+class Counter:
+    add = staticmethod(add)
+
+    def reset(self, **row: Any) -> str:
+        return ""
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
+class Other(Counter):
+    pass
+
+
+def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    return {}
+
+
+def other_rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    return {"prompt_ids": []}
+
+
+class OtherEngine(EngineByPrompt):
+    pass
+
+
+def lora(rank: int) -> LoraConfig:
+    return LoraConfig(r=4 + rank, target_modules=["q_proj"])
+
+
+# Of each argument of the trainer: what each rank gives.
+GIVEN: dict[str, Callable[[int], dict[str, Any]]] = {
+    "args": lambda rank: {"options": {"learning_rate": [1e-3, 1e-4][rank]}},
+    "model": lambda rank: {"model": make_model(num_hidden_layers=1 + rank)},
+    "train_dataset": lambda rank: {"train_dataset": ROWS[:: [1, -1][rank]]},
+    "eval_dataset": lambda rank: {"eval_dataset": [None, ROWS[:3]][rank]},
+    "reward_funcs": lambda rank: {"reward_funcs": [reward, other_reward][rank]},
+    "reward_processing_classes": lambda rank: {
+        "reward_funcs": reward_model(0),
+        "reward_processing_classes": padded_by_end(build_tokenizer(), rank),
+    },
+    "processing_class": lambda rank: {"processing_class": padded_by_end(build_tokenizer(), rank)},
+    "quantization_config": lambda rank: {"quantization_config": [None, BitsAndBytesConfig(load_in_4bit=True)][rank]},
+    "peft_config": lambda rank: {"peft_config": lora(rank)},
+    "rollout_engine": lambda rank: {"rollout_engine": [EngineByPrompt, OtherEngine][rank](make_model())},
+    "rollout_func": lambda rank: {"rollout_engine": None, "rollout_func": [rollouts, other_rollouts][rank]},
+    "teacher_model": lambda rank: {"teacher_model": make_model(rank), "options": {"distillation_coef": 0.5}},
+    "tools": lambda rank: of_episodes(tools=[[add, add_more][rank]]),
+    "environment_factory": lambda rank: of_episodes(reward_funcs=None, environment_factory=[Counter, Other][rank]),
+    # More of some.
+    "optimizers": optimizers,
+    "rows that a stream draws": lambda rank: {"train_dataset": stream(rank)},
+    "types of weights": lambda rank: {"model": make_model().to([torch.float32, torch.bfloat16][rank])},
+    "weights that are trained": lambda rank: {"model": trained(rank)},
+    "weights of a reference": lambda rank: {"model": make_model(rank), "options": {"beta": 0.1}},
+    "weights that are sharded": lambda rank: {"model": make_model(rank), "sharded": True},
+    "weights of a base": lambda rank: {"model": make_model(rank), "peft_config": lora(0)},
+    "weights of a reward model": lambda rank: {
+        "reward_funcs": reward_model(rank),
+        "reward_processing_classes": build_tokenizer(),
+    },
+    "a row that cannot be used": lambda rank: {"train_dataset": [ROWS, [{"promt": "1+1="}]][rank]},
+}
+
+
+def stream(rank: int) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(ROWS[rank:]))
+
+
+def trained(rank: int) -> Qwen2ForCausalLM:
+    model = make_model()
+    model.model.layers[0].mlp.requires_grad_(not rank)
+    return model
 
 
 # What one rank alone calls, in a callback and after the run.
@@ -78,7 +212,9 @@ def behind_the_run(name: str, call: Callable[[GRPOTrainer], object]) -> None:
     (call if RANK == 1 else GRPOTrainer.end)(trainer)
 
 
-CASES: dict[str, Callable[[str], object]] = {}
+CASES: dict[str, Callable[[str], object]] = {
+    name: lambda name: make_trainer(name, **{"options": {}, **GIVEN[name](RANK)}) for name in GIVEN
+}
 for called, calling in CALLS.items():
     CASES[f"{called} in a callback"] = lambda name, call=calling: in_a_callback(name, call)
     CASES[f"{called} behind the run"] = lambda name, call=calling: behind_the_run(name, call)

@@ -1,15 +1,45 @@
 """Ranks that are not given the same, or are not in the same place of a run, all say so at once."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from fused_grpo.trainer.collect.start_checks import Start
+
 SCRIPT = Path(__file__).with_name("alike_run.py")
+# Of each argument of the trainer that each rank is given another of, what the error names; then more of some.
+GIVEN = {
+    "args": r"learning_rate=0.001 on rank 0 and learning_rate=0.0001 on rank 1",
+    "model": r"model.config.num_hidden_layers=1, .* and model.config.num_hidden_layers=2",
+    "train_dataset": r"train_dataset=100 rows, sha256 \w+ on rank 0 and train_dataset=100 rows, sha256",
+    "eval_dataset": r"eval_dataset=None on rank 0 and eval_dataset=3 rows",
+    "reward_funcs": r"reward_funcs=reward \(sha256 \w+\) on rank 0 and reward_funcs=other_reward",
+    "reward_processing_classes": r"reward_funcs=Qwen2ForSequenceClassification .* and reward_funcs=Qwen2For",
+    "processing_class": r"processing_class=\w+, sha256 \w+ on rank 0 and processing_class=",
+    "quantization_config": r"quantization_config=NoneType on rank 0 and quantization_config=BitsAndBytesConfig on",
+    "peft_config": r"peft_config.r=4 on rank 0 and peft_config.r=5 on rank 1",
+    "rollout_engine": r"rollout_engine=EngineByPrompt on rank 0 and rollout_engine=OtherEngine on rank 1",
+    "rollout_func": r"rollout_func=rollouts .* on rank 0 and rollout_func=other_rollouts",
+    "teacher_model": r"other weights of the teacher on rank 1",
+    "tools": r"tools=add .* on rank 0 and tools=add_more",
+    "environment_factory": r"environment_factory=Counter on rank 0 and .*environment_factory=Other on rank 1",
+    "optimizers": r"schedule=ConstantLR, sha256 \w+ on rank 0 and .*schedule=ConstantLR",
+    "rows that a stream draws": r"train_dataset=a stream, sha256 \w+ on rank 0 and train_dataset=a stream",
+    "types of weights": r"model=Qwen2ForCausalLM with 15 parameters, .* and model=Qwen2ForCausalLM with 15",
+    "weights that are trained": r"model=Qwen2ForCausalLM with 15 parameters, .* and model=Qwen2ForCausalLM with 15",
+    "weights of a reference": r"other weights of the model on rank 1",
+    "weights of a base": r"other weights of the model on rank 1",
+    "weights that are sharded": r"other weights of the model on rank 1",
+    "weights of a reward model": r"reward_funcs=Qwen2ForSequenceClassification .* and reward_funcs=Qwen2For",
+    "a row that cannot be used": r"rank 1 of 2 failed while checking the arguments.*without a 'prompt' column",
+}
 CALLS = [
-    f"{call} {where}"
+    f"{call} {place}"
     for call in ("evaluate", "save_model", "save_checkpoint", "push_to_hub")
-    for where in ("in a callback", "behind the run")
+    for place in ("in a callback", "behind the run")
 ]
 
 
@@ -17,9 +47,22 @@ CALLS = [
 def errors(farm, tmp_path_factory):
     """Of each case, those of both ranks."""
     out = tmp_path_factory.mktemp("alike")
-    farm.run(SCRIPT, out, json.dumps(CALLS), processes=2, timeout=100)
+    farm.run(SCRIPT, out, json.dumps([*GIVEN, *CALLS]), processes=2, timeout=100)
     first, second = (json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(2))
     return {name: [first[name], second[name]] for name in first}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_ranks_that_are_not_given_the_same_say_so_at_the_start(errors, name):
+    first, second = errors[name]
+    assert re.search(GIVEN[name], first), first
+    # Where one cannot begin, the other one has its reason; else both have found the same.
+    assert first == second or (first.startswith("PeerError") and second.split(": ", 1)[1] in first)
+
+
+def test_every_argument_of_the_trainer_is_compared():
+    arguments = {entry.name for entry in dataclasses.fields(Start) if entry.init}
+    assert arguments - {"callbacks"} <= GIVEN.keys()  # what those decide holds on all ranks
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -404,16 +404,16 @@ def fingerprint(dataset: Any) -> str:
             row = row.to_pylist()[0] if hasattr(row, "to_pylist") else row
         except Exception as error:  # of the disk
             raise unreadable(number, "train_dataset", error) from error
-        total.update(_spelled(row).encode(errors="backslashreplace"))
+        total.update(spelled(row).encode(errors="backslashreplace"))
     return total.hexdigest()[:16]
 
 
-def _spelled(value: Any) -> str:
+def spelled(value: Any) -> str:
     """Text that is equal on every rank for equal values. Of values without such a text, only the type counts."""
     if isinstance(value, Mapping):
-        return f"{{{','.join(sorted(f'{_spelled(key)}:{_spelled(entry)}' for key, entry in value.items()))}}}"
+        return f"{{{','.join(sorted(f'{spelled(key)}:{spelled(entry)}' for key, entry in value.items()))}}}"
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_spelled, value))}]"
+        return f"[{','.join(map(spelled, value))}]"
     return repr(value) if isinstance(value, str | bytes | int | float | None) else type(value).__name__
 
 

@@ -22,11 +22,12 @@ from transformers.trainer_utils import enable_full_determinism
 from transformers.utils.import_utils import enable_tf32
 from transformers.utils.logging import log_levels, set_verbosity
 
-from fused_grpo.errors import UnavailableError, UnsupportedError
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.distributed.failures import gather_objects
 from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.logging.run_output import tracker_arguments
-from fused_grpo.trainer.models.loading import wants_bf16
+from fused_grpo.trainer.models.loading import fingerprint, wants_bf16
 
 M = TypeVar("M", bound=nn.Module)
 # Schedulers and containers set some of them for every process.
@@ -111,6 +112,23 @@ def prepare_sharding(accelerator: Accelerator) -> None:
         # By default it rounds inputs as well, old log-probs and advantages among them, and the loss that comes out.
         options: Any = {"reduce_dtype": torch.float32, "output_dtype": None, "cast_forward_inputs": False}
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **options)
+
+
+def same_weights(accelerator: Accelerator, what: str, model: Any) -> str:
+    """The `fingerprint` of a model of which each rank keeps its own weights; InputError where they are not rank 0's.
+
+    Under FSDP2 rank 0 may be the only one that has read them: then all get its. A collective.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    is_read = accelerator.is_main_process or plugin is None or not plugin.cpu_ram_efficient_loading
+    first, *others = gather_objects(f"comparing {what}", fingerprint(model) if is_read else None)
+    assert first is not None
+    if rank := next((rank for rank, other in enumerate(others, 1) if other not in (None, first)), None):
+        raise InputError(
+            f"got other weights of {what} on rank {rank} than on rank 0, of which each rank keeps its own, want the "
+            "same; fix: the same files on every machine, and torch.manual_seed(...) before what draws weights"
+        )
+    return first
 
 
 def frozen_copy(accelerator: Accelerator, policy: M) -> M:

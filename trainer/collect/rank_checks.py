@@ -1,0 +1,147 @@
+"""What ranks are given is the same on all of them: they say so at the start, by digests of a few bytes each.
+
+A script that shuffles its rows without a seed, or an option that depends on the rank, would train on something else
+than either rank was asked for, or have the ranks wait for each other for ever. Of datasets, the rows count that a
+checkpoint compares; of functions, their names and their code, and not what they hold. Callbacks may differ: what one
+decides holds on all ranks. Weights are compared where they are copied (`same_weights` of distributed/sharding.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from collections.abc import Mapping
+from itertools import islice
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from fused_grpo import __version__
+from fused_grpo.errors import InputError
+from fused_grpo.trainer.collect.start_checks import Start, check_start
+from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
+from fused_grpo.trainer.data.datasets import is_stream, read_rows
+from fused_grpo.trainer.data.prompt_sampler import fingerprint, spelled
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, gather_objects
+from fused_grpo.trainer.learner import Optimizers
+from fused_grpo.trainer.logging.console import progress
+from fused_grpo.trainer.models.loading import SELF
+from fused_grpo.trainer.models.loading import fingerprint as fingerprint_of_weights
+from fused_grpo.trainer.rewards.reward_call import reward_name
+from fused_grpo.trainer.rewards.reward_functions import RewardModel
+
+MOST = 5  # differences in an error
+# Options of what the first rank shows, logs and uploads. Scripts turn them off on the others.
+_OF_FIRST_RANK = re.compile(
+    "log_|logging_|report_to|run_name|project|num_completions_to_print|rollouts_kept|hub_"
+    "|vllm_gpu_memory_utilization"  # of its own GPU
+)
+# Of configurations and arguments of `from_pretrained`.
+_OF_ONE_MACHINE = {"_name_or_path", "base_model_name_or_path", "transformers_version", "device_map"}
+
+
+def check_ranks(start: Start, optimizers: Optimizers) -> None:
+    """`check_start` on every rank; then InputError, on all of them, where they are not given the same."""
+    assert start.accelerator is not None
+    # Of millions of rows it takes minutes to encode all prompts.
+    with progress(doing := "checking what the run needs"), all_ranks_succeed(start.accelerator, doing):
+        check_start(start)
+    if start.processes == 1:
+        return
+    with all_ranks_succeed(start.accelerator, "reading what this rank is given"):
+        own = given(start, optimizers)
+    ranks = gather_objects("comparing what ranks are given", own)
+    if other := next((rank for rank, found in enumerate(ranks) if found != ranks[0]), None):
+        pair = ranks[0], ranks[other]
+        names = (name for name in pair[0] | pair[1] if "." not in name or pair[0].keys() & pair[1].keys() & {name})
+        differ = [name for name in names if pair[0].get(name) != pair[1].get(name)]
+        first, second = (", ".join(f"{name}={found.get(name)}" for name in differ[:MOST]) for found in pair)
+        raise InputError(
+            f"got {first} on rank 0 and {second} on rank {other}, want the same on every rank; fix: let nothing of it "
+            "depend on the rank, the machine or the time, and give whatever shuffles or draws a seed"
+        )
+
+
+def given(start: Start, optimizers: Optimizers) -> dict[str, str]:
+    """Of everything that a rank is given a short text, which is the same on all ranks for the same things."""
+    accelerator: Any = start.accelerator
+    options, facts = start.args.to_dict(), dict[str, str]()
+    for name in (entry.name for entry in own_fields(GRPOConfig) if not _OF_FIRST_RANK.match(entry.name)):
+        value = options[name]
+        facts |= fields_of(name, value) if isinstance(value, Mapping) else {name: spelled(value)}
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    facts |= {"fused_grpo": __version__, "device": accelerator.device.type}
+    facts["distributed_type"] = accelerator.distributed_type.value
+    facts |= fields_of("fsdp_plugin", {} if plugin is None else vars(plugin))
+    facts |= {name: rows_of(rows, name) for name, rows in start.sets.items()}
+    facts |= fields_of("model.config", start.config.to_dict()) | parameters_of("model", start.model)
+    facts |= parameters_of("teacher_model", start.teacher_model)
+    facts["processing_class"] = tokenizer_of(start.tokenizer)
+    facts["reward_funcs"] = ", ".join(map(function_of, start.rewards.functions))
+    tools = [] if start.rules is None else start.rules.tools
+    facts |= {"tools": ", ".join(map(function_of, tools)), "rollout_func": function_of(start.rollout_func)}
+    facts["rollout_engine"] = type(start.rollout_engine).__name__
+    factories = start.environment_factory
+    factories = factories if isinstance(factories, Mapping) else {"": factories}
+    facts["environment_factory"] = ", ".join(f"{name}{function_of(one)}" for name, one in factories.items())
+    for name in ("peft_config", "quantization_config"):
+        config = getattr(start, name)
+        facts |= {name: type(config).__name__} | ({} if config is None else fields_of(name, config.to_dict()))
+    for name, one in zip(("optimizer", "schedule"), optimizers, strict=True):
+        groups = getattr(one, "param_groups", None)
+        facts[name] = (
+            f"{type(one).__name__}, {digest(vars(one) if groups is None else groups_of(groups))}" if one else "None"
+        )
+    return facts
+
+
+def digest(value: Any) -> str:
+    return f"sha256 {hashlib.sha256(spelled(value).encode(errors='backslashreplace')).hexdigest()[:16]}"
+
+
+def rows_of(rows: Any, name: str) -> str:
+    """A dataset: its rows, or of a stream the first two."""
+    if is_stream(rows):
+        return f"a stream, {digest(list(islice(read_rows(rows, name=name), 2)))}"
+    return f"{len(rows)} rows, sha256 {fingerprint(rows)}"
+
+
+def fields_of(name: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """A configuration by its fields; paths in it may differ from machine to machine."""
+    ordered = {key: sorted(map(str, one)) if isinstance(one, set) else one for key, one in values.items()}
+    return {f"{name}.{key}": spelled(one) for key, one in ordered.items() if key not in _OF_ONE_MACHINE}
+
+
+def parameters_of(name: str, model: Any) -> dict[str, str]:
+    """Names, shapes and types of a module's parameters, and which are trained; whether there is another model."""
+    if not isinstance(model, nn.Module):
+        return {name: str(model) if model in (None, SELF) else "a path"}
+    facts = {key: f"{[*one.shape]} {one.dtype} {one.requires_grad}" for key, one in model.named_parameters()}
+    return {name: f"{type(model).__name__} with {len(facts)} parameters, {digest(facts)}"}
+
+
+def tokenizer_of(tokenizer: Any) -> str:
+    special = [tokenizer.eos_token_id, tokenizer.pad_token_id, str(getattr(tokenizer, "chat_template", None))]
+    return f"{type(tokenizer).__name__}, {digest([tokenizer.get_vocab(), special])}"
+
+
+def function_of(function: Any) -> str:
+    """A function or an object by its name and its code; a reward model by its weights."""
+    if isinstance(function, RewardModel):
+        model: Any = function.model
+        return f"{reward_name(function)} ({fingerprint_of_weights(model)[:16]}, {tokenizer_of(function.tokenizer)})"
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    name = "None" if function is None else reward_name(function)
+    return name if code is None else f"{name} ({digest(_instructions(code))})"
+
+
+def _instructions(code: CodeType) -> list[Any]:
+    """Without the names of files: those differ from machine to machine."""
+    constants = [_instructions(one) if isinstance(one, CodeType) else one for one in code.co_consts]
+    return [code.co_code, list(code.co_names), constants]
+
+
+def groups_of(groups: list[dict[str, Any]]) -> list[Any]:
+    return [{**group, "params": [[*one.shape] for one in group["params"]]} for group in groups]
