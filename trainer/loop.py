@@ -32,7 +32,7 @@ from torch import distributed
 from transformers import PreTrainedModel
 
 from fused_grpo.errors import causes_shown
-from fused_grpo.trainer.batching.micro_batch_metrics import FIRST_TURN, MISMATCH, turn_differences
+from fused_grpo.trainer.batching.micro_batch_metrics import MISMATCH
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
@@ -60,7 +60,7 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.episodes.environments import with_prompts
-from fused_grpo.trainer.learner import Optimizers, Rounding
+from fused_grpo.trainer.learner import Optimizers
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
 from fused_grpo.trainer.logging.run_output import LogEntry, Results, RunOutput, TrainResult
@@ -164,7 +164,8 @@ class GRPOTrainer(TransformersFace):
             super().__init__(start, policy, learner)
             self.max_steps, self.epochs = start.max_steps, start.epochs
             self.collector = Collector(start, self.sampler, learner, self.events)
-            self.weight_check = WeightCheck(self.args, policy, accelerator.device, own_weights=own_weights)
+            kinds = {"own_weights": own_weights, "is_mixture": learner.routers is not None}
+            self.weight_check = WeightCheck(self.args, policy, accelerator.device, **kinds)
             self.buffer: RolloutBuffer | None = None
             self.stop, self.lock = StopOnSignal(), RunLock()
             self._undo = ExitStack()  # of what a run that fails at its start has done
@@ -354,10 +355,12 @@ class GRPOTrainer(TransformersFace):
 
     def _collect(self, phases: Phases) -> RolloutBuffer:
         """The next generated batch, scored: one `generate` call, and more where `dynamic_sampling` replaces groups."""
-        self._open_engine()
+        can_sleep = getattr(self.engine, "can_sleep", True)
+        if can_sleep or not self.engine_is_open:
+            self._open_engine()
         scored = self.scored = self.collector.collect(self.engine, phases, sync=partial(self._sync_engine, phases))
         with all_ranks_succeed(self.accelerator, "writing the rollouts"):
-            if not self.collector.queue:
+            if can_sleep and not self.collector.queue:
                 self.engine.sleep()
             self._undo.pop_all()  # the run has made something
             self.output.rollouts(self.step + 1, scored.records)
@@ -365,7 +368,9 @@ class GRPOTrainer(TransformersFace):
 
     def _learn(self, buffer: RolloutBuffer) -> dict[str, Any]:
         is_plain = self.weight_check.is_plain_within_support if buffer.has_support else self.weight_check.is_plain
-        check = self._check_agreement if is_plain and buffer.weight_version == self.step else None
+        # Dropout moves log-probs more than stale weights do.
+        is_comparable = is_plain and buffer.weight_version == self.step and not self.learner.is_random
+        check = partial(self.weight_check.of_step, engine=self.engine) if is_comparable else None
         batch, metrics = self.learner.learn(buffer.current, check=check, event=self.events)
         reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}
         buffer.advance(batch)
@@ -373,16 +378,6 @@ class GRPOTrainer(TransformersFace):
             self.collector.pace.learned_from(reports["off_policy_steps"], metrics.get(MISMATCH))
         named = {LOSS_METRICS.get(name, name): value for name, value in metrics.items()}
         return {"step": self.step, **{name: named[name] for name in named if name}, **buffer.metrics, **reports}
-
-    def _check_agreement(self, metrics: dict[str, float], rounding: Rounding) -> None:
-        """Raise where the engine cannot have sampled from the trainer's weights, or what is trained on."""
-        # Dropout moves log-probs more than stale weights do.
-        if not self.learner.is_random and "sampling_difference_mean" in metrics:
-            differences = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
-            turns = turn_differences(metrics) if FIRST_TURN in metrics else ()
-            self.weight_check(*differences, turns=turns, engine=self.engine, rounding=rounding)
-            if self.learner.routers is not None:
-                self.weight_check.warn_of_routing(metrics, self.engine)
 
     def _record(self, metrics: dict[str, Any], phases: Phases) -> None:
         metrics |= {

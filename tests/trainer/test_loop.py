@@ -195,6 +195,24 @@ def test_a_sleeping_engine_is_woken_for_an_evaluation(make_trainer, served_engin
     assert not trainer.engine.awake
 
 
+@pytest.mark.parametrize(("can_sleep", "calls"), [(None, 2), (True, 2), (False, 0)])
+def test_an_engine_sleeps_while_the_trainer_learns_unless_it_cannot(make_trainer, served_engine, can_sleep, calls):
+    class Counting(served_engine):
+        woken = slept = 0
+
+        def wake(self) -> None:
+            self.woken += 1
+
+        def sleep(self) -> None:
+            self.slept += 1
+
+    if can_sleep is not None:
+        Counting.can_sleep = can_sleep
+    trainer = make_trainer(engine=Counting, max_steps=2)
+    trainer.train()
+    assert (trainer.engine.woken, trainer.engine.slept) == (calls, calls)
+
+
 def test_a_reference_that_follows_is_mixed_once_also_where_ends_are_tied(make_model):
     model = make_model(tie_word_embeddings=True)
     args = GRPOConfig(beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.6)

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -255,13 +254,11 @@ def test_without_replay_one_warning_has_what_was_measured(make_trainer, routed_e
 def test_it_is_said_where_experts_may_be_the_reason(make_model, caplog, largest, share, case, said):
     args = GRPOConfig(use_cpu=True, router_replay=case == "replay", logprob_mismatch="warn")
     own_weights = case != "no weights of its own"
-    check = WeightCheck(args, make_model(), torch.device("cpu"), own_weights=own_weights)
+    kinds = {"own_weights": own_weights, "is_mixture": case != "dense"}
+    check = WeightCheck(args, make_model(), torch.device("cpu"), **kinds)
     metrics = {"sampling_difference_mean": 0.1, "sampling_difference_max": largest, **share}
-    learner = SimpleNamespace(is_random=False, routers=None if case == "dense" else (1, {0: EXPERTS}))
-    trainer: Any = SimpleNamespace(learner=learner, weight_check=check, engine=SimpleNamespace(name="vllm"))
-    trainer.engine.weight_version = 0
     for _ in range(2):
-        GRPOTrainer._check_agreement(trainer, metrics, lambda dtype: 0.0)
+        check.of_step(metrics, lambda dtype: 0.0, engine=SimpleNamespace(name="vllm", weight_version=0))
     assert sum("mixture of experts" in record.getMessage() for record in caplog.records) == said
 
 

@@ -26,7 +26,7 @@ from fused_grpo.trainer.collect.advantages import nanstd, scaled_in_batch, sprea
 from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import Row
+from fused_grpo.trainer.data.datasets import Row, is_conversational
 from fused_grpo.trainer.data.prompts import as_completion, has_own_parser, parsed_reply
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, with_fields
@@ -154,12 +154,14 @@ def score_rollouts(
     # A group that was sampled again may have other columns.
     shared = [name for name in samples[0].extra if all(name in sample.extra for sample in samples)]
     columns = [row | {name: one.extra[name] for name in shared} for row, one in zip(rows, samples, strict=True)]
-    given = [as_completion(row, text) for row, text in zip(rows, texts, strict=True)]
+    are_messages, given = bool(rows) and is_conversational(rows[0]), list[Any](texts)
+    if are_messages:
+        given = [as_completion(row, text) for row, text in zip(rows, texts, strict=True)]
     episodes = [sample.episode for sample in samples if sample.episode is not None]  # of all samples, or of none
     if episodes:
         given = [episode.messages for episode in episodes]
         columns = [row | {"prompt": episode.prompt} for row, episode in zip(columns, episodes, strict=True)]
-    elif has_own_parser(tokenizer):
+    elif are_messages and has_own_parser(tokenizer):
         _parse(given, samples, tokenizer)
     # The functions do not see groups for which the engine failed.
     sound, said = [place for place, sample in enumerate(samples) if sample.failure is None], dict[str, Any]()

@@ -46,6 +46,7 @@ class RolloutEngine(Protocol):
     weight_dtype: torch.dtype | None = None  # matrices are sent in it if it is smaller than theirs; None: as they are
     takes_adapter: bool = False  # True: it has the base model, and `load_weights` is given the trained adapter alone
     has_own_weights: bool = True  # False: it samples with the trainer's tensors, and `load_weights` is given none
+    can_sleep: bool = True  # False: it has nothing to free, and `sleep` and `wake` are not called between steps
     why_no_support: str | None = None  # of rollouts without the support of each token: what the engine needs for it
     samples_in_background: bool = False  # True: it may sample, and load weights, in another thread than the trainer's
     first_rank_sends: bool = False  # True: `load_weights` reads those of the first rank alone

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, WeightSyncError, WrongTypeError
-from fused_grpo.trainer.batching.micro_batch_metrics import MOST_TURNS
+from fused_grpo.trainer.batching.micro_batch_metrics import FIRST_TURN, MOST_TURNS, turn_differences
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
@@ -136,19 +136,38 @@ class WeightCheck:
         args: `logprob_mismatch` "fail" raises, "warn" logs one warning; `max_logprob_difference` is the bound, in nats.
         model: the model that is trained, on `device`.
         own_weights: whether the engine has weights of its own, which can be stale: None is "fail" then, else "warn".
+        is_mixture: whether it is a mixture of experts.
     """
 
-    def __init__(self, args: GRPOConfig, model: nn.Module, device: torch.device, *, own_weights: bool = True) -> None:
+    def __init__(
+        self,
+        args: GRPOConfig,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        own_weights: bool = True,
+        is_mixture: bool = False,
+    ) -> None:
         # Layers in 4 bits cast what they multiply to a dtype of their own, where they say one.
         own = [layer.compute_dtype for layer in layers_in_4bit(model).values() if layer.compute_dtype is not None]
         dtypes = [torch.bfloat16] if wants_bf16(args) else [next(model.parameters()).dtype, *own]
         self._dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         self._device, self._bound = device.type, args.max_logprob_difference
         self._reaction, self._own_weights, self._has_warned = args.logprob_mismatch, own_weights, False
-        self._knows_routing = args.router_replay or not own_weights
+        self._may_route_otherwise = is_mixture and own_weights and not args.router_replay
         # Whether the policy's distribution is what is sampled from: over all tokens, over the support of each.
         sampling = args.sampling(seed=0)
         self.is_plain, self.is_plain_within_support = sampling.is_plain, sampling.is_plain_within_support
+
+    def of_step(self, metrics: Mapping[str, float], rounding: Callable[[torch.dtype], float], *, engine: Any) -> None:
+        """Check the completion tokens of a step by its metrics; without log-probs of the sampler there are none."""
+        if "sampling_difference_mean" not in metrics:
+            return
+        turns = turn_differences(metrics) if FIRST_TURN in metrics else ()
+        mean, largest = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
+        self(mean, largest, engine=engine, rounding=rounding, turns=turns)
+        if self._may_route_otherwise and largest > _MAX_BOUND:
+            self._warn_of_routing(mean, largest, metrics.get(ROUTING), engine)
 
     def __call__(
         self,
@@ -183,13 +202,11 @@ class WeightCheck:
             _log.warning("%s (the run goes on; this is said once; logprob_mismatch='fail' would end it)", error)
         self._has_warned = True
 
-    def warn_of_routing(self, metrics: Mapping[str, float], engine: RolloutEngine) -> None:
-        """Log one warning where a step of a mixture of experts differs by more than it does within the same experts."""
-        mean, largest = (metrics[f"sampling_difference_{kind}"] for kind in ("mean", "max"))
-        share = metrics.get(ROUTING)  # None: the engine does not say
-        if self._knows_routing or not largest > _MAX_BOUND or share == 0.0:
+    def _warn_of_routing(self, mean: float, largest: float, share: float | None, engine: RolloutEngine) -> None:
+        """Log one warning where a share of the choices of experts differs; None: the engine does not say them."""
+        if share == 0.0:
             return
-        self._knows_routing = True
+        self._may_route_otherwise = False
         choices = "" if share is None else f", and {share:.2%} of the choices of experts,"
         _log.warning(
             f"got log-probs of a mixture of experts that differ by {mean:.3g} on average and {largest:.3g} at most"

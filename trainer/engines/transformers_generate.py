@@ -45,7 +45,7 @@ class TransformersEngine(RolloutEngine):
     """
 
     name = "transformers"
-    has_own_weights = False
+    has_own_weights = can_sleep = False
     why_no_support = "it needs a model whose `generate` calls logits processors, and no beams"
 
     def __init__(
