@@ -35,8 +35,7 @@ from fused_grpo.head.chunked_loss import (
     LossPlan,
     Score,
     chunked_loss,
-    statistics_of,
-    value_and_gradient,
+    loss_and_gradient,
 )
 from fused_grpo.head.entries import Support, kept_mask, support_of
 from fused_grpo.head.head import Head, Wanted, flatten_head
@@ -254,8 +253,7 @@ def _reference_loss(
     of_head, passes = logprobs, choice.passes("reference")
     logprobs = logprobs if centering is None else centering.keep(slice(None), logprobs)
     loss, _ = factors.grpo_loss(logprobs, entropy, inputs, config)
-    upstream, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=passes)
-    statistics = statistics_of([sums], upstream, inputs.tokens.mask, config, passes)
+    upstream, statistics = loss_and_gradient(logprobs, entropy, inputs, config, passes)
     without = inputs.tokens.mask > upstream.have_gradient()
     if centering is not None:
         centering.weigh(factors.token_factors(logprobs, entropy, inputs, config)["policy_weights"])

@@ -158,9 +158,8 @@ def linear_logprobs(
         UnsupportedError: options that do not go with a process_group; torch.func and forward-mode AD.
     """
     options = HeadOptions(bias, temperature, logit_scale, softcap)
-    head = flatten_head(hidden, weight, targets, options, sharded=process_group is not None, several=True)
     plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl, outputs)
-    logprobs, _, moments = _linear_logprobs(head, plan, support, entropy=False)
+    logprobs, _, moments = _linear_logprobs(hidden, weight, targets, options, plan, support, entropy=False)
     logprobs = logprobs.reshape(targets.shape)
     return logprobs if outputs is None else _with_outputs(logprobs, None, moments, outputs)
 
@@ -202,9 +201,8 @@ def linear_logprobs_and_entropy(
         InputError, UnavailableError, UnsupportedError: as `linear_logprobs`.
     """
     options = HeadOptions(bias, temperature, logit_scale, softcap)
-    head = flatten_head(hidden, weight, targets, options, sharded=process_group is not None, several=True)
     plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl, outputs)
-    logprobs, entropies, moments = _linear_logprobs(head, plan, support, entropy=True)
+    logprobs, entropies, moments = _linear_logprobs(hidden, weight, targets, options, plan, support, entropy=True)
     values = logprobs.reshape(targets.shape), entropies.view(hidden.shape[:-1])
     return LogProbs(*values) if outputs is None else _with_outputs(*values, moments, outputs)
 
@@ -220,38 +218,35 @@ class _Plan(NamedTuple):
     outputs: tuple[Output, ...] | None
 
 
-def _linear_logprobs(head: Head, plan: _Plan, support: Any, *, entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log p [N], of K targets [N, K], entropy [N] if that is asked for, moments [3, N] for outputs).
-
-    Targets may be `ignore_index`.
-    """
+def _linear_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, plan: _Plan, support: Any, *, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log p [N], of K targets [N, K], entropy [N] if that is asked for, moments [3, N] for outputs)."""
     ignore_index, group, chunk_bytes, batch_invariant, impl, outputs = plan
+    head = flatten_head(hidden, weight, targets, options, sharded=group is not None, several=True)
     check_plan(impl, chunk_bytes, ignore_index=ignore_index, process_group=group, batch_invariant=batch_invariant)
     if outputs is not None:
         _check_outputs(outputs, head, process_group=group)
     kept, moments = None, None
     if support is not None:  # here, because the call of a function that is not traced would break a compiled graph
         kept = support_of(support, head, process_group=group, batch_invariant=batch_invariant)
-    options = Options(entropy, chunk_bytes, batch_invariant)
+    how = Options(entropy, chunk_bytes, batch_invariant)
     if group is not None:
         from fused_grpo.head.sharded import vocab_parallel_logprobs
 
-        values = vocab_parallel_logprobs(head, group, options, ignore_index=ignore_index, impl=impl)
+        logprobs, entropies = vocab_parallel_logprobs(head, group, how, ignore_index=ignore_index, impl=impl)
     elif impl == "reference":
-        values = _reference(head, ignore_index, kept)
-        moments = _reference_moments(head, ignore_index, kept) if outputs else None
+        logprobs, entropies, moments = _reference(head, ignore_index, kept, moments=bool(outputs))
     elif kept is not None:
-        *pair, moments = supported_logprobs(
-            head, kept, options, ignore_index=ignore_index, impl=impl, moments=bool(outputs)
+        logprobs, entropies, moments = supported_logprobs(
+            head, kept, how, ignore_index=ignore_index, impl=impl, moments=bool(outputs)
         )
-        values = pair[0], pair[1]
     else:
         tensors, transform = (head.hidden, head.weight, head.bias, head.targets), (head.logit_scale, head.softcap)
-        how = ignore_index, entropy, impl, chunk_bytes, batch_invariant, [*Wanted.of(head)]
-        *values, _, _, _, moments = torch.ops.fused_grpo.linear_logprobs.default(
-            *tensors, head.temperature, bool(outputs), *transform, *how
+        computed = ignore_index, entropy, impl, chunk_bytes, batch_invariant, [*Wanted.of(head)]
+        logprobs, entropies, _, _, _, moments = torch.ops.fused_grpo.linear_logprobs.default(
+            *tensors, head.temperature, bool(outputs), *transform, *computed
         )
-    logprobs, entropies = values
     return logprobs, entropies, moments if outputs else None
 
 
@@ -278,22 +273,16 @@ def _with_outputs(
     return LogProbOutputs(logprobs, entropy, **{name: named[name] for name in outputs})
 
 
-def _reference_moments(head: Head, ignore_index: int, support: Support | None) -> Tensor:
-    """`finish_moments` [3, N] of full logits."""
-    kept, head = head.without_ignored(torch_passes, ignore_index)
-    mask = None if support is None else kept_mask(support, len(head.weight), head.targets, kept)
-    with full_precision(head.hidden):
-        moments = distributions.moments(head.hidden, head.weight, head.targets, **head.transform(), kept=mask)
-        return torch.where(kept, moments, 0.0)
-
-
-def _reference(head: Head, ignore_index: int, support: Support | None) -> tuple[Tensor, Tensor]:
-    """(log p [N] or [N, K], entropy [N]) through full logits and autograd."""
+def _reference(
+    head: Head, ignore_index: int, support: Support | None, *, moments: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log p [N] or [N, K], entropy [N], `finish_moments` [3, N]) through full logits and autograd."""
     kept, head = head.without_ignored(torch_passes, ignore_index)
     head = head.blank(rows_with(kept))
     mask = None if support is None else kept_mask(support, len(head.weight), head.targets, kept)
     with full_precision(head.hidden):
-        logprobs, entropy = distributions.logprobs_and_entropy(
-            head.hidden, head.weight, head.targets.clamp_min(0), **head.transform(), kept=mask
-        )
-    return torch.where(kept, logprobs, 0.0), torch.where(rows_with(kept), entropy, 0.0)
+        given = head.hidden, head.weight, head.targets.clamp_min(0)
+        logprobs, entropy = distributions.logprobs_and_entropy(*given, **head.transform(), kept=mask)
+        seen = distributions.moments(*given, **head.transform(), kept=mask) if moments else None
+    seen = None if seen is None else torch.where(kept, seen, 0.0)
+    return torch.where(kept, logprobs, 0.0), torch.where(rows_with(kept), entropy, 0.0), seen

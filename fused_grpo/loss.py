@@ -18,7 +18,7 @@ from fused_grpo.head.checks import (
     loss_inputs,
     outside_graphs,
 )
-from fused_grpo.head.chunked_loss import AttachGradients, statistics_of, value_and_gradient
+from fused_grpo.head.chunked_loss import AttachGradients, loss_and_gradient
 from fused_grpo.passes import choice
 
 
@@ -120,8 +120,7 @@ def grpo_loss(
     assert flat is not None
     chosen = choice.choose(impl, logprobs)
     passes = choice.passes(chosen)
-    upstream, sums = value_and_gradient(flat, flat_entropy, inputs, config=config, passes=passes)
-    statistics = statistics_of([sums], upstream, inputs.tokens.mask, config, passes)
+    upstream, statistics = loss_and_gradient(flat, flat_entropy, inputs, config, passes)
     if chosen == "reference":
         loss = factors.grpo_loss(flat, flat_entropy, inputs, config)[0]
     else:

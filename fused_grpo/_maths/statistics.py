@@ -93,11 +93,11 @@ class Upstream(NamedTuple):
 Rows = TypeVar("Rows", bound=tuple[Any, ...])
 
 
-def no_columns(count: int, *, dtype: torch.dtype, device: torch.device) -> RowState:
-    """The state of `count` rows without any column."""
-    values = torch.zeros((4, count), dtype=dtype, device=device)
-    values[::3] = -torch.inf
-    return RowState(*values)
+def no_columns(targets: Tensor, dtype: torch.dtype) -> RowState:
+    """The state of rows with these targets, [N] or [N, K], without any column."""
+    lowest = torch.full_like(targets, -torch.inf, dtype=dtype)
+    shift = lowest if targets.ndim == 1 else lowest[:, 0]
+    return RowState(shift, torch.zeros_like(shift), torch.zeros_like(shift), lowest)
 
 
 def merge_rows(parts: Sequence[RowState]) -> RowState:

@@ -13,7 +13,6 @@ In short:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,10 +49,6 @@ class TwoHeads:
         dtype, device, columns = self.student.dtype, self.student.hidden.device, len(self.student.weight)
         student, teacher = (passes.empty_tile(rows, columns, dtype=dtype, device=device) for _ in range(2))
         return student, teacher
-
-    def tiles(self, memory: tuple[Tensor, Tensor]) -> Iterator[tuple[Tile, Tile]]:
-        """Whole rows of both, chunk by chunk."""
-        yield from zip(self.student.tiles(memory[0]), self.teacher.tiles(memory[1]), strict=True)
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,7 @@ def chunked_divergence(
     gradients = HeadGradients(student, wanted, one_group=len(memory[0]) >= len(weights), scale=scale, rounded=rounded)
     upstream = (weights if scale is None else weights * scale) if any(wanted) else None
     divergences = []
-    for tile, teacher in heads.tiles(memory):
+    for tile, teacher in zip(student.tiles(memory[0]), heads.teacher.tiles(memory[1]), strict=True):
         divergence, gradient = passes.divergence_gradient_(
             tile.logits,
             teacher.logits,

@@ -203,15 +203,13 @@ def _one_by_one(
     for tile in head.tiles(memory):
         seen = visitor.visit_(tile)
         inputs = replace(inputs, tokens=tokens.rows(tile.rows))
-        upstream, sums = value_and_gradient(
-            seen.statistics.logprobs, seen.statistics.entropy, inputs, config=config, passes=passes
-        )
+        upstream, sums = _value_and_gradient(seen.statistics.logprobs, seen.statistics.entropy, inputs, config, passes)
         if (count := visitor.sweep.active - tile.rows.start) > 0:
             visitor.add(tile.first(count), seen, upstream)
         visits.append((seen.statistics, upstream, sums))
     every, upstreams, parts = zip(*visits, strict=True)
     upstream = joined(upstreams)
-    return statistics_of(parts, upstream, tokens.mask, config, passes), joined(every), upstream
+    return _statistics_of(parts, upstream, tokens.mask, config, passes), joined(every), upstream
 
 
 def _in_two_phases(
@@ -227,9 +225,8 @@ def _in_two_phases(
         logprobs, entropy = (_scattered(values, index, count) for values in (logprobs, entropy))
         scored = torch.zeros_like(inputs.tokens.mask).index_fill_(0, index, True)
         inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
-    upstream, sums = value_and_gradient(logprobs, entropy, inputs, config=config, passes=visitor.sweep.passes)
+    upstream, statistics = loss_and_gradient(logprobs, entropy, inputs, config, visitor.sweep.passes)
     visitor.all_seen(logprobs, entropy, inputs, config)
-    statistics = statistics_of([sums], upstream, inputs.tokens.mask, config, visitor.sweep.passes)
     upstream, recomputed = upstream if index is None else upstream.rows(index), 0
     if visitor.sweep.gradients is not None:
         last = tile.rows
@@ -289,10 +286,18 @@ def _scale(head: Head, inputs: LossInputs, teacher: Teacher | None) -> Tensor | 
     return power_of_two_scale(head, largest if head.index is None else largest[head.index], exponent=6)
 
 
-def value_and_gradient(
-    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, *, config: GRPOLossConfig, passes: RowPasses
+def loss_and_gradient(
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig, passes: RowPasses
+) -> tuple[Upstream, dict[str, Tensor]]:
+    """(the gradients, the loss and its metrics) from the log-probs [N] and entropies [N] of all tokens."""
+    upstream, sums = _value_and_gradient(logprobs, entropy, inputs, config, passes)
+    return upstream, _statistics_of([sums], upstream, inputs.tokens.mask, config, passes)
+
+
+def _value_and_gradient(
+    logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig, passes: RowPasses
 ) -> tuple[Upstream, Any]:
-    """The gradients, and sums for `statistics_of`, from the log-probs [N] and entropies [N] of some tokens."""
+    """The gradients, and sums for `_statistics_of`, of some tokens."""
     with torch.no_grad():
         logprobs, entropy = logprobs.detach(), None if entropy is None else entropy.detach()
         many: dict[str, Tensor | None] = {}
@@ -310,7 +315,7 @@ def value_and_gradient(
         return Upstream(gradient, None if weights is None else -torch.where(inputs.tokens.mask, weights, 0.0)), sums
 
 
-def statistics_of(
+def _statistics_of(
     sums: Sequence[Any], upstream: Upstream, mask: Tensor, config: GRPOLossConfig, passes: RowPasses
 ) -> dict[str, Tensor]:
     """The loss and the metrics of all tokens. `passes` know of the part of the gradient that is a token's own."""

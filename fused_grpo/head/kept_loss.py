@@ -13,7 +13,7 @@ from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.statistics import Statistics
 from fused_grpo.config import GRPOLossConfig, TokenTerms
 from fused_grpo.head.centering import SamplerHead, scored_by_sampler, weights_of, with_centering
-from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, rows_in_order, statistics_of, value_and_gradient
+from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, loss_and_gradient, rows_in_order
 from fused_grpo.head.entries import Support
 from fused_grpo.head.head import Gradients, Head
 from fused_grpo.head.kept_tokens import SupportedHead
@@ -42,10 +42,7 @@ def supported_loss(
         inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
     rows = SupportedHead(head, support, scored, passes, chunk_bytes=plan.chunk_bytes, wanted=plan.wanted)
     row_statistics = rows.statistics(entropy=plan.entropy, moments=plan.squares)
-    upstream, sums = value_and_gradient(
-        row_statistics.logprobs, row_statistics.entropy, inputs, config=config, passes=passes
-    )
-    statistics = statistics_of([sums], upstream, scored, config, passes)
+    upstream, statistics = loss_and_gradient(row_statistics.logprobs, row_statistics.entropy, inputs, config, passes)
     of_entries = None
     if sampler is not None:
         assert sampler.logprobs is not None

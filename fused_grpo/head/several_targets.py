@@ -40,7 +40,7 @@ from torch import Tensor
 from fused_grpo._maths import distributions
 from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.moments import TakesMoments
-from fused_grpo._maths.statistics import HEADROOM, RowState, Statistics, finite, merge_rows
+from fused_grpo._maths.statistics import HEADROOM, RowState, Statistics, finite, merge_rows, no_columns
 from fused_grpo.head.head import SLICE_BYTES, Head, Tile
 from fused_grpo.passes import buffers
 from fused_grpo.passes.protocol import RowPasses
@@ -68,6 +68,8 @@ def largest_target(tile: Tile) -> tuple[Tile, Tensor | None]:
 
 def row_statistics(tile: Tile, passes: RowPasses, *, entropy: bool, moments: TakesMoments | None = None) -> RowState:
     """The state of a tile's rows; for K targets without the largest of them, and with all their logits [R, K]."""
+    if not tile.logits.shape[1]:  # of an empty shard
+        return no_columns(tile.targets, tile.logits.dtype)
     tile, below = largest_target(tile)
     state = RowState(
         *passes.row_statistics(tile.logits, tile.targets, entropy=entropy, moments=moments, **tile.transform)

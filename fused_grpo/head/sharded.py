@@ -115,12 +115,11 @@ class _VocabParallel(torch.autograd.Function):
         passes: RowPasses,
         options: logprob_plans.Options,
     ) -> tuple[Tensor, Tensor]:
-        rows, wanted = len(head.targets), Wanted(*ctx.needs_input_grad[:3])
+        wanted = Wanted(*ctx.needs_input_grad[:3])
         if len(weight):
             own = logprob_plans.fold(head, passes, options._replace(wanted=wanted))
         else:
-            own = no_columns(rows, dtype=head.dtype, device=hidden.device)
-            own = own._replace(target_logit=own.shift.new_full(head.targets.shape, -torch.inf))
+            own = no_columns(head.targets, head.dtype)
         statistics = several_targets.finish_rows(shards.gather(own), passes, entropy=options.entropy)
         ctx.plan = (passes, shards, wanted, options.chunk_bytes, head.logit_scale, head.softcap)
         save_for_backward(ctx, (hidden, weight, bias, head.targets, head.temperature), *statistics)

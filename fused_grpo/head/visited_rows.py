@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_grpo._maths import factors
 from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.moments import RowsMoments
-from fused_grpo._maths.statistics import RowState, Statistics, Upstream, no_columns
+from fused_grpo._maths.statistics import RowState, Statistics, Upstream
 from fused_grpo.config import GRPOLossConfig
 from fused_grpo.head import several_targets
 from fused_grpo.head.centering import Centering
@@ -92,11 +92,6 @@ class ShardedRows(KnownRows):
     def visit_(self, tile: Tile) -> Seen:
         return self._finished(self.shards.gather(self._state(tile)))
 
-    def _state(self, tile: Tile) -> RowState:
-        if tile.logits.shape[1]:
-            return super()._state(tile)
-        return no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
-
 
 @dataclass(frozen=True)
 class TaughtRows(KnownRows):
@@ -140,11 +135,7 @@ class CentredRows(KnownRows):
     shards: Shards | None = None
 
     def visit_(self, tile: Tile) -> Seen:
-        if tile.logits.shape[1]:
-            own = self._state(tile)
-        else:
-            own = no_columns(len(tile.targets), dtype=tile.logits.dtype, device=tile.logits.device)
-            own = own._replace(target_logit=own.shift[:, None].expand(tile.targets.shape))
+        own = self._state(tile)
         parts = [own] if self.shards is None else self.shards.gather(own)
         return self._own(tile, several_targets.finish_rows(parts, self.sweep.passes, entropy=self.sweep.entropy))
 
