@@ -61,8 +61,8 @@ def distance(group: list[Completion], weights: Sequence[float]) -> float:
     return std(values) if len(values) > 1 else 0.0
 
 
-def divided_by(groups: Groups, weights: Sequence[float], args: Any) -> list[float] | None:
-    """What has the standard deviation that advantages of the batch are divided by; None: each group has its own."""
+def scaled_by(groups: Groups, weights: Sequence[float], args: Any) -> list[float] | None:
+    """What has the standard deviation that scales the advantages of the batch; None: each group has its own."""
     if args.multi_objective_aggregation == "normalize_then_sum":
         return normalised(groups, weights)
     if args.advantage_estimator == "reinforce_plus_plus_baseline":
@@ -118,7 +118,7 @@ def of_batch(
     found["groups_with_equal_rewards"] = mean(equal)
     many = [len(totals(group, weights)) > min(1, len(group) - 1) for group in kept]
     found["frac_reward_zero_std"] = mean([a and b for a, b in zip(equal, many, strict=True)])
-    if (of_all := divided_by(groups, weights, args)) is not None and batch:
+    if (of_all := scaled_by(groups, weights, args)) is not None and batch:
         found["frac_reward_zero_std"] = float(len(of_all) > 1 and std(of_all) < EQUAL)
     for place, name in enumerate(names):
         own = [one.rewards[place] for one in batch if not one.dropped and one.rewards[place] is not None]

@@ -11,6 +11,7 @@ the loss op does not: by sequence, times the ratio, or of the sampler. The ratio
     sampling/mismatch_kl                   KL(sampler || policy) per token by k3, over the same tokens
     .../turn_<k>/*                         the same over turn k of completions with a mask; the last k has all after it
     sampling/importance_sampling_ratio/*   rho of the sampling correction, after its bounds
+    ratio_mean                             mean over sequences, where the ratio is that of a sequence
 
 docs/trainer.md has those that TRL has not.
 
@@ -76,9 +77,13 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
     current, tokens, sequences, terms = logprobs.float(), inputs.tokens, inputs.sequences, TokenTerms.of(config)
     old = current if tokens.old_logprobs is None else tokens.old_logprobs
     ratio, clipped = ratio_and_clipped(current, inputs, config)
-    low, high = (sequences.mean(clipped & side, tokens.mask) for side in (tokens.advantages < 0, tokens.advantages > 0))
-    counts = sequences.sum(tokens.mask)
+    # "ipo" masks by the direction in which the policy has moved alone; where the advantage is 0, that takes nothing.
+    side, counts = ratio - 1 if config.loss_type == "ipo" else tokens.advantages, sequences.sum(tokens.mask)
+    clipped = clipped & (tokens.advantages != 0)
+    low, high = (sequences.mean(clipped & of_side, tokens.mask) for of_side in (side < 0, side > 0))
     sums = _clip_sums(low, high, counts, config)
+    if config.ratio_of_sequence:
+        sums["ratio_mean"] = _mean(sequences.mean(ratio, tokens.mask), counts > 0)
     if tokens.ref_logprobs is not None:
         kl = kl_term(tokens.ref_logprobs - current, terms.kl_estimator)
         sums["kl"] = _mean(kl * ratio if terms.bias_correction_kl else kl, counts)
@@ -90,7 +95,7 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
         apart = torch.where(is_known, old - sampling, 0.0)
         sums |= {f"{DIFFERENCE}/mean": _mean(apart.abs(), is_known), f"{DIFFERENCE}/max": apart.abs().amax()}
         sums |= {MISMATCH: _mean(kl_term(apart, "k3"), is_known), BIT_EQUAL: _mean(old == sampling, is_known)}
-        if config.sampling_correction is not None:
+        if config.sampling_correction is not None and terms.correction != "sampler":  # whose weights are in the ratio
             rho = _rho(old, inputs, config)
             each = torch.ones_like(rho)
             sums |= {f"{RATIO}/mean": _mean(rho, each), SAMPLE_SIZE: _mean(rho.square(), each)}

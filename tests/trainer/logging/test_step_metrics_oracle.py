@@ -1,0 +1,126 @@
+"""Every logged number of an optimizer step is what docs/trainer.md says: by an oracle in fp64 without our code."""
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+import step_metrics_oracle as oracle
+import torch
+
+SOME_EQUAL = {1, 2, 5}  # of 8 remainders
+BASE = {
+    **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    **{"num_iterations": 2, "num_generations": 4, "max_steps": 5, "learning_rate": 0.01, "max_grad_norm": 0.0},
+    **{"logprob_mismatch": "warn"},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": {"epsilon_high": 0.28},
+    "grpo with a reference": {"loss_type": "grpo", "beta": 0.1},
+    "k2 without the ratio": {"beta": 0.1, "kl_estimator": "k2", "use_bias_correction_kl": False},
+    "k1 of sequences": {"beta": 0.1, "kl_estimator": "k1", "importance_sampling_level": "sequence", "epsilon": 0.01},
+    "gspo without completions of advantage 0": {"importance_sampling_level": "sequence", "epsilon": 0.01},
+    "bounded": {"delta": 1.1, "loss_type": "bnpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "entropy_coef": 0.05},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.02},
+    "sapo": {"loss_type": "sapo", "learning_rate": 0.001},
+    "vespo": {"loss_type": "vespo", "learning_rate": 0.001},
+    "gmpo": {"loss_type": "gmpo", "epsilon": 0.03},
+    "dppo_tv": {"loss_type": "dppo_tv", "epsilon": 0.02},
+    "dppo_kl": {"loss_type": "dppo_kl", "epsilon": 0.001, "delta": 1.2},
+    "dppo from the old policy": {"loss_type": "dppo_tv", "epsilon": 0.02, "vllm_importance_sampling_correction": False},
+    "ipo": {"loss_type": "ipo", "epsilon": 0.02},
+    "ipo of all completions": {"loss_type": "ipo", "epsilon": 0.02, "skip_zero_advantages": False},
+    "gpg": {"loss_type": "gpg"},
+    "dro": {"loss_type": "dro", "log_ratio_penalty": 0.05},
+    "uncertain tokens": {"top_entropy_quantile": 0.4, "entropy_coef": 0.05},
+    "masked by tokens": {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.2},
+    "masked by sequences": {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 1.5},
+    "truncated sequences": {"vllm_importance_sampling_mode": "sequence_truncate"},
+    "off policy mask": {"off_policy_mask_threshold": 0.02},
+    "cut completions": {"mask_truncated_completions": True, "loss_type": "grpo"},
+    "all completions": {"skip_zero_advantages": False},
+    "by tokens": {"max_tokens_per_micro_batch": 24},
+    "whole prompts": {"share_prompts": False},
+}
+
+
+def reward(completion_ids, **columns):
+    return [float(sum(ids) % 8 in SOME_EQUAL) for ids in completion_ids]
+
+
+def watched(trainer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+    """(the steps: their batch, the policy before, that of the generation's first step, and the entropy coefficient)."""
+    generate, buffer, learn = trainer.engine.generate, trainer.collector.buffer, trainer.learner.learn
+    steps, first = [], []
+
+    def noisy(prompt_ids, sampling):
+        rollouts, noise = generate(prompt_ids, sampling), torch.Generator().manual_seed(sampling.seed)
+        for number, row in enumerate(rollouts.sampling_logprobs):
+            rollouts.sampling_logprobs[number] = [
+                min(0.0, value + 0.2 * torch.randn((), generator=noise).item()) for value in row
+            ]
+            if len(row) == sampling.max_tokens:
+                rollouts.finish_reasons[number] = "length"
+        return rollouts
+
+    def watch_buffer(*given):
+        first[:] = [copy.deepcopy(trainer.model).double()]
+        return buffer(*given)
+
+    def watch_learn(batch, **options):
+        steps.append((batch, copy.deepcopy(trainer.model).double(), first[0], trainer.learner.entropy.applied))
+        return learn(batch, **options)
+
+    trainer.engine.generate, trainer.collector.buffer, trainer.learner.learn = noisy, watch_buffer, watch_learn
+    return steps
+
+
+def sequences(batch: list[Any], policy: Any, old: Any, reference: Any, args: Any) -> list[oracle.Sequence]:
+    rows = []
+    for sample in batch:
+        if args.mask_truncated_completions and sample.finish_reason == "length":
+            continue
+        given = sample.prompt_ids, sample.completion_ids, args.temperature
+        with torch.no_grad():
+            before, of_reference = oracle.measured(old, *given)[0], oracle.measured(reference, *given)[0]
+        logprobs, entropy = oracle.measured(policy, *given)
+        assert not (sample.skipped and sample.advantage)
+        rows.append(
+            oracle.Sequence(
+                sample.advantage,
+                logprobs,
+                entropy,
+                before,
+                of_reference if args.beta else None,
+                torch.tensor(sample.sampling_logprobs, dtype=torch.float64),
+                in_forward=not sample.skipped,
+            )
+        )
+    return rows
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_metrics_of_an_optimizer_step_are_their_definitions(make_trainer, name):
+    trainer = make_trainer(reward, **BASE | CASES[name])
+    reference, steps = copy.deepcopy(trainer.model).double(), watched(trainer)
+    trainer.train()
+    lines = (trainer.output_dir / "metrics.jsonl").read_text().splitlines()
+    found = [record for record in map(json.loads, lines) if "loss" in record]
+    assert len(found) == len(steps) == BASE["max_steps"]
+    for (batch, policy, old, coefficient), record in zip(steps, found, strict=True):
+        rows = sequences(batch, policy, old, reference, trainer.args)
+        step = oracle.Step(rows, trainer.args, total=len(batch), entropy_coef=coefficient)
+        expected = step.metrics()
+        grads = torch.autograd.grad(step.loss, list(policy.parameters()))
+        expected["grad_norm"] = math.sqrt(sum(float((grad**2).sum()) for grad in grads))
+        wrong = {
+            key: (record.get(key), value)
+            for key, value in expected.items()
+            if record.get(key) != pytest.approx(value, rel=2e-4, abs=2e-5)
+        }
+        others = {key for key in record if key.startswith(("sampling/", "clip_ratio/", "kl", "vespo"))}
+        assert others - expected.keys() == {"sampling/bit_equal_fraction"}
+        assert not wrong, f"step {record['step']}: (got, want) {wrong}"
