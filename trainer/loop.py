@@ -328,11 +328,11 @@ class GRPOTrainer(TransformersFace):
         self._is_stale, self.results = True, Results()
 
     def _restore(self, checkpoint: Path) -> None:
-        self.buffer, self.results.eval_before, unlogged, state = restore(checkpoint, self.learner, self.collector)
+        self.buffer, self.results.eval_before, windows, state = restore(checkpoint, self.learner, self.collector)
         with refuse_unusable(checkpoint, STATE_FILE):
             self.epochs.resume(self.step, state.epoch)
             self.events.begin(state, self.epochs.total)
-        self.events.steps.unlogged = unlogged
+        self.events.steps.windows = windows
         self.events.steps.generation = {} if self.buffer is None else self.buffer.metrics
         with all_ranks_succeed(self.accelerator, "cutting back the logs"):
             if self.accelerator.is_main_process:
@@ -341,10 +341,8 @@ class GRPOTrainer(TransformersFace):
     def _training_state(self) -> TrainingFiles:
         # A run that has to stop does not wait for its engine.
         wait = not any_rank(self.accelerator, self.stop.requested, "saving the state")
-        before, unlogged = self.results.eval_before, self.events.steps.unlogged
-        return training_state(
-            self.learner, self.collector, self.buffer, eval_before=before, unlogged=unlogged, wait=wait
-        )
+        before, windows = self.results.eval_before, self.events.steps.windows
+        return training_state(self.learner, self.collector, self.buffer, eval_before=before, windows=windows, wait=wait)
 
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run, which has a step at least."""
@@ -384,7 +382,7 @@ class GRPOTrainer(TransformersFace):
             "epoch": float(self.epochs.at(self.step)),
             "generate_calls": self.collector.generate_calls,
             "rollout_engine": self.engine.name,
-            "step_time": sum(phases.seconds.values()),
+            "step_time": phases.so_far(),
             **{f"time/{name}": seconds for name, seconds in phases.seconds.items()},
         }
         self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
@@ -392,7 +390,7 @@ class GRPOTrainer(TransformersFace):
         self.results.metrics, generation = metrics, {} if self.buffer is None else self.buffer.metrics
         self.events.steps.add(metrics, generation)
         with all_ranks_succeed(self.accelerator, "writing the metrics"):
-            self.output.step(metrics, generation)
+            self.output.step(metrics, self.events.steps)
 
     def _log_evaluate_save(self) -> None:
         """What callbacks have decided after a step or an epoch; transformers' `DefaultFlowCallback` follows `args`."""

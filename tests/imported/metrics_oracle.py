@@ -169,7 +169,7 @@ def windows(records: Sequence[dict[str, Any]], size: int, *, latest: Sequence[st
             values = []
             for record in part:
                 is_repeated = before is not None and once(name) and record["generation"] == before["generation"]
-                if name in record and not is_repeated:
+                if name in record and not is_repeated and not isinstance(record[name], str):
                     values.append(record[name])
                 before = record
             known = [value for value in values if value is not None and math.isfinite(value)]

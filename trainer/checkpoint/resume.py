@@ -40,6 +40,9 @@ _SHORT = reprlib.Repr()
 _SHORT.maxdict = _SHORT.maxstring = _SHORT.maxother = 100  # an adapter's options, and not a file of them
 
 
+Windows = dict[str, dict[str, list[Any]]]
+
+
 class Rule(NamedTuple):
     """Whose value counts, and why."""
 
@@ -80,7 +83,7 @@ class Restored(NamedTuple):
 
     buffer: RolloutBuffer | None
     eval_before: dict[str, float] | None
-    unlogged: dict[str, list[float | None]]
+    windows: Windows
     state: TrainerState
 
 
@@ -109,13 +112,13 @@ def training_state(
     buffer: RolloutBuffer | None,
     *,
     eval_before: dict[str, float] | None = None,
-    unlogged: dict[str, list[float | None]] | None = None,
+    windows: Windows | None = None,
     wait: bool,
 ) -> files.TrainingFiles:
     """The state of a run, to be saved by rank 0; the `buffer` has the rollouts in progress. A collective.
 
-    `eval_before` is the evaluation of the model that the run started from, `unlogged` are the metrics since the last
-    entry of the history; `wait`: for rollouts that an engine is sampling now.
+    `eval_before` is the evaluation of the model that the run started from, `windows` are the metrics since the last
+    entry of the history and the last line of the console; `wait`: for rollouts that an engine is sampling now.
     """
     tensors = dict[str, torch.Tensor]()
     state = pack(optimizer_state(learner.policy, learner.optimizer.optimizer), tensors, "optimizer")
@@ -138,7 +141,7 @@ def training_state(
         "run": identity(learner),
         "options": saved_options(learner.args),
         "eval_before": eval_before,
-        "unlogged": unlogged or {},
+        **(windows or {window: {} for window in files.WINDOWS}),
         "buffers": {str(rank): numbers for rank, (_, numbers) in ranks},
     }
     return files.TrainingFiles(everything_else, by_file)
@@ -213,7 +216,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     lines = changed if any("checkpoint's counts" in line for line in changed) else changed + unlike
     if lines and accelerator.is_main_process:
         _log.warning("resuming from %s with other options:\n  %s", checkpoint, "\n  ".join(lines))
-    return Restored(buffer, numbers["eval_before"], numbers["unlogged"], state)
+    return Restored(buffer, numbers["eval_before"], {name: numbers[name] for name in files.WINDOWS}, state)
 
 
 def load_model_of(checkpoint: Path, learner: Any) -> None:

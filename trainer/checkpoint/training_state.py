@@ -42,6 +42,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 REFERENCE_FILE = "reference.safetensors"
 PROCESS_FILE = "process-{rank}.safetensors"
 TRAINING_FILE = "training.json"
+WINDOWS = ("unlogged", "unshown")  # metrics since the last entry of the log, and since the last line of the console
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 Tensors = Mapping[str, Tensor]
@@ -81,8 +82,8 @@ def read_numbers(directory: Path, max_steps: int) -> dict[str, Any]:
             "fix: resume from another, save without save_only_model, or pass it as the model of a new run"
         )
     with refuse_unusable(directory, TRAINING_FILE):
-        numbers: dict[str, Any] = read_json(path)
-        mappings = {name: dict[str, Any]() for name in ("run", "buffers", "tensors", "options", "unlogged")}
+        numbers: dict[str, Any] = {"unshown": {}} | read_json(path)  # older versions have no such window
+        mappings = {name: dict[str, Any]() for name in ("run", "buffers", "tensors", "options", *WINDOWS)}
         check_alike({"step": 0, **mappings}, numbers, "content", exact=True)
         if numbers["step"] > max_steps:
             raise CheckpointError(
@@ -298,8 +299,9 @@ def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: An
     stream_form = None if place.get("stream") is None else stream_form
     check_alike({"stream": stream_form}, place, "content.collector.sampler", exact=True)
     _check_log("eval_before", {} if numbers["eval_before"] is None else numbers["eval_before"])
-    for name, values in numbers["unlogged"].items():
-        _check_log(f"unlogged.{name}", dict(enumerate(values)))
+    for window in WINDOWS:
+        for name, values in numbers[window].items():
+            _check_log(f"{window}.{name}", dict(enumerate(values)))
     return known
 
 

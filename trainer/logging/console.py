@@ -390,7 +390,11 @@ class Phases:
 
     def __init__(self, *, first: bool = False) -> None:
         self.seconds: dict[str, float] = {}
-        self.first = first
+        self.first, self.start = first, time.perf_counter()
+
+    def so_far(self) -> float:
+        """Seconds of the step, those between its phases as well: waiting for other ranks, waking the engine."""
+        return time.perf_counter() - self.start
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

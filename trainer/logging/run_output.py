@@ -35,7 +35,9 @@ from fused_grpo.trainer.logging.report import parts_text, write_report
 from fused_grpo.trainer.logging.run_log import RunLog, metric
 
 # Of these the last step counts, not the mean.
-LATEST = ("grad_norm", "learning_rate", "num_tokens", "weight_version", "generate_calls")
+LATEST = {"grad_norm", "learning_rate"} | {
+    *("num_tokens", "weight_version", "generate_calls", "skipped_steps", "prompts/dropped")  # counted so far
+}
 # The argument of each tracker for the name of a run.
 NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
 # Variables of a project and of a run's name, which Accelerate's arguments would override; it reads those of others.
@@ -107,7 +109,7 @@ class RunOutput:
         self.output_dir = Path(args.output_dir) if output_dir is None else output_dir
         self.console_steps = whole_steps(args.logging_steps, max_steps)
         self.console = Console(max_steps, quiet=not is_main)
-        self.advice, self.since_last_line, self._told_equality = Advice(args), StepMetrics(), False
+        self.advice, self._told_equality = Advice(args), False
         self.log = RunLog(self.output_dir, args.rollouts_kept_steps) if is_main else None
         if self.log is not None:
             self.log.log_config(args.to_dict(), **facts)
@@ -142,18 +144,17 @@ class RunOutput:
         if self.args.log_completions and (step - 1) % self.args.log_completions_steps == 0:
             self.console.completions(step, records, self.args.num_completions_to_print)
 
-    def step(self, record: dict[str, Any], generation: Mapping[str, Any]) -> None:
-        """One optimizer step, and the metrics of its generated batch, which are a part of the record.
+    def step(self, record: dict[str, Any], steps: StepMetrics) -> None:
+        """One optimizer step, which `steps` have been given.
 
         The console shows means since its last line, as `state.log_history` has them. The first step has a line of its
-        own besides, and its time, most of which is compilation, is in no mean.
+        own besides.
         """
         step = record["step"]
         self.write(record)
-        self.since_last_line.add(record | ({"step_time": None} if step == 1 else {}), generation)
         is_due = step % self.console_steps == 0 or step == self.max_steps
         if step == 1 or is_due:
-            shown = self.since_last_line.take() if is_due or self.args.logging_first_step else record
+            shown = steps.take("unshown") if is_due or self.args.logging_first_step else record
             self.console.step(step, shown)
         for text in self.advice(record):
             self.console.warn(text)
@@ -223,11 +224,14 @@ class LogEntry(dict[str, Any]):
 
 
 class StepMetrics:
-    """Collects the metrics of steps for the next entry, and the mean loss and the time of one call of `train`."""
+    """Collects the metrics of steps, and the mean loss and the time of one call of `train`.
+
+    There are two windows: "unlogged" since the last entry of the history, "unshown" since the last line of the console.
+    """
 
     def __init__(self) -> None:
         self.start, self.losses, self.steps = time.time(), list[float](), 0
-        self.unlogged: dict[str, list[Any]] = {}  # since the last entry, and saved with a checkpoint
+        self.windows: dict[str, dict[str, list[Any]]] = {"unlogged": {}, "unshown": {}}  # saved with a checkpoint
         self.generation: Mapping[str, Any] = {}  # the one that was counted last
 
     def add(self, record: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
@@ -240,11 +244,14 @@ class StepMetrics:
         for name, value in record.items():
             # The entry has step and epoch from the state. Names, such as that of the engine, have no mean.
             if name not in ("step", "epoch", *counted) and not isinstance(value, str):
-                self.unlogged.setdefault(name, []).append(value)
+                self.windows["unlogged"].setdefault(name, []).append(value)
+                # Most of the first one's is compilation, also in a run that is resumed.
+                is_warm = name != "step_time" or self.steps > 1
+                self.windows["unshown"].setdefault(name, []).append(value if is_warm else None)
 
-    def take(self) -> dict[str, Any]:
-        """The means over the steps since the last call; None where a metric had no value, as in TRL."""
-        since, self.unlogged = self.unlogged, {}
+    def take(self, window: str = "unlogged") -> dict[str, Any]:
+        """The means over the steps since the last call; None where a metric had no finite value."""
+        since, self.windows[window] = self.windows[window], {}
         return {name: values[-1] if name in LATEST else _mean(values) for name, values in since.items()}
 
     def closing(self, sequences_per_step: int) -> dict[str, Any]:
@@ -256,7 +263,7 @@ class StepMetrics:
 
 
 def _mean(values: list[Any]) -> float | None:
-    numbers = [value for value in values if value is not None and not math.isnan(value)]
+    numbers = [value for value in values if value is not None and math.isfinite(value)]
     return sum(numbers) / len(numbers) if numbers else None
 
 

@@ -2,11 +2,15 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import metrics_oracle as oracle
 import pytest
+from transformers import TrainerCallback
+
+from fused_grpo.trainer.logging.console import Console
 
 
 def digits(prompt: list[int], ids: list[int]) -> float | None:
@@ -199,3 +203,71 @@ def test_metrics_of_a_generated_batch_are_their_definitions(make_trainer, name):
             assert found[step]["known_mean"] == known, f"step {step + 1}"
             drops = {one for one in found[step] if one.endswith("/dropped") or one.startswith("dynamic_sampling/")}
             assert drops <= expected.keys()
+
+
+OF_BATCHES = ("reward", "frac_", "groups_", "completions/", "num_tokens", "time/reward/", "known_mean", "dynamic_")
+LATEST = ("grad_norm", "learning_rate", "num_tokens", "weight_version", "generate_calls", "skipped_steps")
+
+
+@pytest.fixture
+def shown(monkeypatch) -> dict[int, dict[str, Any]]:
+    """What the console is given for its lines, by step."""
+    lines = dict[int, Any]()
+    monkeypatch.setattr(Console, "step", lambda _, step, metrics: lines.update({step: metrics}))
+    return lines
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "each step": {"logging_steps": 1},
+    "three steps": {"logging_steps": 3},
+    "of four steps of a batch": {"logging_steps": 3, "steps_per_generation": 2, "num_iterations": 2},
+    "resumed": {"logging_steps": 3, "steps_per_generation": 2, "num_iterations": 2, "save_steps": 4},
+    "resumed after a skipped step": {"logging_steps": 3, "save_steps": 1, "max_skipped_steps": 9, "broken_step": 4},
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_an_entry_and_a_line_are_of_the_steps_since_the_last_one(make_trainer, shown, monkeypatch, name):
+    options = {"per_device_train_batch_size": 8, "max_steps": 7, "dynamic_sampling": 1} | WINDOWS[name]
+    broken, stop = options.pop("broken_step", None), options.get("save_steps")
+    for resumes in (False, True) if stop else (False,):
+        if stop:
+            options |= {"overwrite_output_dir": not resumes}
+        trainer = make_trainer([reward("digits")], **options)
+        step_of = trainer.learner
+
+        def learn(batch, learn=step_of.learn, learner=step_of, **given):
+            if learner.step + 1 == broken:
+                batch = [replace(sample, advantage=math.inf) for sample in batch]
+            return learn(batch, **given)
+
+        monkeypatch.setattr(trainer.learner, "learn", learn)
+        if stop and not resumes:
+            trainer.add_callback(StopsAfter(4))
+        trainer.train(resume_from_checkpoint=resumes or None)
+    steps, uses = records(trainer), trainer.args.num_iterations * trainer.args.optimizer_steps_per_generation(1)
+    assert len(steps) == 7
+    numbered = [{**record, "generation": (record["step"] - 1) // uses} for record in steps]
+    size = options["logging_steps"]
+    wanted = oracle.windows(numbered, size, latest=LATEST, once=lambda one: one.startswith(OF_BATCHES))
+    entries = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert [entry["step"] for entry in entries] == [*range(size, 7, size), 7]
+    for expected, entry in zip(wanted, entries, strict=True):
+        line = shown[entry["step"]]
+        for key in expected.keys() - {"step", "epoch", "generation", "rollout_engine"}:
+            assert entry[key] == pytest.approx(expected[key]), f"{key} of the entry of step {entry['step']}"
+            if key != "step_time":
+                assert line[key] == entry[key], f"{key} of the line of step {entry['step']}"
+    firsts = {1, 5} if stop else {1}  # compiles
+    for entry in entries:
+        window = [one for one in steps if (one["step"] - 1) // size == (entry["step"] - 1) // size]
+        warm = [one["step_time"] for one in steps if one in window and one["step"] not in firsts]
+        assert shown[entry["step"]]["step_time"] == (pytest.approx(oracle.mean(warm)) if warm else None)
+
+
+class StopsAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step

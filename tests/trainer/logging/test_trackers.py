@@ -9,7 +9,7 @@ from accelerate.tracking import GeneralTracker
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.run_output import RunOutput, tracker_arguments
+from fused_grpo.trainer.logging.run_output import RunOutput, StepMetrics, tracker_arguments
 
 
 class Memory(GeneralTracker):
@@ -59,7 +59,7 @@ def test_the_output_of_a_run_reaches_its_trackers_with_a_quiet_console(tmp_path)
     output = RunOutput(args, 9, is_main=True, facts={}, accelerator=accelerator_for(args))
     output.evaluation(0, {"reward": 0.25}, 4)
     for step in (1, 2):
-        output.step({"step": step, "reward": 0.5}, {})
+        output.step({"step": step, "reward": 0.5}, StepMetrics())
     output.evaluation(2, {"hard_reward": 0.5}, 4)
     output.evaluation(2, {"reward": 0.75}, 4, prefix="test")
     output.write({"step": 2, "mine": 1.0, "eval_mine": 2.0})
@@ -168,7 +168,7 @@ def test_no_tracker_is_no_argument_and_no_work(tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path))
     assert tracker_arguments(args) == {}
     output = RunOutput(args, 1, is_main=True, facts={}, accelerator=Accelerator(cpu=True))
-    output.step({"step": 1, "reward": 0.5}, {})
+    output.step({"step": 1, "reward": 0.5}, StepMetrics())
     output.close()
 
 
@@ -190,7 +190,7 @@ def test_tensorboard_has_the_points_of_the_run(tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path / "run"), report_to="tensorboard", reward_weights=[1.0])
     output = RunOutput(args, 2, is_main=True, facts={"task": "sums"}, accelerator=accelerator_for(args))
     for step in (1, 2):
-        output.step({"step": step, "reward": step / 2}, {})
+        output.step({"step": step, "reward": step / 2}, StepMetrics())
     output.close()
     written = EventAccumulator(str(tmp_path / "run" / "trackers" / args.project)).Reload()
     assert [(event.step, event.value) for event in written.Scalars("train/reward")] == [(1, 0.5), (2, 1.0)]
