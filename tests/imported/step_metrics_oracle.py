@@ -42,6 +42,25 @@ def mean(values: Any) -> float:
     return float(sum(values) / len(values)) if values else 0.0
 
 
+class Controller:
+    """The coefficient of the entropy bonus, as TRL's documentation has it."""
+
+    def __init__(self, args: Any) -> None:
+        self.args, self.coefficient = args, args.entropy_coef
+        self.applied = 0.0 if args.use_adaptive_entropy else args.entropy_coef
+
+    def after(self, entropy: float) -> dict[str, float]:
+        """The metrics of a step with this mean entropy, of the tokens that the bonus is about."""
+        args, applied = self.args, self.applied
+        if not args.use_adaptive_entropy:
+            return {"entropy_coef": self.coefficient} if self.coefficient else {}
+        is_low = entropy <= args.entropy_target
+        moved = self.coefficient + (args.entropy_coef_delta if is_low else -args.entropy_coef_delta)
+        self.coefficient = min(max(moved, args.entropy_coef_min), args.entropy_coef_max)
+        self.applied = self.coefficient if is_low else 0.0
+        return {"entropy_coef": self.coefficient, "entropy_coef_applied": applied}
+
+
 class Step:
     """Sequences and options of a step: every metric is a method's result, or an entry of `metrics`."""
 

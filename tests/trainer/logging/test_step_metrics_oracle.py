@@ -25,8 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dr_grpo": {"loss_type": "dr_grpo", "entropy_coef": 0.05},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.02},
-    "sapo": {"loss_type": "sapo", "learning_rate": 0.001},
-    "vespo": {"loss_type": "vespo", "learning_rate": 0.001},
+    "sapo": {"loss_type": "sapo", "learning_rate": 1e-4},
+    "vespo": {"loss_type": "vespo", "learning_rate": 1e-4},
     "gmpo": {"loss_type": "gmpo", "epsilon": 0.03},
     "dppo_tv": {"loss_type": "dppo_tv", "epsilon": 0.02},
     "dppo_kl": {"loss_type": "dppo_kl", "epsilon": 0.001, "delta": 1.2},
@@ -35,6 +35,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ipo of all completions": {"loss_type": "ipo", "epsilon": 0.02, "skip_zero_advantages": False},
     "gpg": {"loss_type": "gpg"},
     "dro": {"loss_type": "dro", "log_ratio_penalty": 0.05},
+    "towards an entropy": {
+        **{"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 2.6, "entropy_coef_delta": 0.02},
+        **{"entropy_coef_min": 0.09, "entropy_coef_max": 0.13},
+    },
     "uncertain tokens": {"top_entropy_quantile": 0.4, "entropy_coef": 0.05},
     "masked by tokens": {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.2},
     "masked by sequences": {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 1.5},
@@ -51,8 +55,8 @@ def reward(completion_ids, **columns):
     return [float(sum(ids) % 8 in SOME_EQUAL) for ids in completion_ids]
 
 
-def watched(trainer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
-    """(the steps: their batch, the policy before, that of the generation's first step, and the entropy coefficient)."""
+def watched(trainer: Any) -> list[Any]:
+    """The steps: their batch, the policy before it, and that of the first step of the generation."""
     generate, buffer, learn = trainer.engine.generate, trainer.collector.buffer, trainer.learner.learn
     steps, first = [], []
 
@@ -71,7 +75,7 @@ def watched(trainer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
         return buffer(*given)
 
     def watch_learn(batch, **options):
-        steps.append((batch, copy.deepcopy(trainer.model).double(), first[0], trainer.learner.entropy.applied))
+        steps.append((batch, copy.deepcopy(trainer.model).double(), first[0]))
         return learn(batch, **options)
 
     trainer.engine.generate, trainer.collector.buffer, trainer.learner.learn = noisy, watch_buffer, watch_learn
@@ -110,10 +114,12 @@ def test_metrics_of_an_optimizer_step_are_their_definitions(make_trainer, name):
     lines = (trainer.output_dir / "metrics.jsonl").read_text().splitlines()
     found = [record for record in map(json.loads, lines) if "loss" in record]
     assert len(found) == len(steps) == BASE["max_steps"]
-    for (batch, policy, old, coefficient), record in zip(steps, found, strict=True):
+    controller = oracle.Controller(trainer.args)
+    for (batch, policy, old), record in zip(steps, found, strict=True):
         rows = sequences(batch, policy, old, reference, trainer.args)
-        step = oracle.Step(rows, trainer.args, total=len(batch), entropy_coef=coefficient)
+        step = oracle.Step(rows, trainer.args, total=len(batch), entropy_coef=controller.applied)
         expected = step.metrics()
+        expected |= controller.after(expected["entropy"])
         grads = torch.autograd.grad(step.loss, list(policy.parameters()))
         expected["grad_norm"] = math.sqrt(sum(float((grad**2).sum()) for grad in grads))
         wrong = {
