@@ -16,13 +16,12 @@ from functools import cache, partial
 from itertools import accumulate, chain, count
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
 
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.distributed.failures import any_rank, gather_objects
+from fused_grpo.trainer.distributed.failures import gather_objects
 from fused_grpo.trainer.models.attention import tree_cost, tree_sizes
 from fused_grpo.trainer.types import ListedTokens, MicroBatch, Sample, with_fields
 
@@ -294,13 +293,16 @@ class _Rows:
         return (row + 1) * self.length - free
 
 
-def balanced(batch: list[Sample], accelerator: Accelerator, packing: Packing) -> list[Sample]:
-    """This rank's share of the samples of all ranks. A collective: every rank must call it."""
-    ranks = accelerator.num_processes
-    whole = list(chain.from_iterable(map(from_tensors, gather_objects("balancing the batch", as_tensors(batch)))))
+def of_all_ranks(samples: list[Sample]) -> list[Sample]:
+    """The samples of all ranks, one rank's after the other's. A collective: every rank must call it."""
+    return list(chain.from_iterable(map(from_tensors, gather_objects("joining the batch", as_tensors(samples)))))
+
+
+def balanced(batch: list[Sample], ranks: int, packing: Packing) -> list[list[Sample]]:
+    """Each rank's share of the samples of all."""
     ways = dict.fromkeys((replace(packing, share_prompts=False), packing))  # which may be the same
-    shares = min((by_trees(whole, ranks, way) for way in ways), key=partial(slowest, whole, packing=packing))
-    return [whole[index] for index in sorted(shares[accelerator.process_index])]
+    shares = min((by_trees(batch, ranks, way) for way in ways), key=partial(slowest, batch, packing=packing))
+    return [[batch[index] for index in sorted(share)] for share in shares]
 
 
 def by_trees(batch: Sequence[Sample], ranks: int, packing: Packing) -> list[list[int]]:
@@ -338,10 +340,10 @@ def can_skip(args: GRPOConfig, *, router_coefficient: float) -> bool:
     return args.skip_zero_advantages and not of_every_token
 
 
-def skip_zero_advantages(batch: list[Sample], accelerator: Accelerator) -> list[Sample]:
-    """The batch with its completions of advantage 0 `skipped`, all but one where no rank has another. A collective."""
+def skip_zero_advantages(batch: list[Sample]) -> list[Sample]:
+    """The batch of all ranks with its completions of advantage 0 `skipped`, all but one where there is no other."""
     skipped = [sample.in_forward and not sample.has_advantage for sample in batch]
     is_learned = any(sample.in_forward and sample.has_advantage for sample in batch)
-    if not any_rank(accelerator, is_learned, "looking for advantages") and True in skipped:
+    if not is_learned and True in skipped:
         skipped[skipped.index(True)] = False
     return with_fields(batch, {"skipped": skipped})

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import RewardError, UnavailableError
-from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
+from fused_grpo.trainer.batching.micro_batches import balanced, of_all_ranks, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import GREEDY, RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.collect.advantages import Scores, multi_objective_advantages, spread, token_advantages
 from fused_grpo.trainer.collect.batch_queue import BatchQueue, Complete, Drawn, Pace, Prefetched
@@ -113,19 +113,23 @@ class Collector:
     def buffer(self, scored: Scored, phases: Phases) -> RolloutBuffer:
         """The batches of all optimizer steps, balanced across ranks and with the old log-probs that they need."""
         # Parts of groups, where an optimizer step has fewer sequences than a group.
-        share = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        together = math.gcd(share, self.args.num_generations)
+        of_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        ranks = self.accelerator.num_processes
+        together = math.gcd(of_step * ranks, self.args.num_generations)
         with phases("train"):
             samples = self._learned_from(scored)
             if self.has_token_advantages:
                 samples = self._with_token_advantages(samples)
+            if ranks > 1:  # a step has what it has in one process
+                samples = of_all_ranks(samples)
             # As equal as they can be, with the parts of a group that belong to one step in one.
             cuts = [len(samples) // together * step // self.steps * together for step in range(self.steps + 1)]
             batches = [samples[first:end] for first, end in pairwise(cuts)]
             if self.learner.can_skip:
-                batches = [skip_zero_advantages(batch, self.accelerator) for batch in batches]
-            if self.accelerator.num_processes > 1:
-                batches = [balanced(batch, self.accelerator, self.learner.packing) for batch in batches]
+                batches = [skip_zero_advantages(batch) for batch in batches]
+            if ranks > 1:
+                rank, packing = self.accelerator.process_index, self.learner.packing
+                batches = [balanced(batch, ranks, packing)[rank] for batch in batches]
             # The policy will have moved when the optimizer comes to these.
             batches[1:] = [self.learner.with_old_logprobs(batch) for batch in batches[1:]]
         return RolloutBuffer(

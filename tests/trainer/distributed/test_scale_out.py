@@ -30,6 +30,7 @@ DISTILLED = {"distillation_coef": 0.5, "distillation_kind": "jsd"}
 # With a large epsilon, as below; from the first step on it is trained, and so is its head.
 ADAPTED = {"lora": {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"], "init_lora_weights": False}}
 ADAPTED_OPTIONS = {"beta": 0.1, "learning_rate": 1e-3, "adam_epsilon": 1e-4, "num_iterations": 2}
+TWO_STEPS = {"generation_batch_size": 32, "num_iterations": 2}
 HALF = {"half_equal": True, "num_iterations": 2, "mask_truncated_completions": True, "data_seed": 5}
 
 # Of each run: the model, options, and micro-batches of a step as (size, number) in one process and in each of two.
@@ -52,6 +53,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
         (12, 1),
         (3, 2),
     ),
+    "two steps of a generation": ({}, {**TWO_STEPS, "scale_rewards": "group"}, (16, 1), (8, 1)),
+    "two steps, half of the groups equal": ({}, {**TWO_STEPS, "half_equal": True, "data_seed": 5}, (16, 1), (4, 2)),
     "against the best baseline of each place": ({}, BASELINE, (32, 1), (8, 2)),
     "within the kept tokens": ({}, {"top_p": 0.9, "sampling_support": "require", **FOLLOWS}, (32, 1), (8, 2)),
     "centered on the kept tokens": ({}, {"top_p": 0.9, "score_centering": "kept", **FOLLOWS}, (32, 1), (8, 2)),
