@@ -50,7 +50,7 @@ from torch import Tensor
 from fused_grpo._maths import factors, formulas
 from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.moments import RowsMoments
-from fused_grpo._maths.statistics import Statistics, Upstream, joined
+from fused_grpo._maths.statistics import Statistics, Upstream, joined, picked
 from fused_grpo.config import GRPOLossConfig, TokenTerms
 from fused_grpo.head.checks import differentiated_once, leaves_out_rows, may_synchronize
 from fused_grpo.head.chunked_divergence import Teacher
@@ -184,8 +184,8 @@ def _by_weights(
         given = {**vars(tokens.rows(tile.rows)), "entropy": rows.entropy}
         gradient, _, sums = passes.grpo_token_loss(rows.logprobs, inputs=given, terms=TokenTerms.of(config))
         if (count := active - tile.rows.start) > 0:
-            some = tile if count >= len(scale) else tile.first(count)
-            gradients.add_weights(some, passes, weights[:count], scale[:count], gradient[:count])
+            some, first = slice(count), tile if count >= len(scale) else tile.first(count)
+            gradients.add_weights(first, passes, picked(weights, some), picked(scale, some), picked(gradient, some))
         visits.append((rows, Upstream(gradient, None), sums))
     every, upstreams, parts = zip(*visits, strict=True)
     statistics = passes.token_statistics(parts)
