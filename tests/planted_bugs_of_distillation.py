@@ -43,8 +43,8 @@ BUGS = {
     ),
     "the teacher's attention is not tried": (
         "trainer/learner.py",
-        "map(self_check, policies)",
-        "map(self_check, policies[:1])",
+        "map(self_check, policies if",
+        "map(self_check, policies[:1] if",
         OTHERS,
     ),
     "an evaluation has no teacher": (

@@ -9,7 +9,7 @@ OFF += ["models/optimizer", "models/attention", "engines/__init__"]
 # The same, in files that it goes through for something else: trackers, turns, arrays, ranks.
 OFF_FUNCTIONS = {
     "logging/run_output": ["RunOutput.track", "RunOutput._tell"],
-    "batching/micro_batch_metrics": ["turn_sums", "turn_differences", "variance_report"],
+    "batching/micro_batch_metrics": ["turn_sums", "turn_differences", "variance_report", "per_sequence"],
     "batching/micro_batches": ["balanced", "_support", "_experts"],
     "rewards/reward_call": ["_array_kind"],
     "engines/checked_engine": ["check_support", "check_experts", "wrong_experts", "WeightCheck._warn_of_routing"],

@@ -210,10 +210,11 @@ class Learner:
             set_modes(self._given_modes)
 
     def learn(
-        self, batch: list[Sample], *, check: Check | None = None, event: Event = lambda name: None
+        self, batch: list[Sample], *, check: Check | None = None, event: Event = lambda name: None, again: bool = True
     ) -> tuple[list[Sample], dict[str, float]]:
-        """One update. Returns the batch with the log-probs that were computed for it, and the metrics of all ranks.
+        """One update. Returns the batch, and the metrics of all ranks.
 
+        The batch that comes `again` has its old log-probs then, and its reference's.
         `check` is called with the metrics and `rounding` before the optimizer moves; it raises where it must not.
         `event` is called with the names of the events of callbacks inside a step.
 
@@ -260,7 +261,7 @@ class Learner:
             metrics["entropy_coef"] = self.args.entropy_coef
         if self.args.sync_ref_model and self.step % self.args.ref_model_sync_steps == 0:
             self._follow_with_reference()
-        if any(sample.old_logprobs is None for sample in batch):
+        if again and any(sample.old_logprobs is None for sample in batch):
             old = per_sequence(packed, [output.logprobs for output in outputs], len(batch))
             batch = with_fields(batch, {"old_logprobs": old})
         return batch, metrics

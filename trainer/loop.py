@@ -369,7 +369,8 @@ class GRPOTrainer(TransformersFace):
         # Dropout moves log-probs more than stale weights do.
         is_comparable = is_plain and buffer.weight_version == self.step and not self.learner.is_random
         check = partial(self.weight_check.of_step, engine=self.engine) if is_comparable else None
-        batch, metrics = self.learner.learn(buffer.current, check=check, event=self.events)
+        again = self.args.num_iterations > 1
+        batch, metrics = self.learner.learn(buffer.current, check=check, event=self.events, again=again)
         reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}
         buffer.advance(batch)
         if buffer.is_exhausted and self.args.generate_ahead:

@@ -319,7 +319,7 @@ def _say(line: str) -> None:
 @contextmanager
 def live(text: str) -> Iterator[None]:
     """A phase that a terminal or a notebook shows with its seconds while it lasts."""
-    if not (is_first_process() and _rewrites_lines() and _line.acquire(blocking=False)):
+    if not (_rewrites_lines() and is_first_process() and _line.acquire(blocking=False)):
         yield
         return
     over = threading.Event()
