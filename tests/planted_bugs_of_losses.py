@@ -73,8 +73,8 @@ BUGS = {
     ),
     "dppo's ratio is to the old policy": (
         "fused_grpo/_maths/formulas.py",
-        'terms.correction != "sampler":',
-        'terms.correction != "old":',
+        "old = denominator(old, sampling_logprobs, mask)",
+        "denominator(old, sampling_logprobs, mask)",
         AUTHORS,
     ),
     "gmpo does not clip": (

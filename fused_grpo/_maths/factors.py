@@ -135,8 +135,8 @@ def ratio_and_clipped(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConf
     """(the ratio of each token, or of its sequence; whether it is clipped), both [N]."""
     tokens, terms = inputs.tokens, TokenTerms.of(config)
     old = logprobs if tokens.old_logprobs is None else torch.where(tokens.mask, tokens.old_logprobs, 0.0)
-    if tokens.sampling_logprobs is not None:
-        old = denominator(old, tokens.sampling_logprobs, tokens.mask, terms)
+    if tokens.sampling_logprobs is not None and terms.correction == "sampler":
+        old = denominator(old, tokens.sampling_logprobs, tokens.mask)
     log_ratio = sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else logprobs - old
     return log_ratio.exp(), policy_term(logprobs, log_ratio, tokens.advantages, terms, old=old)[1]
 

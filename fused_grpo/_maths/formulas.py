@@ -186,8 +186,8 @@ def token_loss(
     logprobs, advantages, weights = (torch.where(mask, x, 0.0) for x in (logprobs, advantages, weights))
     current = logprobs.detach()
     old = current if old_logprobs is None else torch.where(mask, old_logprobs, 0.0)
-    if sampling_logprobs is not None:
-        old = denominator(old, sampling_logprobs, mask, terms)
+    if sampling_logprobs is not None and terms.correction == "sampler":
+        old = denominator(old, sampling_logprobs, mask)
     log_ratio = logprobs - old if log_ratio is None else torch.where(mask, log_ratio, 0.0)
     policy_weight = torch.ones_like(old)
     if sampling_logprobs is not None:
@@ -328,10 +328,8 @@ def masked_by_divergence(logprobs: Tensor, old: Tensor, advantages: Tensor, term
     return (falls & (advantages < 0)) | (rises & (advantages > 0))
 
 
-def denominator(old: Tensor, sampling_logprobs: Tensor, mask: Tensor, terms: TokenTerms) -> Tensor:
-    """The log-probs [N] in the denominator of a token's ratio: the old ones, or the sampler's where it has one."""
-    if terms.correction != "sampler":
-        return old
+def denominator(old: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The log-probs [N] in the denominator of a ratio to the sampler: the old ones where it has none."""
     return torch.where(mask & ~sampling_logprobs.isnan(), sampling_logprobs, old)
 
 

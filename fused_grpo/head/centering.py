@@ -43,24 +43,6 @@ class Centering:
     whole: bool
     closed: bool
 
-    @staticmethod
-    def of(
-        ids: Tensor, sampler: Tensor, targets: Tensor, inputs: LossInputs, config: GRPOLossConfig, *, closed: bool
-    ) -> Centering:
-        """From ids [N, K] and log-probs [N, K], and the targets [N] over the whole vocabulary."""
-        scored = scored_by_sampler(inputs)
-        return Centering(
-            ids=torch.where(scored[:, None], ids, -1),
-            repeats=ids == targets[:, None],
-            sampler=sampler,
-            logprobs=torch.full_like(sampler, torch.nan),
-            advantages=inputs.tokens.advantages,
-            weights=weights_of(inputs),
-            bounds=Bounds.of(TokenTerms.of(config)),
-            whole=config.score_centering == "kept",
-            closed=closed,
-        )
-
     def with_targets(self, head: Head) -> Head:
         """The head with H beside the target of each row, each token once."""
         return replace(head, targets=torch.cat([head.targets[:, None], self.ids.masked_fill(self.repeats, -1)], 1))
@@ -209,13 +191,23 @@ class SamplerHead(NamedTuple):
     def centering(
         self, targets: Tensor, inputs: LossInputs, config: GRPOLossConfig, *, support: Support | None = None
     ) -> Centering | None:
-        """For the targets [N], where ids were given, or `support` has them."""
+        """For the targets [N] over the whole vocabulary, where ids were given, or `support` has them."""
         ids, logprobs = (self.ids, self.logprobs) if support is None else self._padded(support)
         if ids is None or logprobs is None:
             return None
         sampler = logprobs.detach().to(inputs.tokens.weights.dtype)
         ids, sampler = (x.reshape(-1, ids.shape[-1]) for x in (ids.long(), sampler))
-        return Centering.of(ids, sampler, targets, inputs, config, closed=support is not None)
+        return Centering(
+            ids=torch.where(scored_by_sampler(inputs)[:, None], ids, -1),
+            repeats=ids == targets[:, None],
+            sampler=sampler,
+            logprobs=torch.full_like(sampler, torch.nan),
+            advantages=inputs.tokens.advantages,
+            weights=weights_of(inputs),
+            bounds=Bounds.of(TokenTerms.of(config)),
+            whole=config.score_centering == "kept",
+            closed=support is not None,
+        )
 
     def _padded(self, support: Support) -> tuple[Tensor, Tensor]:
         """The ids of a support and their log-probs, both [N, K]."""

@@ -104,7 +104,12 @@ def check_head(
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype not in FLOATS):
         raise InputError(f"got bias {tuple(bias.shape)} {bias.dtype}, want [V] = {tuple(weight.shape[:1])}, floating")
     if isinstance(temperature, Tensor):
-        check_temperatures(temperature, targets if targets.shape == rows else targets[..., 0])
+        check_tensors(temperature=temperature, targets=targets)
+        if temperature.shape != rows or not temperature.is_floating_point():
+            raise InputError(
+                f"got temperature {tuple(temperature.shape)} {temperature.dtype}, "
+                f"want a float, or a floating tensor of targets' shape {tuple(rows)}"
+            )
     elif not is_number(temperature, SMALLEST, LARGEST):
         raise InputError(f"got temperature={temperature!r}, want a finite number > 0; {_GREEDY}")
     if not is_number(logit_scale, -LARGEST, LARGEST):
@@ -257,16 +262,6 @@ def leaves_out_rows(tensor: Tensor) -> bool:
     W: then the rows' hidden states, which may hold anything, must be replaced.
     """
     return not tensor.is_cuda or (tensor.shape[0] > FEW_ROWS and may_synchronize(tensor))
-
-
-def check_temperatures(temperature: Tensor, targets: Tensor) -> None:
-    """Check a tensor of temperatures but for its values."""
-    check_tensors(temperature=temperature, targets=targets)
-    if temperature.shape != targets.shape or not temperature.is_floating_point():
-        raise InputError(
-            f"got temperature {tuple(temperature.shape)} {temperature.dtype}, "
-            f"want a float, or a floating tensor of targets' shape {tuple(targets.shape)}"
-        )
 
 
 def check_temperature_values(temperature: Tensor) -> None:

@@ -68,14 +68,6 @@ class Entries(NamedTuple):
     row: Tensor  # [E], the place in `rows` of each entry's row
     tokens: Tensor  # [E]
 
-    @staticmethod
-    def of(support: Support, rows: Tensor) -> Entries:
-        """The entries of `rows`, sorted by their number."""
-        tokens, every = support[0], Segments(support[1])
-        rows = rows[every.sizes[rows].argsort(stable=True)]
-        items, segments = every.select(rows)
-        return Entries(rows, segments, segments.segment_of_items(), tokens[items])
-
     def select(self, index: Tensor) -> tuple[Tensor, Entries]:
         """(the entries of some of the rows, in order; those rows)."""
         items, segments = self.segments.select(index)
@@ -104,8 +96,6 @@ def support_of(support: Any, head: Head, **refused: Any) -> Support | None:
 
     Options in `refused` that are set do not go with a support.
     """
-    if support is None:
-        return None
     given = [name for name, value in refused.items() if value not in (None, False)]
     if given:
         raise UnsupportedError(f"got support with {given[0]}, want one of them; fix: leave the other")
@@ -161,21 +151,20 @@ def _check_tokens(tokens: Tensor, segments: Segments, vocab_size: int) -> None:
 
 def kept_entries(support: Support, targets: Tensor, take_part: Tensor) -> tuple[Entries, Tensor]:
     """(the entries of the rows that are restricted and take part, where their targets [N] are among them), checked."""
-    entries = Entries.of(support, (take_part & (Segments(support[1]).sizes > 0)).nonzero()[:, 0])
-    targets = targets[entries.rows]
+    every = Segments(support[1])
+    rows = (take_part & (every.sizes > 0)).nonzero()[:, 0]
+    rows = rows[every.sizes[rows].argsort(stable=True)]
+    items, segments = every.select(rows)
+    entries, targets = Entries(rows, segments, segments.segment_of_items(), support[0][items]), targets[rows]
     places = entries.places_of(targets)
-    _check_kept(entries, places, targets)
-    return entries, places
-
-
-def _check_kept(entries: Entries, places: Tensor, targets: Tensor) -> None:
     lost = places < 0
     want = "want each target among the kept tokens of its row; fix: mask the row, or set its target to ignore_index"
     if lost.is_cuda:
         torch._assert_async(~lost.any(), f"a target is not in the support of its row; {want}")
     elif bool(lost.any()):
-        n, token = min(zip(entries.rows[lost].tolist(), targets[lost].tolist(), strict=True))
+        n, token = min(zip(rows[lost].tolist(), targets[lost].tolist(), strict=True))
         raise InputError(f"got target {token} in row {n}, which is not in its support; {want}")
+    return entries, places
 
 
 def kept_mask(support: Support, vocab_size: int, targets: Tensor, take_part: Tensor) -> Tensor:

@@ -4,7 +4,8 @@
 (Triton) and `fused_grpo.passes.torch_passes` (any device), with one contract, so that every plan is written once.
 
 Letters: R rows of a tile, C its columns, D hidden size, E kept tokens of all rows, N tokens. A tile is raw h.w, in the
-dtype of accumulators; a pass whose name ends in an underscore overwrites it. Whatever is per row is [R].
+dtype of accumulators; a pass whose name ends in an underscore overwrites it. Whatever is per row is [R]. A target
+outside of [0, C) is in another tile.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class RowPasses(Protocol):
         moments: TakesMoments | None = None,
         **transform: Unpack[LogitTransform],
     ) -> State:
-        """The `RowState` of rows over these columns; a target outside of [0, C) is in another tile.
+        """The `RowState` of rows over these columns.
 
         `moments` takes those of the tile: there, a target of C or more is in a later tile, a negative one before.
         """

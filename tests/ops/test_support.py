@@ -223,8 +223,14 @@ def test_a_support_without_entries_changes_no_bit():
 @pytest.mark.parametrize("score", ["all", "needed"])
 def test_rows_without_advantage_and_masked_rows_take_no_part(monkeypatch, score):
     seen = []
-    original = kept_tokens.Entries.of
-    monkeypatch.setattr(kept_tokens.Entries, "of", lambda *given: seen.append(given[1].tolist()) or original(*given))
+    original = kept_tokens.kept_entries
+
+    def kept_entries(*given):
+        entries, places = original(*given)
+        seen.append(entries.rows.tolist())
+        return entries, places
+
+    monkeypatch.setattr(kept_tokens, "kept_entries", kept_entries)
     inputs = make_inputs([3] * 6)
     inputs["support"][0][:3] = torch.arange(3)  # of a masked row, without its target
     inputs["targets"][:] = torch.where(torch.arange(6) > 0, inputs["support"][0][::3], 39)

@@ -62,11 +62,7 @@ def row_statistics(
     moments: TakesMoments | None = None,
     **head: Unpack[LogitTransform],
 ) -> RowState:
-    """The state of the rows of a tile, which is not changed. `targets` outside of [0, C) are in another tile.
-
-    `head` is bias [C] or None, temperature [R], logit_scale and softcap. `moments`, if any, are given those of the
-    tile, for which a negative target is in a tile before and one of C or more in a later one.
-    """
+    """The state of the rows of a tile, which is not changed."""
     return merge_rows(_fold(RawTile(logits, targets, **head), entropy=entropy, moments=moments)[0])
 
 
@@ -84,9 +80,8 @@ def softmax_weights_(
 
         d log p_n / d(h.w_v) = scale_n E_nv    for every v, the target included.
 
-    E is e^(z - m), and -s at the target, times the slope of the soft cap. The tile is whole rows, or `statistics`
-    are those of the whole rows. Rows that are not finite have weights of 0 and a scale of NaN, so that they do not
-    affect products with other rows.
+    E is e^(z - m), and -s at the target, times the slope of the soft cap. Rows that are not finite have weights of 0
+    and a scale of NaN, so that they do not affect products with other rows.
     """
     tile = RawTile(logits, targets, **head)
     out = logits if dtype is None or dtype == logits.dtype else narrow_memory(logits, dtype)
@@ -190,8 +185,7 @@ def logits_gradient_(
 ) -> Tensor:
     """d loss / d(h.w) [R, C] in `dtype`, written over a tile: it shares the memory, at half width for 16-bit dtypes.
 
-    `targets` outside of [0, C) are in another tile. The statistics are those of whole rows, with the entropy where it
-    has a gradient. A row whose upstream gradients are 0 is 0, even if its logits are NaN.
+    The statistics are those of whole rows, with the entropy where it has a gradient.
     """
     tile = RawTile(logits, targets, **head)
     out = logits if dtype is None or dtype == logits.dtype else narrow_memory(logits, dtype)
@@ -243,10 +237,7 @@ def scale_(values: Tensor, factor: Tensor, others: Tensor | None = None) -> Tens
 def grpo_token_loss(
     logprobs: Tensor, *, log_ratio: Tensor | None = None, inputs: Mapping[str, Tensor | None], terms: TokenTerms
 ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """(d loss / d log p [N], d loss / d log_ratio [N] if given, sums for `token_statistics`).
-
-    `inputs` are the other [N] arguments of `formulas.token_loss`.
-    """
+    """By autograd through `formulas.token_loss`. The sums are a dict of its statistics."""
     everything = {"logprobs": logprobs, "log_ratio": log_ratio, **inputs}
     # This is a small backward pass of our own. Hooks of the caller must not see its saved tensors: those of activation
     # checkpointing would run the whole region again to recompute them.
