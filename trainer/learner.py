@@ -42,7 +42,14 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
 from fused_grpo.trainer.batching.micro_batches import Packing, can_skip, micro_batches
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import NonFiniteSteps, all_ranks_succeed, any_rank, gather_objects
-from fused_grpo.trainer.distributed.sharding import frozen_copy, prepare_sharding, same_weights, shard_frozen
+from fused_grpo.trainer.distributed.sharding import (
+    check_reduced,
+    frozen_copy,
+    prepare_sharding,
+    reduced_parameters,
+    same_weights,
+    shard_frozen,
+)
 from fused_grpo.trainer.models.adapters import (
     adapter_stream,
     as_reference,
@@ -145,6 +152,7 @@ class Learner:
         optimizer = optimizers[0] or make_optimizer(model, args)
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         self._unwrapped: PolicyLoss = accelerator.unwrap_model(self.policy)
+        self._reduced = reduced_parameters(self.policy, args)
         self.reference = None if frozen is None else shard_frozen(accelerator, frozen, self.policy)
         self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=head_rows)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
@@ -231,6 +239,7 @@ class Learner:
                 outputs.append(self._backward(part, options, last=part is packed[-1]))
             for _ in range(len(packed), self.args.gradient_accumulation_steps):  # what is skipped fills fewer
                 event("on_substep_end")
+            check_reduced(self._reduced)
             # Those of all ranks, so that either every rank goes on from here or none does.
             metrics = step_metrics(batch, packed, outputs, self.loss_config)
             norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm or math.inf)
@@ -401,8 +410,9 @@ class Learner:
 
     def _backward(self, part: MicroBatch, options: dict[str, Any], *, last: bool) -> GRPOLossOutput:
         # DDP and FSDP average over ranks what has to be a sum. DDP needs to reduce only once; FSDP would have to keep
-        # full gradients until then, which costs the memory that it is used to save.
-        reduced = nullcontext() if last or self.accelerator.is_fsdp2 else self.accelerator.no_sync(self.policy)
+        # full gradients until then, which costs the memory that it is used to save; a static graph may not change.
+        always = last or self.accelerator.is_fsdp2 or self.args.ddp_static_graph
+        reduced = nullcontext() if always else self.accelerator.no_sync(self.policy)
         with reduced, nullcontext() if self.routing is None else self.routing:
             output: GRPOLossOutput = self.policy(part, **options, squares=self.args.variance_report)
             self.accelerator.backward(output.loss * self.accelerator.num_processes)

@@ -212,9 +212,17 @@ def behind_the_run(name: str, call: Callable[[GRPOTrainer], object]) -> None:
     (call if RANK == 1 else GRPOTrainer.end)(trainer)
 
 
+def without_a_gradient(name: str, options: dict[str, Any] | None = None) -> None:
+    model = make_model()
+    model.more = torch.nn.Linear(4, 4)
+    make_trainer(name, options or {}, model=model).train()
+
+
 CASES: dict[str, Callable[[str], object]] = {
-    name: lambda name: make_trainer(name, **{"options": {}, **GIVEN[name](RANK)}) for name in GIVEN
-}
+    "a weight without a gradient": without_a_gradient,
+    "a weight that DDP finds": lambda name: without_a_gradient(name, {"ddp_find_unused_parameters": True}),
+    "a weight of a static graph": lambda name: without_a_gradient(name, {"ddp_static_graph": True}),
+} | {name: lambda name: make_trainer(name, **{"options": {}, **GIVEN[name](RANK)}) for name in GIVEN}
 for called, calling in CALLS.items():
     CASES[f"{called} in a callback"] = lambda name, call=calling: in_a_callback(name, call)
     CASES[f"{called} behind the run"] = lambda name, call=calling: behind_the_run(name, call)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def break_it(trainer: GRPOTrainer) -> None:
     learner = trainer.learner
     owners: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "backward": (learner, "_backward", out_of_memory),
+        "freeze": (learner, "_backward", partial(frozen, trainer.model.lm_head)),
         "sync": (trainer.engine, "load_weights", refuse),
         "disk": (transformers_face, "save_checkpoint", disk_full),
         "metrics": (run_output.RunLog, "log_metrics", disk_full),
@@ -121,6 +123,11 @@ def keep(trainer: GRPOTrainer, name: str) -> None:
 
 def out_of_memory(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def frozen(layer: torch.nn.Module, working: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    layer.requires_grad_(False)
+    return working(*args, **options)
 
 
 def refuse(*_: Any, **__: Any) -> None:

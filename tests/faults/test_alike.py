@@ -36,6 +36,12 @@ GIVEN = {
     "weights of a reward model": r"reward_funcs=Qwen2ForSequenceClassification .* and reward_funcs=Qwen2For",
     "a row that cannot be used": r"rank 1 of 2 failed while checking the arguments.*without a 'prompt' column",
 }
+# What both ranks do, and the error.
+RUNS = {
+    "a weight without a gradient": r"got 2 trained parameter\(s\) without a gradient, such as model.more.weight",
+    "a weight that DDP finds": "^$",
+    "a weight of a static graph": "^$",
+}
 CALLS = [
     f"{call} {place}"
     for call in ("evaluate", "save_model", "save_checkpoint", "push_to_hub")
@@ -47,7 +53,7 @@ CALLS = [
 def errors(farm, tmp_path_factory):
     """Of each case, those of both ranks."""
     out = tmp_path_factory.mktemp("alike")
-    farm.run(SCRIPT, out, json.dumps([*GIVEN, *CALLS]), processes=2, timeout=100)
+    farm.run(SCRIPT, out, json.dumps([*GIVEN, *RUNS, *CALLS]), processes=2, timeout=100)
     first, second = (json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(2))
     return {name: [first[name], second[name]] for name in first}
 
@@ -63,6 +69,13 @@ def test_ranks_that_are_not_given_the_same_say_so_at_the_start(errors, name):
 def test_every_argument_of_the_trainer_is_compared():
     arguments = {entry.name for entry in dataclasses.fields(Start) if entry.init}
     assert arguments - {"callbacks"} <= GIVEN.keys()  # what those decide holds on all ranks
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_gradient_that_ddp_would_not_sum_is_an_error_before_the_update(errors, name):
+    first, second = errors[name]
+    assert re.search(RUNS[name], first), first
+    assert first == second
 
 
 @pytest.mark.parametrize("name", CALLS)

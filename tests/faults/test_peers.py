@@ -16,6 +16,7 @@ FAULTS = {
     "exit": (1, "raised SystemExit", "failed while sampling and scoring"),
     "sync": (1, "the engine is gone", "failed while sending weights to the engine"),
     "backward": (1, "Tried to allocate 20.00 GiB", "has failed"),
+    "freeze": (1, "without a gradient, such as model.lm_head.weight", "has failed"),
     "disk": (0, "No space left on device", "failed while saving checkpoint-1"),
     "metrics": (0, "No space left on device", "failed while writing the metrics"),
     "start": (1, "no memory for vLLM", "failed while starting the engine"),

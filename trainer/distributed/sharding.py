@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,11 +19,13 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, fsdp2_prepare_model
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer_utils import enable_full_determinism
 from transformers.utils.import_utils import enable_tf32
 from transformers.utils.logging import log_levels, set_verbosity
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import gather_objects
 from fused_grpo.trainer.logging.console import progress
@@ -36,6 +39,13 @@ LAUNCHED = (
     *(f"{mpi}_{of}" for mpi in ("PMI", "OMPI_COMM_WORLD", "MV2_COMM_WORLD") for of in ("SIZE", "RANK")),
 )
 REPLACING = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_FP8_BACKEND")
+# Variables of `accelerate launch` that are "true" -> what they ask for.
+REFUSED = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed, which Accelerate has update the weights inside the backward pass of every "
+    "micro-batch, before the step is complete and checked",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM, which has a model and a step of its own",
+}
+SPLITTING = ("TP", "CP", "SP")  # parallelism in which ranks share the sequences of a batch
 DDP_OPTIONS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
@@ -44,14 +54,9 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
 
     Raises:
         UnavailableError: Accelerate raises an exception.
-        UnsupportedError: it would compile the policy, or replace its layers.
+        UnsupportedError: as `check_launch`.
     """
-    for name in REPLACING:
-        if (value := os.environ.get(name, "no")).lower() not in ("", "no"):
-            raise UnsupportedError(
-                f"got {name}={value!r}, by which Accelerate wraps or replaces the policy's layers, want them as they "
-                f"are; fix: unset {name} (in a configuration of accelerate: no dynamo_config and no fp8_config)"
-            )
+    check_launch()
     if args.full_determinism:
         enable_full_determinism(args.seed)
     if args.tf32 is not None:
@@ -85,6 +90,8 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
             f"got {type(error).__name__} from Accelerate ({error}) with {given or 'no variable of a launcher'}, want "
             "all variables of a launcher or none; fix: torchrun or accelerate launch, or unset them; else what it says"
         ) from error
+    if is_on("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
+        warn_once("got FSDP2, which Accelerate has on several accelerators alone: nothing is sharded; fix: DDP")
     level = args.log_level if accelerator.is_main_process else args.log_level_replica
     # As in transformers, "warning" is the level without any option.
     if level != "passive" and (accelerator.is_main_process or level != "warning"):
@@ -94,21 +101,50 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
     return accelerator
 
 
-def prepare_sharding(accelerator: Accelerator) -> None:
-    """Make FSDP2 pass the inputs of the loss unrounded and sum gradients in fp32; UnsupportedError: other sharding."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise UnsupportedError(
-            "got DeepSpeed, want DDP or FSDP2: Accelerate has it update the weights inside the backward pass of every "
-            "micro-batch, before the step is complete and checked; fix: accelerate launch --config_file fsdp2.yaml"
-        )
-    if accelerator.distributed_type != DistributedType.FSDP:
-        return
-    plugin: Any = accelerator.state.fsdp_plugin
-    if not accelerator.is_fsdp2:
+def is_on(name: str) -> bool:
+    """Whether a variable of the environment is true, as Accelerate reads it."""
+    return os.environ.get(name, "").lower() == "true"
+
+
+def check_launch() -> None:
+    """Check what a launcher asks Accelerate for, before ranks wait for each other.
+
+    UnsupportedError for what compiles the policy, replaces its layers, or shares a batch otherwise than DDP and FSDP2.
+    A warning where Slurm has started several processes that will not find each other.
+    """
+    for name in REPLACING:
+        if (value := os.environ.get(name, "no")).lower() not in ("", "no"):
+            raise UnsupportedError(
+                f"got {name}={value!r}, by which Accelerate wraps or replaces the policy's layers, want them as they "
+                f"are; fix: unset {name} (in a configuration of accelerate: no dynamo_config and no fp8_config)"
+            )
+    for name, what in REFUSED.items():
+        if is_on(name):
+            raise UnsupportedError(
+                f"got {what}; want DDP or FSDP2; fix: accelerate launch --config_file fsdp2.yaml, or unset {name}"
+            )
+    if is_on("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UnsupportedError(
             "got FSDP 1, want FSDP2: the older one hides parameters from the loss; fix: fsdp_version: 2 in fsdp_config"
         )
-    if plugin.mixed_precision_policy is not None:
+    sizes = {name: os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1") for name in SPLITTING}
+    if is_on("ACCELERATE_USE_PARALLELISM_CONFIG") and set(sizes.values()) != {"1"}:
+        raise UnsupportedError(
+            f"got parallelism of {', '.join(f'{name} {size}' for name, size in sizes.items())}, want 1 of each: every "
+            "rank has sequences of its own here; fix: no tp_size, cp_size and sp_size in parallelism_config"
+        )
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and "WORLD_SIZE" not in os.environ:
+        warn_once(
+            f"got {tasks} processes from srun and no WORLD_SIZE, by which they would find each other: each is a run of "
+            "its own; fix: srun with one task on each machine, which starts torchrun or accelerate launch"
+        )
+
+
+def prepare_sharding(accelerator: Accelerator) -> None:
+    """Make FSDP2 pass the inputs of the loss unrounded and sum gradients in fp32."""
+    plugin: Any = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    if plugin is not None and plugin.mixed_precision_policy is not None:
         # By default it rounds inputs as well, old log-probs and advantages among them, and the loss that comes out.
         options: Any = {"reduce_dtype": torch.float32, "output_dtype": None, "cast_forward_inputs": False}
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **options)
@@ -129,6 +165,23 @@ def same_weights(accelerator: Accelerator, what: str, model: Any) -> str:
             "same; fix: the same files on every machine, and torch.manual_seed(...) before what draws weights"
         )
     return first
+
+
+def reduced_parameters(policy: nn.Module, args: GRPOConfig) -> dict[str, nn.Parameter]:
+    """By name, those that DDP sums only where each of them has a gradient; none under FSDP2 or by its options."""
+    if not isinstance(policy, DistributedDataParallel) or args.ddp_find_unused_parameters or args.ddp_static_graph:
+        return {}
+    return {name: weight for name, weight in policy.module.named_parameters() if weight.requires_grad}
+
+
+def check_reduced(parameters: Mapping[str, nn.Parameter]) -> None:
+    """UnsupportedError where one of them has no gradient: DDP leaves those beside it as they are on each rank."""
+    if missing := [name for name, weight in parameters.items() if weight.grad is None]:
+        raise UnsupportedError(
+            f"got {len(missing)} trained parameter(s) without a gradient, such as {missing[0]}, want one of each, or "
+            "DDP does not sum those of others; nothing was updated; fix: requires_grad_(False) of what no completion "
+            "reaches, or ddp_find_unused_parameters=True"
+        )
 
 
 def frozen_copy(accelerator: Accelerator, policy: M) -> M:

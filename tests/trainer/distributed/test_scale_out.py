@@ -55,6 +55,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int
     ),
     "two steps of a generation": ({}, {**TWO_STEPS, "scale_rewards": "group"}, (16, 1), (8, 1)),
     "two steps, half of the groups equal": ({}, {**TWO_STEPS, "half_equal": True, "data_seed": 5}, (16, 1), (4, 2)),
+    "a static graph": ({}, {"ddp_static_graph": True}, (32, 1), (8, 2)),
     "against the best baseline of each place": ({}, BASELINE, (32, 1), (8, 2)),
     "within the kept tokens": ({}, {"top_p": 0.9, "sampling_support": "require", **FOLLOWS}, (32, 1), (8, 2)),
     "centered on the kept tokens": ({}, {"top_p": 0.9, "score_centering": "kept", **FOLLOWS}, (32, 1), (8, 2)),

@@ -11,23 +11,47 @@ from torch.distributed.fsdp import fully_shard
 
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.distributed.sharding import prepare_sharding
+from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.engines import transformers_generate
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.models.adapters import adapt, checkpoint_weights
 
 
 @pytest.mark.parametrize(
-    ("kind", "version", "fix"),
-    [("FSDP", 1, "fsdp_version: 2"), ("DEEPSPEED", 2, "--config_file fsdp2.yaml")],
+    ("variables", "message"),
+    [
+        ({"USE_FSDP": "true"}, "got FSDP 1, .*fsdp_version: 2"),
+        ({"USE_DEEPSPEED": "true"}, "got DeepSpeed, .*--config_file fsdp2.yaml"),
+        ({"USE_MEGATRON_LM": "true"}, "got Megatron-LM, .*--config_file fsdp2.yaml"),
+        *(
+            ({"USE_PARALLELISM_CONFIG": "true", f"{kind}_SIZE": "2"}, f"got parallelism of .*{kind} 2")
+            for kind in ("TP", "CP", "SP")
+        ),
+    ],
 )
-def test_kinds_of_sharding_that_do_not_work_here_are_refused(kind, version, fix):
-    plugin = SimpleNamespace(mixed_precision_policy=None)
-    accelerator = SimpleNamespace(
-        distributed_type=DistributedType[kind], is_fsdp2=version == 2, state=SimpleNamespace(fsdp_plugin=plugin)
-    )
-    with pytest.raises(UnsupportedError, match=fix):
-        prepare_sharding(accelerator)
+def test_what_trains_otherwise_is_refused_before_ranks_wait(monkeypatch, variables, message):
+    monkeypatch.setattr(sharding, "Accelerator", lambda **options: pytest.fail("the ranks wait"))
+    for name, value in variables.items():
+        monkeypatch.setenv(f"{'ACCELERATE' if 'USE' in name else 'PARALLELISM_CONFIG'}_{name}", value)
+    with pytest.raises(UnsupportedError, match=message):
+        sharding.make_accelerator(GRPOConfig())
+
+
+def test_what_shards_nothing_or_runs_several_times_is_a_warning(monkeypatch, caplog):
+    def warnings() -> list[str]:
+        caplog.clear()
+        warn_once.cache_clear()
+        sharding.make_accelerator(GRPOConfig())
+        return [record.getMessage() for record in caplog.records]
+
+    assert warnings() == []
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert [text for text in warnings() if text.startswith("got 4 processes from srun and no WORLD_SIZE")]
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert [text for text in warnings() if "nothing is sharded" in text]
 
 
 def test_virtual_tokens_are_refused_under_fsdp(make_model):
