@@ -118,7 +118,7 @@ class Scored:
                 "advantage": sample.advantage,
                 "finish_reason": sample.finish_reason,
                 "weight_version": sample.weight_version,
-                **({} if sizes is None else {"kept_tokens": int(sizes.sum()) / max(1, len(sizes))}),
+                **({} if sizes is None else {"kept_tokens": int(sizes.sum()) / max(1, int((sizes > 0).sum()))}),
                 **({} if greedy is None else {"greedy_completion": greedy.text, "greedy_reward": greedy.reward}),
                 **({"dropped": True} if sample.dropped else {}),
                 **({} if sample.failure is None else {"failure": sample.failure}),

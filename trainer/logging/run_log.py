@@ -29,7 +29,8 @@ Record = dict[str, Any]  # of metrics.jsonl: numbers, text and None; of rollouts
 # Names of our metrics, of TRL's, and of fields of rollouts.jsonl, whether or not the run at hand has them.
 TAKEN = re.compile(
     r"""(_|eval_).* | remax/greedy_reward
-    | (completions|dynamic_sampling|eval|logged|prompts|rewards|rollouts|sampling|time|tools|vespo|weight_sync)/.*
+    | (completions|curriculum|dynamic_sampling|eval|gradient|logged|prompts|rewards|rollouts|sampling|time|tools)/.*
+    | (vespo|weight_sync)/.*|centering_(sampler_mass|trainer_mass|l1)|pass@\d+
     | (train_|)(runtime|samples_per_second|steps_per_second|loss) | step|epoch|global_step|step_time|total_flos
     | reward|reward_std|reward_std_within_groups|frac_reward_zero_std|groups_with_equal_rewards|learning_rate|grad_norm
     | prompts?|completions?|completion_(ids|length|tokens)|images?|rewards|advantages?|finish_reason|kept_tokens

@@ -57,7 +57,7 @@ def test_names_of_scripts_are_kept():
         "accuracy",
         "solution",
         "mean_digits",
-        "pass@1",
+        "pass@best",
         "judge/score",
         "train_accuracy",
         "rewarded",
