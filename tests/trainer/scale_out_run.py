@@ -133,12 +133,21 @@ class Stop(TrainerCallback):
         control.should_save = control.should_training_stop = True
 
 
-def reward(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+def log_parities(completion_ids: list[list[int]], log_metric: Any) -> None:
+    """A number of the call, and one of each completion."""
+    odd = [float(sum(ids) % 2) for ids in completion_ids]
+    log_metric("odd_share", sum(odd) / len(odd))
+    for value in odd:
+        log_metric("odd", value)
+
+
+def reward(prompts: list[str], completion_ids: list[list[int]], log_metric: Any, **columns: Any) -> list[float]:
     """Differs within groups. From the second step on, prompts with a 4 cost their group, and so does a completion that
     begins with token 3, whichever process has it."""
     unwanted = any(prompt.startswith("4") for prompt in prompts) or any(ids[0] == 3 for ids in completion_ids)
     if unwanted and columns["trainer_state"].global_step > 0:
         raise ValueError("none of these any more")
+    log_parities(completion_ids, log_metric)
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
@@ -192,10 +201,12 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     defaults = {"max_steps": 3, "num_generations": 4, "learning_rate": 1e-4, "scale_rewards": "batch"}
     engine = EngineByPrompt(model, group=defaults["num_generations"])
     engine.weight_version = 0 if lora is None else -1  # an adapter changes the model before the first step
-    args = GRPOConfig(str(out / "run"), reward_failure="drop", **{**defaults, **options})
+    eval_rows = options.pop("eval_rows", 0)
+    args = GRPOConfig(str(out / "run"), reward_failure="drop", logging_steps=1, **{**defaults, **options})
     rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
     more = {"processing_class": build_tokenizer(), "rollout_engine": engine, "callbacks": callbacks}
     more |= {"teacher_model": teacher, "peft_config": None if lora is None else LoraConfig(**lora)}
+    more["eval_dataset"] = rows[7 : 7 + eval_rows] or None
     engine.fails = args.rollout_failure == "drop"
     trainer = GRPOTrainer(model, rewards, args, rows, **more)
     learner = trainer.learner
@@ -204,6 +215,7 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     result = trainer.train()
     reference = {} if learner.reference is None else dict(checkpoint_weights(learner.reference.model))
     found = {"parameters": learner.weights(), "reference": reference, "metrics": result.metrics}
+    found["history"] = trainer.state.log_history
     groups = sum(isinstance(module, FSDPModule) for module in learner.policy.modules())
     found |= {"seen": seen, "mine": parts, "groups": groups}
     found |= streams(trainer.model) if lora else {}

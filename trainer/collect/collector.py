@@ -267,11 +267,15 @@ class Collector:
         size = self.args.num_generations
         if "drop" in (self.args.reward_failure, self.args.rollout_failure) and self.group_part != size:
             # A group that any rank drops its part of is dropped by all ranks that have a part of it.
-            parts = gather_objects("dropping groups", [sample.dropped for sample in scored.samples])
-            every = torch.tensor(list(chain.from_iterable(parts))).view(-1, size).any(1).repeat_interleave(size)
-            dropped = every.split(list(map(len, parts)))[self.accelerator.process_index].tolist()
-            pairs = zip(scored.samples, dropped, strict=True)
-            scored = replace(scored, samples=[without_rewards(one) if drop else one for one, drop in pairs])
+            parts = gather_objects("dropping groups", [(one.dropped, one.failure) for one in scored.samples])
+            every = list(chain.from_iterable(parts))
+            before = sum(map(len, parts[: self.accelerator.process_index]))
+            samples = list[Sample]()
+            for place, sample in enumerate(scored.samples, start=before):
+                dropped, failures = zip(*every[place // size * size : (place // size + 1) * size], strict=True)
+                failure = sample.failure or next(filter(None, failures), None)
+                samples.append(replace(without_rewards(sample), failure=failure) if any(dropped) else sample)
+            scored = replace(scored, samples=samples)
         if isinstance(self.sampler, CurriculumSampler):
             of_ranks = gather_objects("updating the curriculum", [sample.reward for sample in scored.samples])
             rewards = list(chain.from_iterable(of_ranks))

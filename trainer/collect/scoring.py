@@ -61,7 +61,7 @@ class Totals(NamedTuple):
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Totals:
         rewards = [one.reward for one in samples if not math.isnan(one.reward)]
-        tokens = sum(len(one.prompt_ids) + one.num_own for one in samples)
+        tokens = sum(len(one.prompt_ids) + (one.num_own if one.failure is None else 0) for one in samples)
         failed = sum(one.failure is not None for one in samples)
         return cls(len(samples), tokens, failed, sum(one.dropped for one in samples), len(rewards), sum(rewards))
 

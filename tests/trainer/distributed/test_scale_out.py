@@ -4,6 +4,7 @@ All runs of a kind of launch share its processes: starting those takes longer th
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
+# Seconds, what depends on the place of a token in a batch (rounding), and the engine's name.
+OF_PROCESSES = r"time|per_second|bit_equal|recomputed_fraction|rollout_engine"
 SCRIPT = Path(__file__).parents[1] / "scale_out_run.py"
 RECIPES = Path(__file__).parents[3] / "trainer/recipes/accelerate"
 TIED = {"tie_word_embeddings": True}
@@ -36,7 +39,7 @@ HALF = {"half_equal": True, "num_iterations": 2, "mask_truncated_completions": T
 # Of each run: the model, options, and micro-batches of a step as (size, number) in one process and in each of two.
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], tuple[int, int]]] = {
     "dapo": ({}, {}, (32, 1), (4, 4)),
-    "grpo": ({}, {"loss_type": "grpo"}, (32, 1), (4, 4)),
+    "grpo, evaluated": ({}, {"loss_type": "grpo", "eval_rows": 5, "num_generations_eval": 4}, (32, 1), (4, 4)),
     "a second step on old log-probs": ({}, {"num_iterations": 2}, (32, 1), (8, 2)),
     "by tokens, tied, a reference that follows": (TIED, {"max_tokens_per_micro_batch": 24, **FOLLOWS}, (32, 1), (8, 2)),
     "one process without work": ({}, {"mask_truncated_completions": True}, (32, 1), (1, 16)),
@@ -155,13 +158,13 @@ def test_two_processes_equal_one(alone, shared, name):
         assert one[kind].keys() == two[kind].keys()
         for key, tensor in one[kind].items():
             torch.testing.assert_close(two[kind][key], tensor, rtol=0, atol=1e-6)
-    rewards = ("reward", "reward_std", "reward_std_within_groups", "frac_reward_zero_std")
-    rewards += ("remax/greedy_reward",) if "greedy" in name else ()
-    if "baseline" in name:
-        rewards += ("gradient/effective_sequences", "gradient/effective_groups", "gradient/largest_group_share")
-    rewards += ("sampling/routing_disagreement",) if "experts" in name else ()
-    for key in ("loss", "grad_norm", "entropy", "num_tokens", "clip_ratio/high_max", *rewards):
-        assert two["metrics"][key] == pytest.approx(one["metrics"][key], abs=1e-5), key
+    assert len(one["history"]) == len(two["history"]) > 3
+    for first, second in zip(one["history"], two["history"], strict=True):
+        assert first.keys() == second.keys()
+        # A process logs of its part of a group before it knows that the engine of another one failed for the rest.
+        skipped = OF_PROCESSES + "|odd" * ("rollout_failure" in RUNS[name][1])
+        for key in (key for key in first if not re.search(skipped, key)):
+            assert second[key] == pytest.approx(first[key], abs=1e-5, nan_ok=True), f"{key} of step {first['step']}"
 
 
 def test_a_process_without_work_meets_the_other(shared):

@@ -8,9 +8,14 @@ from typing import Any
 
 import metrics_oracle as oracle
 import pytest
+import torch
+from batches import batch_of
 from transformers import TrainerCallback
 
+from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, rollout_metrics
 from fused_grpo.trainer.logging.console import Console
+from fused_grpo.trainer.types import ListedTokens
 
 
 def digits(prompt: list[int], ids: list[int]) -> float | None:
@@ -271,3 +276,14 @@ class StopsAfter(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop = state.global_step >= self.step
+
+
+def test_kept_tokens_of_a_completion_are_those_of_its_own_tokens():
+    listed = ListedTokens.of([[1, 2, 3], [], [4, 5, 6, 7, 8]])  # the second one is a tool's
+    (sample,) = batch_of(
+        **{"prompt_ids": [[1]], "completion_ids": [[2, 9, 4]], "completion_mask": [[True, False, True]]},
+        **{"listed_tokens": [listed], "row": [{"prompt": "p"}]},
+    )
+    scored = Scored(samples=[sample], weight_version=0, reward_names=[])
+    metrics = rollout_metrics([RolloutFacts.of(scored)], GRPOConfig(num_generations=2), torch.ones(0), evaluated=True)
+    assert scored.records()[0]["kept_tokens"] == metrics["sampling/kept_tokens/mean"] == 4.0
