@@ -37,7 +37,7 @@ HEADROOM = 16.0
 """How far above the shift of its row a logit may be, in nats, before the shift is raised to it."""
 
 MOST_PARTS = 8
-"""As many parts of rows are merged at a time, to save memory and keep sums short."""
+"""So many parts of the same rows are merged at a time, to save memory and keep sums short."""
 
 # Up to this size, both factors of e^d are finite: s >= 1, and e^(m - z_t) is at most e^86.
 _SMALL_D = 16.0

@@ -153,7 +153,7 @@ class Head:
     def weights_pass(self, passes: RowPasses, chunk_bytes: int | None, wanted: Wanted) -> SoftmaxWeightsForward | None:
         """The kernel for the softmax weights of a chunk without its logits, where it is faster than those."""
         if self.gemm_dtype != self.hidden.dtype or not self.takes_weights or self.targets.ndim == 2:
-            return None  # operands would be cast, weights are too narrow, or a row has several
+            return None  # operands would be cast, weights are too narrow, or a row has several targets
         rows = buffers.chunk_rows(self.sizes(self.gemm_dtype, spares=wanted.weight), chunk_bytes)
         return passes.softmax_weights_forward if passes.prefers_weights(self.hidden, self.weight, rows) else None
 
