@@ -5,7 +5,7 @@ from trace_calls import ROOT, optimizer_step
 
 # What a plain step does not use: changed options, adapters, weights for an engine, conversations, an adaptive entropy.
 OFF = ["collect/start_checks", "config/derived_options", "models/adapters", "models/weight_stream", "common/formatting"]
-OFF += ["models/optimizer", "models/attention", "engines/__init__"]
+OFF += ["models/optimizer", "models/attention", "engines/__init__", "distributed/sharding"]
 # The same, in files that it goes through for something else: trackers, turns, arrays, ranks.
 OFF_FUNCTIONS = {
     "logging/run_output": ["RunOutput.track", "RunOutput._tell"],

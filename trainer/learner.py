@@ -239,7 +239,8 @@ class Learner:
                 outputs.append(self._backward(part, options, last=part is packed[-1]))
             for _ in range(len(packed), self.args.gradient_accumulation_steps):  # what is skipped fills fewer
                 event("on_substep_end")
-            check_reduced(self._reduced)
+            if self._reduced:
+                check_reduced(self._reduced)
             # Those of all ranks, so that either every rank goes on from here or none does.
             metrics = step_metrics(batch, packed, outputs, self.loss_config)
             norm: Any = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.args.max_grad_norm or math.inf)
