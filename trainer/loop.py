@@ -40,7 +40,7 @@ from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_o
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.collector import Collector
 from fused_grpo.trainer.collect.plan import Plan
-from fused_grpo.trainer.collect.rank_checks import check_ranks
+from fused_grpo.trainer.collect.rank_checks import check_ranks, compare_sets
 from fused_grpo.trainer.collect.scoring import LOSS_METRICS, Scored, check_best_metric
 from fused_grpo.trainer.collect.start_checks import Start, check_given, check_given_sets, make_learner
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -246,9 +246,12 @@ class GRPOTrainer(TransformersFace):
             DataError: no eval set, or one that cannot be used.
         """
         results, means = dict[str, float](), dict[str, float]()
-        sets = chosen_eval_sets(with_prompts(eval_dataset, self.environment_factories), self.eval_dataset)
-        if eval_dataset is not None:
-            check_given_sets(self.start, sets)
+        are_new = eval_dataset is not None
+        with all_ranks_succeed(self.accelerator, "checking the eval sets"):
+            sets = chosen_eval_sets(with_prompts(eval_dataset, self.environment_factories), self.eval_dataset)
+            if are_new:
+                check_given_sets(self.start, sets)
+        compare_sets(self.start, sets, are_new=are_new, prefix=metric_key_prefix)
         for name, dataset in sets.items():
             self._open_engine()
             self.collector.queue.wait()
@@ -272,13 +275,13 @@ class GRPOTrainer(TransformersFace):
                 check_best_metric(self.args.metric_for_best_model, self.evaluate())
         return self.eval_dataset is not None
 
-    @reported
     def end(self) -> None:
         """End the trackers, the engine and the process group: the last call of a script. Harmless a second time."""
         self.engine.close()
         self.output.close()
         if distributed.is_initialized():
-            barrier(self.accelerator, "in end()")
+            with report_failure(self.accelerator):
+                barrier(self.accelerator, "in end()")
             distributed.destroy_process_group()
 
     def _start(self, resume: bool | str | Path | None) -> None:

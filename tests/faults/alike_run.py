@@ -192,6 +192,21 @@ def trained(rank: int) -> Qwen2ForCausalLM:
     return model
 
 
+# Of methods: what each rank calls behind a run of both.
+CALLED: dict[str, Callable[[GRPOTrainer, int], object]] = {
+    "rows of evaluate()": lambda trainer, rank: trainer.evaluate(ROWS[: 2 + rank]),
+    "sets of evaluate()": lambda trainer, rank: trainer.evaluate(["first", "second"][rank]),
+    "prefixes of evaluate()": lambda trainer, rank: trainer.evaluate(metric_key_prefix=["a", "b"][rank]),
+    "an eval set that cannot be used": lambda trainer, rank: trainer.evaluate([ROWS, [{"promt": ""}]][rank]),
+    "checkpoints to resume from": lambda trainer, rank: trainer.train(["here", "there"][rank]),
+}
+
+
+def called(name: str) -> None:
+    trainer = make_trainer(name, {"max_steps": 1}, eval_dataset={"first": ROWS[:2], "second": ROWS[2:4]})
+    CALLED[name](trainer, RANK)
+
+
 # What one rank alone calls, in a callback and after the run.
 CALLS: dict[str, Callable[[GRPOTrainer], object]] = {
     "evaluate": lambda trainer: trainer.evaluate(),
@@ -218,14 +233,25 @@ def without_a_gradient(name: str, options: dict[str, Any] | None = None) -> None
     make_trainer(name, options or {}, model=model).train()
 
 
+def parts_dropped(name: str) -> None:
+    def raises(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        if RANK == 1:
+            raise ValueError("no fours any more")
+        return reward(completion_ids)
+
+    make_trainer(name, {"per_device_train_batch_size": 2, "reward_failure": "drop"}, reward_funcs=raises).train()
+
+
 CASES: dict[str, Callable[[str], object]] = {
     "a weight without a gradient": without_a_gradient,
     "a weight that DDP finds": lambda name: without_a_gradient(name, {"ddp_find_unused_parameters": True}),
+    "parts of groups that one rank drops": parts_dropped,
     "a weight of a static graph": lambda name: without_a_gradient(name, {"ddp_static_graph": True}),
 } | {name: lambda name: make_trainer(name, **{"options": {}, **GIVEN[name](RANK)}) for name in GIVEN}
-for called, calling in CALLS.items():
-    CASES[f"{called} in a callback"] = lambda name, call=calling: in_a_callback(name, call)
-    CASES[f"{called} behind the run"] = lambda name, call=calling: behind_the_run(name, call)
+CASES |= dict.fromkeys(CALLED, called)
+for one, calling in CALLS.items():
+    CASES[f"{one} in a callback"] = lambda name, call=calling: in_a_callback(name, call)
+    CASES[f"{one} behind the run"] = lambda name, call=calling: behind_the_run(name, call)
 
 
 def main() -> None:

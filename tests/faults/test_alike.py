@@ -34,6 +34,7 @@ GIVEN = {
     "weights of a base": r"other weights of the model on rank 1",
     "weights that are sharded": r"other weights of the model on rank 1",
     "weights of a reward model": r"reward_funcs=Qwen2ForSequenceClassification .* and reward_funcs=Qwen2For",
+    "an eval set that cannot be used": r"rank 1 of 2 failed while checking the eval sets.*without a 'prompt' column",
     "a row that cannot be used": r"rank 1 of 2 failed while checking the arguments.*without a 'prompt' column",
 }
 # What both ranks do, and the error.
@@ -41,6 +42,11 @@ RUNS = {
     "a weight without a gradient": r"got 2 trained parameter\(s\) without a gradient, such as model.more.weight",
     "a weight that DDP finds": "^$",
     "a weight of a static graph": "^$",
+    "parts of groups that one rank drops": "every group of the batch was dropped; .* ValueError: no fours any more",
+    "rows of evaluate()": r"eval_dataset=2 rows, sha256 \w+ on rank 0 and eval_dataset=3 rows",
+    "sets of evaluate()": r"eval_dataset=2 rows, sha256 \w+ on rank 0 and eval_dataset=2 rows",
+    "prefixes of evaluate()": r"metric_key_prefix=a on rank 0 and metric_key_prefix=b on rank 1",
+    "checkpoints to resume from": r"resume_from_checkpoint=here on rank 0 and resume_from_checkpoint=there on rank 1",
 }
 CALLS = [
     f"{call} {place}"
@@ -72,7 +78,7 @@ def test_every_argument_of_the_trainer_is_compared():
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_gradient_that_ddp_would_not_sum_is_an_error_before_the_update(errors, name):
+def test_both_ranks_end_with_the_same_error(errors, name):
     first, second = errors[name]
     assert re.search(RUNS[name], first), first
     assert first == second

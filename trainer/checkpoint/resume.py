@@ -30,7 +30,7 @@ from fused_grpo.trainer.checkpoint.optimizer_states import (
 )
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_fields import MISSING
-from fused_grpo.trainer.distributed.failures import all_ranks_succeed, gather_objects
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, compare_ranks, gather_objects
 from fused_grpo.trainer.models.adapters import adapter_identity, base_model, is_adapted, load_adapter
 from fused_grpo.trainer.models.quantized import codes_identity
 
@@ -90,11 +90,13 @@ class Restored(NamedTuple):
 def agreed_checkpoint(accelerator: Accelerator, output_dir: Path, resume: bool | str | Path) -> Path:
     """What `find_checkpoint` finds on rank 0; CheckpointError for none, or where this rank sees another one there."""
     chosen: tuple[Path, str] | None = None
+    if accelerator.num_processes > 1:
+        compare_ranks("choosing a checkpoint", {"resume_from_checkpoint": str(resume)})
     with all_ranks_succeed(accelerator, "finding the checkpoint to resume from"):
         if accelerator.is_main_process:
             first = find_checkpoint(output_dir, resume)
             chosen = first, sha256_of(first / MANIFEST_FILE)
-    of_first = gather_objects("choosing a checkpoint", chosen)[0]
+    of_first = gather_objects("finding a checkpoint", chosen)[0]
     assert of_first is not None
     path, wanted = of_first
     with all_ranks_succeed(accelerator, f"looking at {path}"):

@@ -100,8 +100,11 @@ class Collector:
             of_rounds["dynamic_sampling/rounds"] = float(rounds)
         elif not any_rank(self.accelerator, bool(scored.kept()), "looking for a group"):
             of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
+            failures = gather_objects("dropping the batch", (of_engine, str(scored.failure or "")))
+            # A rank may have parts of groups that another one has dropped.
+            of_engine, of_reward = next(filter(any, failures), (None, ""))
             kind = RewardError if of_engine is None else UnavailableError
-            raise kind(f"every group of the batch was dropped; the first failure: {of_engine or scored.failure}")
+            raise kind(f"every group of the batch was dropped; the first failure: {of_engine or of_reward}")
         with phases("reward"):
             facts = gather_objects("comparing the rewards", RolloutFacts.of(scored))
             samples = self._with_advantages(scored, facts, self.args.num_generations)

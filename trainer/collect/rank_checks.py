@@ -19,12 +19,11 @@ from typing import Any
 from torch import nn
 
 from fused_grpo import __version__
-from fused_grpo.errors import InputError
 from fused_grpo.trainer.collect.start_checks import Start, check_start
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
-from fused_grpo.trainer.data.datasets import is_stream, read_rows
+from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
 from fused_grpo.trainer.data.prompt_sampler import fingerprint, spelled
-from fused_grpo.trainer.distributed.failures import all_ranks_succeed, gather_objects
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, compare_ranks
 from fused_grpo.trainer.learner import Optimizers
 from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.models.loading import SELF
@@ -32,7 +31,6 @@ from fused_grpo.trainer.models.loading import fingerprint as fingerprint_of_weig
 from fused_grpo.trainer.rewards.reward_call import reward_name
 from fused_grpo.trainer.rewards.reward_functions import RewardModel
 
-MOST = 5  # differences in an error
 # Options of what the first rank shows, logs and uploads. Scripts turn them off on the others.
 _OF_FIRST_RANK = re.compile(
     "log_|logging_|report_to|run_name|project|num_completions_to_print|rollouts_kept|hub_"
@@ -43,7 +41,7 @@ _OF_ONE_MACHINE = {"_name_or_path", "base_model_name_or_path", "transformers_ver
 
 
 def check_ranks(start: Start, optimizers: Optimizers) -> None:
-    """`check_start` on every rank; then InputError, on all of them, where they are not given the same."""
+    """`check_start` on every rank; then InputError where they are not given the same."""
     assert start.accelerator is not None
     # Of millions of rows it takes minutes to encode all prompts.
     with progress(doing := "checking what the run needs"), all_ranks_succeed(start.accelerator, doing):
@@ -52,16 +50,15 @@ def check_ranks(start: Start, optimizers: Optimizers) -> None:
         return
     with all_ranks_succeed(start.accelerator, "reading what this rank is given"):
         own = given(start, optimizers)
-    ranks = gather_objects("comparing what ranks are given", own)
-    if other := next((rank for rank, found in enumerate(ranks) if found != ranks[0]), None):
-        pair = ranks[0], ranks[other]
-        names = (name for name in pair[0] | pair[1] if "." not in name or pair[0].keys() & pair[1].keys() & {name})
-        differ = [name for name in names if pair[0].get(name) != pair[1].get(name)]
-        first, second = (", ".join(f"{name}={found.get(name)}" for name in differ[:MOST]) for found in pair)
-        raise InputError(
-            f"got {first} on rank 0 and {second} on rank {other}, want the same on every rank; fix: let nothing of it "
-            "depend on the rank, the machine or the time, and give whatever shuffles or draws a seed"
-        )
+    compare_ranks("comparing what ranks are given", own)
+
+
+def compare_sets(start: Start, sets: Mapping[str, Any], *, are_new: bool, prefix: str) -> None:
+    """InputError where ranks are not given the same by a call of `evaluate`; the trainer's own sets are not new."""
+    if start.processes > 1:
+        own = {"metric_key_prefix": prefix, "eval sets": ", ".join(sets)}
+        own |= {set_name(name): rows_of(rows, name) for name, rows in sets.items() if are_new}
+        compare_ranks("comparing the eval sets", own)
 
 
 def given(start: Start, optimizers: Optimizers) -> dict[str, str]:

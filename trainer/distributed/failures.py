@@ -34,7 +34,7 @@ from torch import Tensor, distributed
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from transformers import TrainerControl
 
-from fused_grpo.errors import FusedGRPOError, NonFiniteError, PeerError, show_causes, shown
+from fused_grpo.errors import FusedGRPOError, InputError, NonFiniteError, PeerError, show_causes, shown
 from fused_grpo.trainer.common.file_names import NONFINITE_FOLDER
 from fused_grpo.trainer.common.redaction import to_json
 from fused_grpo.trainer.logging.console import live
@@ -43,6 +43,7 @@ from fused_grpo.trainer.logging.console import live
 REASON_SECONDS = 2.0
 GLOO_SECONDS = 0.25
 SAME_REQUEST_SECONDS = 2.0
+DIFFERENCES = 5  # between ranks, in an error
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,6 +67,22 @@ def gather_objects(doing: str, here: T) -> list[T]:
             "and what saves on every rank, in callbacks too, and let no condition depend on the rank"
         )
     return [value for _, value in ranks]
+
+
+def compare_ranks(doing: str, own: Mapping[str, str]) -> None:
+    """InputError, on all ranks, where what each has under some name is not the same on all. A collective."""
+    first, *others = gather_objects(doing, dict(own))
+    if not (rank := next((rank for rank, found in enumerate(others, 1) if found != first), 0)):
+        return
+    other = others[rank - 1]
+    # Of what one rank has none of, the fields (`name.field`) say nothing more.
+    names = (name for name in first | other if "." not in name or (name in first and name in other))
+    differ = [name for name in names if first.get(name) != other.get(name)][:DIFFERENCES]
+    got, want = (", ".join(f"{name}={found.get(name)}" for name in differ) for found in (first, other))
+    raise InputError(
+        f"got {got} on rank 0 and {want} on rank {rank}, want the same on every rank; fix: let nothing of it depend on "
+        "the rank, the machine or the time, and give whatever shuffles or draws a seed"
+    )
 
 
 def any_rank(accelerator: Accelerator, here: bool, doing: str) -> bool:
@@ -137,6 +154,11 @@ def report_failure(accelerator: Accelerator) -> Iterator[None]:
     if _reports.get():
         yield
         return
+    if accelerator.num_processes > 1 and not distributed.is_initialized():
+        raise InputError(
+            "got a call of a trainer behind end(), with which these processes have left their group; want end() as the "
+            "last call of a script; fix: call it once, of the last trainer"
+        )
     token = _reports.set(True)
     try:
         with _shared_reasons(accelerator) if accelerator.num_processes > 1 else nullcontext():
