@@ -333,8 +333,10 @@ def wrong_completion(sample: Sample, routers: Routers | None, *, vocab_size: int
         return "no token of the model's own" if sample.episode is None else "no token in its last turn"
     if logprobs is not None and len(logprobs) != len(ids):
         return f"{len(logprobs)} log-probs for {len(ids)} tokens"
-    if wrong := wrong_logprob(() if logprobs is None else sample.own(logprobs), nan_allowed=nan_allowed):
-        return wrong
+    if logprobs is not None:
+        own = logprobs if mask is None else sample.own(logprobs)
+        if wrong := wrong_logprob(own, nan_allowed=nan_allowed):
+            return wrong
     if sample.listed_tokens is not None:
         wrong = wrong_listed(sample.listed_tokens, ids, vocab_size)
     if sample.finish_reason not in get_args(FinishReason):
