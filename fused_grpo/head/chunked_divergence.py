@@ -87,21 +87,16 @@ class Teacher:
             differentiated=differentiated,
         )
 
-    def finish(
-        self,
-        tile: Tile,
-        pair: TileDivergence,
-        gradients: HeadGradients | None = None,
-        grad_logprobs: Tensor | None = None,
-    ) -> None:
-        """Keep the divergences of visited rows; with `gradients`, add those of both losses, the other's from [R]."""
-        rows = tile.rows_of_head
-        if gradients is not None:
-            assert grad_logprobs is not None
-            scale = 1.0 if gradients.scale is None else gradients.scale
-            upstream = self.weights[rows] * scale, grad_logprobs * scale
-            gradients.add_gradient(tile, pair.gradient_(*upstream, dtype=tile.hidden.dtype))
-        self.divergence[rows] = pair.divergence
+    def add(self, tile: Tile, pair: TileDivergence, gradients: HeadGradients, grad_logprobs: Tensor) -> None:
+        """Add the gradients of both losses of visited rows, the other's from [R], and keep their divergences."""
+        rows, scale = tile.rows_of_head, 1.0 if gradients.scale is None else gradients.scale
+        upstream = self.weights[rows] * scale, grad_logprobs * scale
+        gradients.add_gradient(tile, pair.gradient_(*upstream, dtype=tile.hidden.dtype))
+        self.keep(tile, pair)
+
+    def keep(self, tile: Tile, pair: TileDivergence) -> None:
+        """Keep the divergences of visited rows, after their gradient if they have one: a kernel gives both at once."""
+        self.divergence[tile.rows_of_head] = pair.divergence
 
     def added_to(self, statistics: dict[str, Tensor], without: Tensor) -> dict[str, Tensor]:
         """The statistics of the other loss, `without` [N] whose gradient these tokens are, with this part of it."""

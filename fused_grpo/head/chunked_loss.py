@@ -198,14 +198,14 @@ def _one_by_one(
     head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: KnownRows
 ) -> tuple[dict[str, Tensor], Statistics, Upstream]:
     """The same of any loss of which each chunk is visited once."""
-    passes, visits = visitor.sweep.passes, []
+    (passes, gradients, _, active, _), visits = visitor.sweep, []
     tokens = inputs.tokens if head.index is None else inputs.tokens.rows(head.index)
     for tile in head.tiles(memory):
         seen = visitor.visit_(tile)
         inputs = replace(inputs, tokens=tokens.rows(tile.rows))
         upstream, sums = _value_and_gradient(seen.statistics.logprobs, seen.statistics.entropy, inputs, config, passes)
-        if (count := visitor.sweep.active - tile.rows.start) > 0:
-            visitor.add(tile.first(count), seen, upstream)
+        if gradients is not None and (count := active - tile.rows.start) > 0:
+            visitor.add(tile.first(count), seen, upstream, gradients)
         visits.append((seen.statistics, upstream, sums))
     every, upstreams, parts = zip(*visits, strict=True)
     upstream = joined(upstreams)
@@ -228,14 +228,14 @@ def _in_two_phases(
     upstream, statistics = loss_and_gradient(logprobs, entropy, inputs, config, visitor.sweep.passes)
     visitor.all_seen(logprobs, entropy, inputs, config)
     upstream, recomputed = upstream if index is None else upstream.rows(index), 0
-    if visitor.sweep.gradients is not None:
+    if (gradients := visitor.sweep.gradients) is not None:
         last = tile.rows
-        visitor.add(tile, Seen(rows.rows(last)), upstream.rows(last))
+        visitor.add(tile, Seen(rows.rows(last)), upstream.rows(last), gradients)
         others = visitor.to_revisit(head, upstream)[: last.start].nonzero()[:, 0]
         recomputed = len(others)
         for tile in head.select(others).tiles(memory) if recomputed else ():
             again = others[tile.rows]
-            visitor.add(tile, Seen(rows.rows(again)), upstream.rows(again))
+            visitor.add(tile, Seen(rows.rows(again)), upstream.rows(again), gradients)
     fraction = formulas.over_tokens(torch.full_like(statistics["loss"], recomputed), statistics)
     return {**statistics, "recomputed_fraction": fraction}, rows, upstream
 

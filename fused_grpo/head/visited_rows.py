@@ -62,10 +62,10 @@ class KnownRows:
         """What the loss needs of the rows of a tile of raw logits, which may be overwritten."""
         return self._finished([self._state(tile)])
 
-    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream, gradients: HeadGradients) -> None:
         """Add the gradients of a tile, perhaps of the first of its rows, now that d loss / d log p is known."""
-        gradients, rows = self.sweep.gradients, slice(len(tile.targets))
-        if gradients is not None and tile.logits.numel():
+        rows = slice(len(tile.targets))
+        if tile.logits.numel():
             gradients.add_known(tile, self.sweep.passes, seen.statistics.rows(rows), upstream.rows(rows))
 
     def all_seen(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig) -> None:
@@ -101,11 +101,14 @@ class TaughtRows(KnownRows):
 
     def visit_(self, tile: Tile) -> Seen:
         pair = self.teacher.visit_(tile, entropy=self.sweep.entropy, differentiated=self.sweep.gradients is not None)
-        return Seen(Statistics(*pair.statistics()), divergence=pair)
+        seen = Seen(Statistics(*pair.statistics()), divergence=pair)
+        if self.sweep.gradients is None:
+            self.teacher.keep(tile, pair)
+        return seen
 
-    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream, gradients: HeadGradients) -> None:
         assert seen.divergence is not None
-        self.teacher.finish(tile, seen.divergence, self.sweep.gradients, upstream.logprobs)
+        self.teacher.add(tile, seen.divergence, gradients, upstream.logprobs)
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,11 @@ class RevisitedRows(KnownRows):
     def visit_(self, tile: Tile) -> Seen:
         seen = super().visit_(tile)
         if self.sweep.gradients is None:
-            self.teacher.finish(tile, self.teacher.visit_(tile, differentiated=False))
+            self.teacher.keep(tile, self.teacher.visit_(tile, differentiated=False))
         return seen
 
-    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        self.teacher.finish(tile, self.teacher.visit_(tile), self.sweep.gradients, upstream.logprobs)
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream, gradients: HeadGradients) -> None:
+        self.teacher.add(tile, self.teacher.visit_(tile), gradients, upstream.logprobs)
 
     def to_revisit(self, head: Head, upstream: Upstream) -> Tensor:
         return torch.ones_like(upstream.logprobs, dtype=torch.bool)
@@ -139,12 +142,11 @@ class CentredRows(KnownRows):
         parts = [own] if self.shards is None else self.shards.gather(own)
         return self._own(tile, several_targets.finish_rows(parts, self.sweep.passes, entropy=self.sweep.entropy))
 
-    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
-        passes, gradients = self.sweep.passes, self.sweep.gradients
-        if gradients is None or not tile.logits.numel():
-            return
-        known = self._known(tile, seen, upstream, 1.0 if gradients.scale is None else gradients.scale)
-        gradients.add_gradient(tile, several_targets.logits_gradient_(tile, passes, known, dtype=tile.hidden.dtype))
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream, gradients: HeadGradients) -> None:
+        if tile.logits.numel():
+            known = self._known(tile, seen, upstream, 1.0 if gradients.scale is None else gradients.scale)
+            gradient = several_targets.logits_gradient_(tile, self.sweep.passes, known, dtype=tile.hidden.dtype)
+            gradients.add_gradient(tile, gradient)
 
     def all_seen(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig) -> None:
         self.centering.weigh(factors.token_factors(logprobs, entropy, inputs, config)["policy_weights"])
@@ -182,17 +184,14 @@ class WeightedCentredRows(CentredRows):
         seen = self._own(tile, several_targets.for_each_target(statistics, below))
         return seen._replace(weights=(weights, scale), slopes=slopes)
 
-    def add(self, tile: Tile, seen: Seen, upstream: Upstream) -> None:
+    def add(self, tile: Tile, seen: Seen, upstream: Upstream, gradients: HeadGradients) -> None:
         assert seen.weights is not None
         assert seen.slopes is not None
-        passes, gradients, rows = self.sweep.passes, self.sweep.gradients, slice(len(tile.targets))
-        if gradients is None or not tile.logits.numel():
-            return
-        known = self._known(tile, seen, upstream)
+        known, rows = self._known(tile, seen, upstream), slice(len(tile.targets))
         weights, scale = (x[rows] for x in seen.weights)
         values, factor = known.at_targets * seen.slopes[rows], scale * known.grad_logprobs
         factor = several_targets.put_at_targets_(weights, tile, values, factor)
-        gradients.add_weights(tile, passes, weights, factor, torch.ones_like(factor))
+        gradients.add_weights(tile, self.sweep.passes, weights, factor, torch.ones_like(factor))
 
 
 def visitor_of(sweep: Sweep, beside: Beside, *, weighted: bool, two_phases: bool) -> KnownRows:
