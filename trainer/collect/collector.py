@@ -108,7 +108,7 @@ class Collector:
         with phases("reward"):
             facts = gather_objects("comparing the rewards", RolloutFacts.of(scored))
             samples = self._with_advantages(scored, facts, self.args.num_generations)
-        self.num_tokens += sum(one.totals.tokens for one in facts)
+        self.num_tokens += int(sum(one.sampled[:, 0].sum() for one in facts))
         metrics = rollout_metrics(facts, self.args, self.rewards.weights) | of_rounds
         metrics |= {"num_tokens": float(self.num_tokens), **self.sync_metrics, **self.sampler.metrics()}
         return replace(scored, samples=samples, metrics=metrics)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -33,7 +32,6 @@ from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, with_fields
 
 _log = logging.getLogger(__name__)
 
-Means = list[tuple[float, int]]  # each of so many completions
 FULL_REWARD = 1.0  # of a right completion
 _UNSCORED = (
     "All reward functions returned None for the following kwargs:\n%s\nSuch a completion %s. Got %d of %d; fix: return "
@@ -48,28 +46,6 @@ LOSS_METRICS = {
 }
 
 
-class Totals(NamedTuple):
-    """Sums over completions, of those whose groups were dropped as well."""
-
-    completions: int = 0
-    tokens: int = 0  # of prompts and the model's own; a prompt with each completion
-    failed: int = 0  # completions in groups for which the engine failed
-    dropped: int = 0  # in these, and in those for which a reward function failed
-    scored: int = 0  # those with a reward
-    reward: float = 0.0  # the sum of these
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Totals:
-        rewards = [one.reward for one in samples if not math.isnan(one.reward)]
-        tokens = sum(len(one.prompt_ids) + (one.num_own if one.failure is None else 0) for one in samples)
-        failed = sum(one.failure is not None for one in samples)
-        return cls(len(samples), tokens, failed, sum(one.dropped for one in samples), len(rewards), sum(rewards))
-
-    @classmethod
-    def added(cls, parts: Iterable[Totals]) -> Totals:
-        return cls(*map(sum, zip(*parts, strict=True)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Scored:
     """The samples of this rank that were generated for a batch, scored, and what is known of all of them."""
@@ -79,27 +55,27 @@ class Scored:
     has_support: bool = False  # whether the sampler's kept tokens are known
     reward_names: list[str]  # F
     seconds: dict[str, float] = field(default_factory=dict)  # by reward function
-    logged: dict[str, Means] = field(default_factory=dict)  # by reward functions, one for each round
+    logged: list[tuple[dict[str, float], dict[str, int]]] = field(default_factory=list)  # by round: means, of how many
     failure: RewardError | None = None  # the first one of a reward function, where groups were dropped
-    replaced: Totals = field(default_factory=Totals)  # of completions that are not in the batch: others replace them
+    replaced: list[tuple[float, ...]] = field(default_factory=list)  # `sampled` of those that others replace
     metrics: dict[str, float] = field(default_factory=dict)  # of all ranks
 
     @staticmethod
     def joined(rounds: Sequence[Scored]) -> Scored:
-        """Rounds of one batch, the oldest first. Seconds and totals are added up."""
+        """Rounds of one batch, the oldest first. Seconds are added up."""
         return replace(
             rounds[0],
             samples=[sample for part in rounds for sample in part.samples],
-            replaced=Totals.added(part.replaced for part in rounds),
+            replaced=[row for part in rounds for row in part.replaced],
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in rounds[0].seconds},
-            logged=_joined(part.logged for part in rounds),
+            logged=[of_round for part in rounds for of_round in part.logged],
         )
 
     def only(self, samples: list[Sample]) -> Scored:
         """With these of its samples; the others are replaced."""
         here = set(map(id, samples))
-        gone = Totals.of([sample for sample in self.samples if id(sample) not in here])
-        return replace(self, samples=samples, replaced=Totals.added([self.replaced, gone]))
+        gone = [sampled(sample) for sample in self.samples if id(sample) not in here]
+        return replace(self, samples=samples, replaced=self.replaced + gone)
 
     def kept(self) -> list[Sample]:
         """The samples of all groups but the dropped ones."""
@@ -178,8 +154,8 @@ def score_rollouts(
             environments=None if all(one is None for one in environments) else environments,
         )
         per_function[sound], dropped[sound] = output.per_function, output.dropped
-        said = {"seconds": output.seconds, "failure": output.failure}
-        said["logged"] = {name: [(value, output.counts[name])] for name, value in output.metrics.items()}
+        logs = [(output.metrics, output.counts)]
+        said = {"seconds": output.seconds, "logged": logs, "failure": output.failure}
         for name, values in output.extra.items():
             by_place = dict(zip(sound, values, strict=True))
             for place, record in enumerate(logged):
@@ -260,11 +236,17 @@ def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
         )
 
 
+def sampled(one: Sample) -> tuple[float, ...]:
+    """(tokens, with its prompt; reward; whether the engine failed for its group; whether its group is dropped)."""
+    own = one.num_own if one.failure is None else 0
+    return len(one.prompt_ids) + own, one.reward, one.failure is not None, one.dropped
+
+
 class RolloutFacts(NamedTuple):
     """What one process knows of its B completions, small enough to send to the others."""
 
     scored: Scored  # without its samples
-    totals: Totals  # of these, and of those that they replace
+    sampled: Tensor  # [S, 4] fp64, of these and of those that they replace
     rewards: Tensor  # [B] fp32
     baselines: Tensor  # [B] of ReMax, NaN: not scored, not of this rank, or none
     lengths: Tensor  # [B] of the model's own tokens
@@ -288,9 +270,9 @@ class RolloutFacts(NamedTuple):
         rewards, baselines, lengths = table[:, :3].unbind(1)
         ended, failed, dropped = torch.tensor(flags, dtype=torch.bool).view(-1, 3).unbind(1)
         supports = torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float()
-        alone, by_call = replace(scored, samples=[], failure=None), torch.tensor(calls).view(-1, 3)
-        totals = Totals.added([scored.replaced, Totals.of(samples)])
-        return cls(alone, totals, rewards, baselines, lengths, table[:, 3:], ended, failed, dropped, supports, by_call)
+        alone, by_call = replace(scored, samples=[], replaced=[], failure=None), torch.tensor(calls).view(-1, 3)
+        every = torch.tensor([*scored.replaced, *map(sampled, samples)], dtype=torch.float64).view(-1, 4)
+        return cls(alone, every, rewards, baselines, lengths, table[:, 3:], ended, failed, dropped, supports, by_call)
 
 
 def rollout_metrics(
@@ -330,7 +312,16 @@ def rollout_metrics(
         counts = counts if len(counts) else torch.zeros(1)
         metrics |= {f"completions/{stat}_{kind}": getattr(counts, stat)() for stat in ("mean", "min", "max")}
     metrics["completions/clipped_ratio"] = (~ended).float().mean()
-    logged = _joined(facts.scored.logged for facts in ranks)
+    logs = [of_round for facts in ranks for of_round in facts.scored.logged]
+    logged = dict.fromkeys(name for means, _ in logs for name in means)
+    _, every, failed, dropped = torch.cat([facts.sampled for facts in ranks]).unbind(1)
+    # In each step where a group may be dropped: a mean over steps has those in which none was.
+    if "drop" in (args.reward_failure, args.rollout_failure):
+        metrics["rewards/dropped"] = dropped.mean()
+    if args.rollout_failure == "drop":
+        metrics["rollouts/dropped"] = failed.sum()
+    if args.dynamic_sampling and not evaluated:
+        metrics["dynamic_sampling/reward"] = every.nanmean()
     supports = torch.stack([facts.supports for facts in ranks])
     if tokens := supports[:, 0].sum():
         metrics["sampling/kept_tokens/mean"] = supports[:, 1].sum() / tokens
@@ -345,41 +336,19 @@ def rollout_metrics(
         }
     return {
         **{name: value.item() for name, value in metrics.items()},
-        **_totals_metrics(Totals.added(facts.totals for facts in ranks), args, evaluated=evaluated),
-        **{name: mean_of(means) for name, means in logged.items()},
+        **{name: mean_of([(means[name], counts[name]) for means, counts in logs if name in means]) for name in logged},
         **(pass_rates(per_function, size) if evaluated and args.num_generations_eval is not None else {}),
     }
 
 
-def _totals_metrics(totals: Totals, args: GRPOConfig, *, evaluated: bool) -> dict[str, float]:
-    """What options add, in each step: a mean over steps has those in which nothing was dropped."""
-    count, metrics = max(1, totals.completions), dict[str, float]()
-    if "drop" in (args.reward_failure, args.rollout_failure):
-        metrics["rewards/dropped"] = totals.dropped / count
-    if args.rollout_failure == "drop":
-        metrics["rollouts/dropped"] = float(totals.failed)
-    if args.dynamic_sampling and not evaluated:
-        metrics["dynamic_sampling/reward"] = totals.reward / totals.scored if totals.scored else math.nan
-    return metrics
-
-
-def mean_of(means: Means) -> float:
-    """Weighted by the completions; NaN of none.
+def mean_of(means: Sequence[tuple[float, int]]) -> float:
+    """Of means, each of so many completions; NaN of none.
 
     >>> mean_of([(1.0, 8), (0.0, 4), (math.nan, 0)])
     0.6666666666666666
     """
     known, total = [one for one in means if one[1]], sum(count for _, count in means)
     return fmean((mean for mean, _ in known), [count / total for _, count in known]) if known else math.nan
-
-
-def _joined(parts: Iterable[Mapping[str, Means]]) -> dict[str, Means]:
-    """By name, the means of all parts."""
-    joined = defaultdict[str, Means](list)
-    for part in parts:
-        for name, means in part.items():
-            joined[name] += means
-    return dict(joined)
 
 
 def _are_several(groups: Tensor) -> Tensor:

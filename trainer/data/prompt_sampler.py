@@ -259,13 +259,14 @@ class CurriculumSampler(PromptSampler):
         super().__init__(dataset, **options)
         self.curriculum = curriculum
         self._difficulty = difficulties(dataset) if curriculum == "difficulty" else None
-        count = int(self.levels.max()) + 1
+        count, self._drawn = int(self.levels.max()) + 1, list[int]()
         self._window = deque[tuple[int, int]](maxlen=max(GROUPS, PER_LEVEL * count))
         # Of each level, the groups in the window, and those of them with unequal rewards.
         self._seen, self._unequal = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
 
     def update(self, rows: Sequence[int], rewards: Sequence[Sequence[float]]) -> None:
         """Learn from P groups of all ranks: the numbers of their rows, and G rewards each; NaN is none."""
+        self._drawn += rows
         for row, group in zip(rows, rewards, strict=True):
             known = [reward for reward in group if not math.isnan(reward)]
             if len(known) > 1:
@@ -287,10 +288,11 @@ class CurriculumSampler(PromptSampler):
         return np.maximum(weights, LEAST)
 
     def metrics(self) -> dict[str, float]:
-        """The share of groups with unequal rewards in the window, and the difficulty of the batch."""
+        """The share of groups with unequal rewards in the window, and the difficulty of what was drawn since."""
+        drawn, self._drawn = self._drawn or self.batch, []
         metrics = {"curriculum/unequal_rewards": self._unequal_share()}
         if self._difficulty is not None:
-            metrics["curriculum/difficulty"] = fmean(self._difficulty[row] for row in self.batch)
+            metrics["curriculum/difficulty"] = fmean(self._difficulty[row] for row in drawn)
         return metrics
 
     def position(self) -> dict[str, Any]:

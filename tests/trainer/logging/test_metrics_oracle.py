@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -287,3 +288,27 @@ def test_kept_tokens_of_a_completion_are_those_of_its_own_tokens():
     scored = Scored(samples=[sample], weight_version=0, reward_names=[])
     metrics = rollout_metrics([RolloutFacts.of(scored)], GRPOConfig(num_generations=2), torch.ones(0), evaluated=True)
     assert scored.records()[0]["kept_tokens"] == metrics["sampling/kept_tokens/mean"] == 4.0
+
+
+def test_the_difficulty_of_a_batch_is_that_of_all_prompts_that_were_drawn(make_trainer):
+    rows = [{"prompt": f"{a}+{b}=", "difficulty": a} for a in range(4) for b in range(4)]
+    options = {"curriculum": "difficulty", "dynamic_sampling": 2, "per_device_train_batch_size": 8, "max_steps": 3}
+    options["num_generations"] = 2
+    trainer = make_trainer([reward("digits")], dataset=rows, **options)
+    calls = watched(trainer)
+    trainer.train()
+    scored(calls, ["digits"], None, trainer.processing_class.decode)
+    batches = per_step(calls, [1.0], trainer.args)
+    assert max(map(len, batches)) > 1
+    for rounds, record in zip(batches, records(trainer), strict=True):
+        drawn = [group[0].prompt[0] - 2 for groups in rounds for group in groups]
+        assert record["curriculum/difficulty"] == pytest.approx(oracle.mean(drawn))
+
+
+def test_step_time_has_what_lies_between_the_phases(make_trainer, monkeypatch):
+    trainer = make_trainer([reward("digits")], max_steps=2)
+    monkeypatch.setattr(trainer.engine, "wake", lambda: time.sleep(0.1))
+    trainer.train()
+    for record in records(trainer):
+        phases = [value for name, value in record.items() if name.startswith("time/") and name.count("/") == 1]
+        assert record["step_time"] >= sum(phases) + 0.1

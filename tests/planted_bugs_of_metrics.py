@@ -1,0 +1,109 @@
+"""The bugs of `planted_bugs.py` in the numbers that a run logs: (file, old, new, caught by)."""
+
+ORACLE = ["tests/trainer/logging/test_metrics_oracle.py", "-k"]
+OF_STEPS = ["tests/trainer/logging/test_step_metrics_oracle.py", "-k"]
+SCORING, STEPS, OUTPUT = (
+    "trainer/collect/scoring.py",
+    "trainer/batching/micro_batch_metrics.py",
+    "trainer/logging/run_output.py",
+)
+
+BUGS = {
+    "the reward of all that was sampled is that of the batch": (
+        SCORING,
+        "every.nanmean()",
+        "rewards.nanmean()",
+        [*ORACLE, "rounds"],
+    ),
+    "what dynamic sampling replaced was not dropped": (
+        SCORING,
+        "replaced=self.replaced + gone",
+        "replaced=[]",
+        [*ORACLE, "rounds"],
+    ),
+    "a group of one reward has a spread of 0": (
+        SCORING,
+        "nanstd(groups)[_are_several(groups)].mean()",
+        "nanstd(groups).mean()",
+        [*ORACLE, "nothing_for_most or drops"],
+    ),
+    "a dropped group has equal rewards": (
+        SCORING,
+        "(apart < EQUAL_REWARDS)[kept]",
+        "apart < EQUAL_REWARDS",
+        [*ORACLE, "drops"],
+    ),
+    "the spread of normalised rewards is that of raw ones": (
+        SCORING,
+        "(nanstd(in_batch)[:, 0] < EQUAL_REWARDS) & _are_several(in_batch)",
+        "(nanstd(rewards[None])[:, 0] < EQUAL_REWARDS) & _are_several(in_batch)",
+        [*ORACLE, "equal and groups"],
+    ),
+    "rounds weigh alike in what a function logs": (
+        SCORING,
+        "[count / total for _, count in known]",
+        "[1.0 for _, count in known]",
+        [*ORACLE, "rounds and drops"],
+    ),
+    "tools keep no token, which counts": (
+        SCORING,
+        "int((sizes > 0).sum())",
+        "len(sizes)",
+        [*ORACLE, "kept_tokens"],
+    ),
+    "a curriculum's difficulty is that of the last round": (
+        "trainer/data/prompt_sampler.py",
+        "self._drawn or self.batch",
+        "self.batch",
+        [*ORACLE, "difficulty"],
+    ),
+    "the ratio of a sequence counts for each token": (
+        STEPS,
+        "_mean(sequences.mean(ratio, tokens.mask), counts > 0)",
+        "_mean(ratio, tokens.mask)",
+        [*OF_STEPS, "sequences or gmpo"],
+    ),
+    "ipo clips by the sign of the advantage": (
+        STEPS,
+        'ratio - 1 if config.loss_type == "ipo" else tokens.advantages',
+        "tokens.advantages",
+        [*OF_STEPS, "ipo"],
+    ),
+    "the weights of no correction are logged": (
+        STEPS,
+        ' and terms.correction != "sampler":',
+        ":",
+        [*OF_STEPS, "dppo_tv or dro"],
+    ),
+    "a count so far is averaged": (OUTPUT, '"skipped_steps", ', "", [*ORACLE, "skipped"]),
+    "a loss that is not finite is in a mean": (
+        OUTPUT,
+        "math.isfinite(value)]",
+        "not math.isnan(value)]",
+        [*ORACLE, "skipped"],
+    ),
+    "the line after a resume has the steps since": (
+        "trainer/checkpoint/resume.py",
+        "{name: numbers[name] for name in files.WINDOWS}",
+        '{"unlogged": numbers["unlogged"], "unshown": {}}',
+        [*ORACLE, "resumed"],
+    ),
+    "the compilation of a resumed run is in a mean": (
+        OUTPUT,
+        "or self.steps > 1",
+        'or record["step"] > 1',
+        [*ORACLE, "resumed"],
+    ),
+    "a step has the time of its phases alone": (
+        "trainer/loop.py",
+        "phases.so_far()",
+        "sum(phases.seconds.values())",
+        [*ORACLE, "step_time"],
+    ),
+    "a reward function may log a curriculum's name": (
+        "trainer/logging/run_log.py",
+        "(completions|curriculum|",
+        "(completions|",
+        ["tests/trainer/logging/test_metric_table.py", "-k", "curriculum"],
+    ),
+}
