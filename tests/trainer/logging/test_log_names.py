@@ -28,6 +28,7 @@ NAMES_OF_LOSSES = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.1, "use_adaptive_entropy": True, "entropy_target": 9.0},
     "vespo": {"loss_type": "vespo", "max_skipped_steps": 1, "dynamic_sampling": 1},
     "remax": {"advantage_estimator": "remax"},
+    "curriculum": {"curriculum": "unequal_rewards", "variance_report": True},
     "distilled": {"distillation_coef": 0.5, "teacher_model": "self", "num_iterations": 2},
 }
 

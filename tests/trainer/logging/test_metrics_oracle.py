@@ -228,14 +228,19 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "three steps": {"logging_steps": 3},
     "of four steps of a batch": {"logging_steps": 3, "steps_per_generation": 2, "num_iterations": 2},
     "resumed": {"logging_steps": 3, "steps_per_generation": 2, "num_iterations": 2, "save_steps": 4},
-    "resumed after a skipped step": {"logging_steps": 3, "save_steps": 1, "max_skipped_steps": 9, "broken_step": 4},
+    "resumed after a skipped step": {
+        "logging_steps": 3,
+        "save_steps": 1,
+        "max_skipped_steps": 9,
+        "broken_steps": (4, 6),
+    },
 }
 
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_an_entry_and_a_line_are_of_the_steps_since_the_last_one(make_trainer, shown, monkeypatch, name):
     options = {"per_device_train_batch_size": 8, "max_steps": 7, "dynamic_sampling": 1} | WINDOWS[name]
-    broken, stop = options.pop("broken_step", None), options.get("save_steps")
+    broken, stop = options.pop("broken_steps", ()), options.get("save_steps")
     for resumes in (False, True) if stop else (False,):
         if stop:
             options |= {"overwrite_output_dir": not resumes}
@@ -243,7 +248,7 @@ def test_an_entry_and_a_line_are_of_the_steps_since_the_last_one(make_trainer, s
         step_of = trainer.learner
 
         def learn(batch, learn=step_of.learn, learner=step_of, **given):
-            if learner.step + 1 == broken:
+            if learner.step + 1 in broken:
                 batch = [replace(sample, advantage=math.inf) for sample in batch]
             return learn(batch, **given)
 
