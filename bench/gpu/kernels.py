@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from fused_grpo.bench.gpu.scale import Scale
 from fused_grpo.head import logprob_plans
 from fused_grpo.head.head import Head, Wanted, multiply_into
 from fused_grpo.passes import choice
-from fused_grpo.passes.protocol import RowPasses
 
 
 class Action(NamedTuple):
@@ -137,16 +137,13 @@ def forward(scale: Scale) -> Iterator[Figure]:
 def through_tiles(hidden: Tensor, weight: Tensor, shape: tuple[int, int]) -> Statistics:
     """The op's plan for log-probs by tiles of logits, with tiles [R, C] of this shape: one exists at a time."""
 
-    class Tiled(Head):
-        def tile_memory(self, passes: RowPasses, *unused: Any, **options: Any) -> Tensor:
-            tile: Tensor = passes.empty_tile(*shape, dtype=torch.float32, device=hidden.device)
-            return tile
-
     zeros = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-    whole = Tiled(hidden, weight, None, zeros, torch.ones_like(zeros, dtype=torch.float32), 1.0, None)
+    whole = Head(hidden, weight, None, zeros, torch.ones_like(zeros, dtype=torch.float32), 1.0, None)
+    memory = triton().empty_tile(*shape, dtype=torch.float32, device=hidden.device)
     # If something is wanted, the plan never takes the kernel without logits.
     options = logprob_plans.Options(entropy=False, wanted=Wanted(hidden=True))
-    return logprob_plans.forward(whole, triton(), options)
+    with mock.patch.object(logprob_plans, "tile_memory", return_value=memory):
+        return logprob_plans.forward(whole, triton(), options)
 
 
 def through_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: Tensor) -> list[Any]:

@@ -176,22 +176,6 @@ class Head:
         logger.warning("no memory for %d rows of logits: chunks of half as many; fix: set chunk_bytes", rows)
         return empty(-(-rows // 2), self.weight.shape[0])
 
-    def tile_memory(
-        self,
-        passes: RowPasses,
-        chunk_bytes: int | None,
-        *,
-        num_rows: int | None = None,
-        weight_gradient: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """[R, C] for tiles that need not be whole rows; for `num_rows` rows if given, else for those of the head."""
-        column_bytes = self.hidden.dtype.itemsize if self.weight.dtype != self.hidden.dtype else 0
-        column_bytes += self.dtype.itemsize if weight_gradient and not self.writes_weight_gradient else 0
-        sizes = self.sizes(weight_gradient=weight_gradient)._replace(column_bytes=self.hidden.shape[1] * column_bytes)
-        shape = buffers.tile_shape(sizes if num_rows is None else sizes._replace(num_rows=num_rows), chunk_bytes)
-        return passes.empty_tile(*shape, dtype=dtype or self.dtype, device=self.hidden.device)
-
     def sizes(
         self,
         dtype: torch.dtype | None = None,

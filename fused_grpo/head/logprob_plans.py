@@ -102,7 +102,7 @@ def _parts(head: Head, passes: RowPasses, options: Options) -> Iterator[list[Row
     # With one tile size for every N, all GEMMs and sums have the same order.
     num_rows = INVARIANT_ROWS if options.batch_invariant else None
     weight_gradient = options.wanted.weight and not options.batch_invariant
-    memory = head.tile_memory(passes, options.chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient)
+    memory = tile_memory(head, passes, options.chunk_bytes, num_rows=num_rows, weight_gradient=weight_gradient)
     parts = list[RowState]()
     for tile in head.tiles(memory, pad=options.batch_invariant and len(head.targets) > 0):
         parts.append(several_targets.row_statistics(tile, passes, entropy=options.entropy, moments=options.moments))
@@ -111,6 +111,23 @@ def _parts(head: Head, passes: RowPasses, options: Options) -> Iterator[list[Row
         if tile.columns.stop == len(head.weight):
             yield parts
             parts = []
+
+
+def tile_memory(
+    head: Head,
+    passes: RowPasses,
+    chunk_bytes: int | None,
+    *,
+    num_rows: int | None = None,
+    weight_gradient: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """[R, C] for tiles that need not be whole rows; for `num_rows` rows if given, else for those of the head."""
+    column_bytes = head.hidden.dtype.itemsize if head.weight.dtype != head.hidden.dtype else 0
+    column_bytes += head.dtype.itemsize if weight_gradient and not head.writes_weight_gradient else 0
+    sizes = head.sizes(weight_gradient=weight_gradient)._replace(column_bytes=head.hidden.shape[1] * column_bytes)
+    shape = buffers.tile_shape(sizes if num_rows is None else sizes._replace(num_rows=num_rows), chunk_bytes)
+    return passes.empty_tile(*shape, dtype=dtype or head.dtype, device=head.hidden.device)
 
 
 def _kernel(head: Head, passes: RowPasses, options: Options) -> LogprobForward | None:
@@ -179,7 +196,7 @@ def backward(
         scaled = Upstream(*(g if g is None or scale is None else g * scale for g in upstream))  # type: ignore[arg-type]
         head, g = several_targets.distinct_targets(head, scaled.logprobs)
         targets = several_targets.known_targets(head.targets, statistics, g, scaled.entropy)
-    memory = head.tile_memory(passes, chunk_bytes, weight_gradient=wanted.weight)
+    memory = tile_memory(head, passes, chunk_bytes, weight_gradient=wanted.weight)
     one_group = len(memory) >= len(head.targets)
     gradients = HeadGradients(
         head, wanted, one_group=one_group, scale=scale, hidden_dtype=hidden_dtype, rounded=rounded
@@ -271,7 +288,7 @@ def backward_with_weights(
     memory = weights = weights if places is not None else weights[: len(head.targets)]
     if places is not None or moved is not None or (wanted.weight and not head.writes_weight_gradient):
         _, budget = buffers.kept_budgets(chunk_bytes, weights.device)
-        memory = head.tile_memory(passes, budget, weight_gradient=wanted.weight, dtype=weights.dtype)
+        memory = tile_memory(head, passes, budget, weight_gradient=wanted.weight, dtype=weights.dtype)
     gradients = HeadGradients(head, wanted, one_group=len(memory) >= len(head.targets))
     with full_precision(head.hidden):
         for tile in head.tiles(memory, multiply=False):
