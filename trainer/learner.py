@@ -49,6 +49,7 @@ from fused_grpo.trainer.distributed.sharding import (
     reduced_parameters,
     same_weights,
     shard_frozen,
+    warn_of_other_replicas,
 )
 from fused_grpo.trainer.models.adapters import (
     adapter_stream,
@@ -258,6 +259,8 @@ class Learner:
         if may_update:
             self.scheduler.step()
         self.step += 1
+        if self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2 and not self.step & (self.step - 1):
+            warn_of_other_replicas(self.accelerator, self._unwrapped, self.step)  # after steps 1, 2, 4, 8, ...
         if self.args.torch_empty_cache_steps and self.step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()
         metrics |= {"skipped_steps": float(self.nonfinite.total)} if self.nonfinite.limit else {}

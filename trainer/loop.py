@@ -174,12 +174,13 @@ class GRPOTrainer(TransformersFace):
             # Last: no rank is in `train` before all have an engine.
             with all_ranks_succeed(accelerator, "starting the engine"):
                 self.engine, self.engine_is_open = self._make_engine(), True
-        with ExitStack() as stack:
-            stack.callback(self.engine.close)  # a script that has no trainer cannot close its engine
-            self.events("on_init_end")
-            stack.pop_all()
+            with ExitStack() as stack:
+                stack.callback(self.engine.close)  # a script that has no trainer cannot close its engine
+                self.events("on_init_end")
+                stack.pop_all()
         self._made = dict(vars(self))
 
+    @reported
     def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainResult:
         """Run all steps. Metrics, rollouts, the report and a checkpoint are in `args.output_dir` afterwards.
 
@@ -197,7 +198,7 @@ class GRPOTrainer(TransformersFace):
             SystemExit: with status 143, after SIGTERM, SIGHUP or SIGUSR1: the step was finished and a checkpoint saved.
         """
         try:
-            with report_failure(self.accelerator), self.stop, self.learner.run_modes():
+            with self.stop, self.learner.run_modes():
                 self._start(resume_from_checkpoint or self.start.resume)
                 while not self._is_over():
                     phases = Phases(first=not self.events.steps.steps)

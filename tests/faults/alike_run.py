@@ -8,6 +8,7 @@ Every process leaves `{case: its error}` in <folder>/rank-<rank>.json; the error
 """
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -233,6 +234,32 @@ def without_a_gradient(name: str, options: dict[str, Any] | None = None) -> None
     make_trainer(name, options or {}, model=model).train()
 
 
+class Drawing(torch.optim.SGD):
+    """Moves weights by numbers that are others on each rank, as stochastic rounding does."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for weight in self.param_groups[0]["params"]:
+            weight.data.mul_(1 + 0.01 * RANK)
+
+
+def other_replicas(name: str) -> None:
+    """An error, here, with the first warning of rank 0."""
+    warnings, model = list[str](), make_model()
+    logging.getLogger("fused_grpo").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    options = {"max_steps": 1, "logprob_mismatch": "warn"}
+    make_trainer(name, options, model=model, optimizers=(Drawing(model.parameters(), lr=1e-3), None)).train()
+    logging.getLogger("fused_grpo").removeHandler(handler)
+    raise ValueError(gather_objects(name, " ".join(warnings))[0])
+
+
+def streams_apart(name: str) -> None:
+    rows = ROWS[:5] + ROWS[5:][:: [1, -1][RANK]]
+    dataset = IterableDataset.from_generator(lambda: iter(rows))
+    make_trainer(name, {"shuffle_dataset": False}, train_dataset=dataset).train()
+
+
 def parts_dropped(name: str) -> None:
     def raises(completion_ids: list[list[int]], **columns: Any) -> list[float]:
         if RANK == 1:
@@ -246,6 +273,8 @@ CASES: dict[str, Callable[[str], object]] = {
     "a weight without a gradient": without_a_gradient,
     "a weight that DDP finds": lambda name: without_a_gradient(name, {"ddp_find_unused_parameters": True}),
     "parts of groups that one rank drops": parts_dropped,
+    "an optimizer that draws numbers": other_replicas,
+    "rows of a stream behind the first": streams_apart,
     "a weight of a static graph": lambda name: without_a_gradient(name, {"ddp_static_graph": True}),
 } | {name: lambda name: make_trainer(name, **{"options": {}, **GIVEN[name](RANK)}) for name in GIVEN}
 CASES |= dict.fromkeys(CALLED, called)

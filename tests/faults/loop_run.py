@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 from scale_out_run import EngineByPrompt
@@ -46,13 +46,25 @@ def main() -> None:
         rows[3] = {"prompt": "1+1=" * 5}
     engine = None if FAULT == "start" else EngineByPrompt(model)
     loop.choose_engine = lambda *_, **__: no_engine() if is_here() else EngineByPrompt(model)
-    trainer = GRPOTrainer(model, reward, args, rows, processing_class=build_tokenizer(), rollout_engine=engine)
+    given = {"processing_class": build_tokenizer(), "rollout_engine": engine, "callbacks": [Fails]}
+    trainer = GRPOTrainer(model, reward, args, rows, **given)
     break_it(trainer)
+    if FAULT == "close" and is_here():
+        trainer.engine.close = refuse
     try:
         trainer.train()
     finally:
         keep(trainer, "after")
-    trainer.accelerator.end_training()
+    trainer.end()
+
+
+class Fails(TrainerCallback):
+    """In the event that has the name of the fault."""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if FAULT == "on_init_end" and is_here():
+            note()
+            no_fours()
 
 
 def reward(completion_ids: list[list[int]], trainer_state: Any, **columns: Any) -> list[float | None]:
@@ -131,6 +143,7 @@ def frozen(layer: torch.nn.Module, working: Callable[..., Any], *args: Any, **op
 
 
 def refuse(*_: Any, **__: Any) -> None:
+    note()
     raise ConnectionRefusedError("the engine is gone")
 
 

@@ -19,6 +19,8 @@ FAULTS = {
     "freeze": (1, "without a gradient, such as model.lm_head.weight", "has failed"),
     "disk": (0, "No space left on device", "failed while saving checkpoint-1"),
     "metrics": (0, "No space left on device", "failed while writing the metrics"),
+    "on_init_end": (1, "no fours any more", "has failed"),
+    "close": (1, "the engine is gone", "has failed"),
     "start": (1, "no memory for vLLM", "failed while starting the engine"),
     "kill": (1, "killed, or out of memory?", "ended without reporting an error"),
 }

@@ -176,7 +176,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     with all_ranks_succeed(accelerator, f"reading {checkpoint}"):
         numbers = files.read_numbers(checkpoint, learner.max_steps)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
-            saved, names = numbers["buffers"][str(rank)], numbers["tensors"]
+            saved, names = numbers["buffers"].get(str(rank)), numbers["tensors"]
             packed = {name: numbers[name] for name in ("optimizer", "scheduler")}
             changed = differences(learner, numbers, checkpoint, mid_batch=saved is not None)
         weights = files.read_weights(_model(learner), checkpoint)

@@ -46,7 +46,7 @@ from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.common.process_state import drawing_from, place_kept, process_kept
 from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.prompt_sampler import CurriculumSampler, PromptSampler
-from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, gather_objects
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, compare_ranks, gather_objects
 from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
 from fused_grpo.trainer.episodes.play import EpisodeEngine
@@ -267,6 +267,9 @@ class Collector:
                 scored = score(samples, rows)
                 if self.has_greedy:
                     scored = score_greedy(scored, score)
+        if self.sampler.read is not None and self.accelerator.num_processes > 1:
+            read = {"rows of train_dataset": f"{self.sampler.used} with checksum {self.sampler.read:08x}"}
+            compare_ranks("comparing what the stream gave", read)
         size = self.args.num_generations
         if "drop" in (self.args.reward_failure, self.args.rollout_failure) and self.group_part != size:
             # A group that any rank drops its part of is dropped by all ranks that have a part of it.

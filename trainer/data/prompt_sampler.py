@@ -16,6 +16,7 @@ import math
 import random
 import reprlib
 import sys
+import zlib
 from array import array
 from bisect import bisect_right
 from collections import Counter, deque
@@ -59,6 +60,8 @@ class PromptSampler:
     """What decides which prompts come next; None where each comes once in a pass."""
     stream_form: Any = None
     """What a position in the stream looks like; None where a position is a number of prompts alone."""
+    read: int | None = None
+    """A checksum of the prompts that a stream has given, which are the same on every rank; None of no stream."""
 
     def __init__(
         self,
@@ -185,6 +188,7 @@ class StreamSampler(PromptSampler):
         self._kept_in_pass = False
         self._rows: Any = None  # the iterator of this pass; None: it starts, at this place, with the next draw
         self._place: dict[str, Any] | None = None
+        self.read = 0  # by this sampler, which a resumed run makes anew
 
     def next_batch(self) -> list[Row]:
         drawn = [(self._next(), self._used_of_pass - 1) for _ in range(self._size)]
@@ -227,6 +231,7 @@ class StreamSampler(PromptSampler):
             if (entry := next(self._rows, END)) is not END:
                 row = self._check(number, entry)
                 self._used_of_pass += 1
+                self.read = zlib.crc32(spelled(row["prompt"]).encode(errors="backslashreplace"), self.read or 0)
                 if self._keep is None or self._keep(row, number):
                     self._kept_in_pass = True
                     self.used += 1

@@ -48,6 +48,7 @@ DIFFERENCES = 5  # between ranks, in an error
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _uses = itertools.count()
+_left = list[str]()  # where the last `report_failure` that ended well here would have read why another rank failed
 _reports: ContextVar[bool] = ContextVar("reports", default=False)  # whether this is inside `report_failure`
 _log = logging.getLogger(__name__)
 
@@ -189,10 +190,12 @@ def _shared_reasons(accelerator: Accelerator) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        _left.clear()
         if not _is_of_a_collective(error):
             store.report(_reason(error))
             raise
         raise PeerError(store.explanation(timed_out="imed out" in str(error))) from error
+    _left[:] = [store.first]
 
 
 class _FailureStore:
@@ -203,6 +206,7 @@ class _FailureStore:
         # The same number on every rank: failures of an earlier run in these processes do not count.
         self.prefix = f"fused-grpo/failure/{next(_uses)}"
         self.first = f"{self.prefix}/first"
+        self.before = list(_left)  # another rank may still be in it
         self.store = distributed.distributed_c10d._get_default_store()
 
     def report(self, reason: str) -> None:
@@ -210,16 +214,20 @@ class _FailureStore:
         with suppress(RuntimeError):  # the store ends with the process that holds it
             self.store.compare_set(self.first, "", json.dumps([self.rank, reason]))
 
+    def _known(self) -> str | None:
+        """Where the reason of the first failure is."""
+        return next((key for key in (self.first, *self.before) if self.store.check([key])), None)
+
     def explanation(self, *, timed_out: bool) -> str:
         """Why a collective failed on this rank, as far as the store tells."""
         silent = [0]  # which holds the store
         with suppress(RuntimeError):
             self.store.set(f"{self.prefix}/{self.rank}", "")
             deadline = time.monotonic() + REASON_SECONDS
-            while not self.store.check([self.first]) and time.monotonic() < deadline:
+            while not (known := self._known()) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            if self.store.check([self.first]):
-                rank, reason = json.loads(self.store.get(self.first))
+            if known:
+                rank, reason = json.loads(self.store.get(known))
                 return f"rank {rank} of {self.count} has failed, and this one stopped with it: {reason}"
             silent = [rank for rank in range(self.count) if not self.store.check([f"{self.prefix}/{rank}"])]
         who = f"rank {' or '.join(map(str, silent))} of {self.count}"

@@ -45,6 +45,7 @@ REFUSED = {
     "micro-batch, before the step is complete and checked",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM, which has a model and a step of its own",
 }
+COMPARED, APART = 4, 1e-3  # values of each weight, and a share of the largest of them
 SPLITTING = ("TP", "CP", "SP")  # parallelism in which ranks share the sequences of a batch
 DDP_OPTIONS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
@@ -181,6 +182,23 @@ def check_reduced(parameters: Mapping[str, nn.Parameter]) -> None:
             f"got {len(missing)} trained parameter(s) without a gradient, such as {missing[0]}, want one of each, or "
             "DDP does not sum those of others; nothing was updated; fix: requires_grad_(False) of what no completion "
             "reaches, or ddp_find_unused_parameters=True"
+        )
+
+
+def warn_of_other_replicas(accelerator: Accelerator, policy: nn.Module, step: int) -> None:
+    """A warning where weights that DDP has on every rank are not the same: it sums gradients and sends no weights.
+
+    The first values of each are compared, up to what other GPUs round otherwise. A collective, of a few kB.
+    """
+    first = [weight.detach().flatten()[:COMPARED].float().cpu() for weight in policy.parameters()]
+    ranks = gather_objects("comparing the weights", nn.utils.rnn.pad_sequence(first, batch_first=True))
+    sizes = ranks[0].abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)
+    apart = max(((rank - ranks[0]).abs().amax(1) / sizes).max().item() for rank in ranks)
+    if apart > APART and accelerator.is_main_process:
+        warn_once(
+            f"got weights that differ by {apart:.2g} of their size between ranks after step {step}, want the same on "
+            "all: each trains another model, and that of rank 0 is saved; fix: an optimizer that draws no random "
+            "numbers, or the same on all ranks, and callbacks that change rates and weights alike"
         )
 
 
