@@ -174,6 +174,7 @@ def windows(records: Sequence[dict[str, Any]], size: int, *, latest: Sequence[st
                 before = record
             known = [value for value in values if value is not None and math.isfinite(value)]
             if values:
-                entry[name] = values[-1] if name in latest else (mean(known) if known else None)
+                last = known[-1] if known and values[-1] == known[-1] else None
+                entry[name] = last if name in latest else (mean(known) if known else None)
         entries.append(entry)
     return entries

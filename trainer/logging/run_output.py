@@ -252,7 +252,10 @@ class StepMetrics:
     def take(self, window: str = "unlogged") -> dict[str, Any]:
         """The means over the steps since the last call; None where a metric had no finite value."""
         since, self.windows[window] = self.windows[window], {}
-        return {name: values[-1] if name in LATEST else _mean(values) for name, values in since.items()}
+        means = {name: _mean(values[-1:] if name in LATEST else values) for name, values in since.items()}
+        return {
+            name: since[name][-1] if name in LATEST and value is not None else value for name, value in means.items()
+        }
 
     def closing(self, sequences_per_step: int) -> dict[str, Any]:
         """transformers' last entry of a run: time, speed and mean loss, which is 0 of no steps."""
