@@ -196,8 +196,8 @@ BUGS = {
     ),
     "dW takes gradients in the order of rows and hidden states in that of tokens": (
         "fused_grpo/head/kept_tokens.py",
-        "[order], g[order], self._head.hidden",
-        "[order], g, self._head.hidden",
+        "[order], g[order], self.head.hidden",
+        "[order], g, self.head.hidden",
         KEPT,
     ),
     "dW of kept tokens replaces that of rows without a support": (

@@ -64,15 +64,10 @@ class SupportedHead:
         chunk_bytes: int | None,
         wanted: Wanted,
     ) -> None:
-        self._head, self._passes, self._chunk_bytes, self._wanted = head, passes, chunk_bytes, wanted
+        self.head, self._passes, self._chunk_bytes, self._wanted = head, passes, chunk_bytes, wanted
         self._every = Segments(support[1])
         self.others = (take_part & (self._every.sizes == 0)).nonzero()[:, 0]
         self._entries, self._places = kept_entries(support, head.targets, take_part)
-
-    @property
-    def temperature(self) -> Tensor:
-        """[N]"""
-        return self._head.temperature
 
     @property
     def items(self) -> Tensor:
@@ -86,7 +81,7 @@ class SupportedHead:
 
     def statistics(self, *, entropy: bool, moments: bool = False) -> Statistics:
         """The statistics of all rows, [N] each, 0 for rows that take no part; with `moments`, for a call of that."""
-        head, parts = self._head, []
+        head, parts = self.head, []
         if len(self.others):
             seen = RowsMoments(len(head.weight)) if moments else None
             options = logprob_plans.Options(entropy, self._chunk_bytes, wanted=self._wanted, moments=seen)
@@ -108,13 +103,13 @@ class SupportedHead:
 
     def _logits(self) -> Tensor:
         """x = h.w + b of the entries, [E]."""
-        head, e = self._head, self._entries
+        head, e = self.head, self._entries
         raw: Tensor = self._passes.entry_logits(head.hidden, head.weight, e.rows[e.row], e.tokens, dtype=head.dtype)
         return raw if head.bias is None else raw.add_(head.bias[e.tokens])
 
     def _tiles(self, e: Entries, raw: Tensor) -> Iterator[tuple[slice, tuple[slice, Tensor, Tensor], Tensor]]:
         """(rows, (their entries, the row and the column of each in the tile), logits z [R, K])."""
-        head, device = self._head, raw.device
+        head, device = self.head, raw.device
         most = buffers.chunk_budget(self._chunk_bytes, device) // (_COPIES * head.dtype.itemsize)
         for rows, items, width in e.tiles(most):
             row = e.row[items]
@@ -126,9 +121,9 @@ class SupportedHead:
 
     def _transformed(self, raw: Tensor, rows: Tensor) -> Tensor:
         """z [E] of entries of `rows` [E] from h.w + b."""
-        head = self._head
-        how: dict[str, Any] = {"logit_scale": head.logit_scale, "softcap": head.softcap}
-        return distributions.transform_logits(raw[:, None], temperature=head.temperature[rows], **how)[:, 0]
+        temperature, scale, softcap = self.head.temperature[rows], self.head.logit_scale, self.head.softcap
+        given = raw[:, None]
+        return distributions.transform_logits(given, temperature=temperature, logit_scale=scale, softcap=softcap)[:, 0]
 
     def entry_logprobs(self, statistics: Statistics) -> Tensor:
         """log p of the entries, [E], from the statistics of all rows."""
@@ -146,7 +141,7 @@ class SupportedHead:
         leads = self._sums(before.to(z.dtype)) == 0
         squares = self._sums(torch.exp(2 * self.entry_logprobs(statistics)))
         parts = [squares, self._sums(z) / e.segments.sizes, leads.to(z.dtype)]
-        every = z.new_zeros(3, len(self._head.targets)).index_copy_(1, e.rows, torch.stack(parts))
+        every = z.new_zeros(3, len(self.head.targets)).index_copy_(1, e.rows, torch.stack(parts))
         return every.index_copy_(1, self.others, self._moments_of_others) if len(self.others) else every
 
     def sums_of_rows(self, values: Tensor) -> Tensor:
@@ -173,7 +168,7 @@ class SupportedHead:
 
         With `of_entries`, those in the log-probs of all entries [E] come on top.
         """
-        head, moved = self._head, None
+        head, moved = self.head, None
         if of_entries is not None:
             upstream, moved = self._moved(upstream, of_entries)
         has_gradient = upstream.have_gradient()
@@ -194,7 +189,7 @@ class SupportedHead:
 
     def _gradients_of_others(self, statistics: Statistics, upstream: Upstream, *, rounded: bool) -> Gradients:
         """Gradients of the rows without a restriction, which those of the entries complete."""
-        head, wanted, rows = self._head, self._wanted, self.others
+        head, wanted, rows = self.head, self._wanted, self.others
         if len(rows):
             # A bias in the dtype of the accumulators has a gradient that is not rounded yet.
             bias = None if head.bias is None else head.bias.to(head.dtype)
@@ -234,7 +229,7 @@ class SupportedHead:
 
     def _slopes(self, e: Entries, raw: Tensor) -> Tensor:
         """dz / d(h.w) of the entries, [E]."""
-        head = self._head
+        head = self.head
         slope = head.logit_scale / head.temperature[e.rows[e.row]]
         if head.softcap is not None:
             slope = slope * distributions.cap_slope(raw * (head.logit_scale / head.softcap))
@@ -259,7 +254,7 @@ class SupportedHead:
         tokens, sizes = e.tokens[order].unique_consecutive(return_counts=True)
         segments, more = Segments.from_sizes(sizes), len(self.others) > 0
         if d_weight is not None:
-            self._put_sums(d_weight, tokens, segments, e.rows[e.row][order], g[order], self._head.hidden, add=more)
+            self._put_sums(d_weight, tokens, segments, e.rows[e.row][order], g[order], self.head.hidden, add=more)
         if d_bias is not None:
             self._put_sums(d_bias[:, None], tokens, segments, order, torch.ones_like(g), g[:, None], add=more)
 
@@ -276,7 +271,7 @@ class SupportedHead:
     ) -> None:
         """out[places_i] = sum of factors_e * matrix[index_e] over segment i; long segments are summed in pieces."""
         put = self._passes.weighted_rows_
-        cast = self._head.hidden.dtype if matrix is self._head.weight else matrix.dtype
+        cast = self.head.hidden.dtype if matrix is self.head.weight else matrix.dtype
         long = (segments.sizes > PIECE).nonzero()[:, 0]
         if len(long):
             items, long_segments = segments.select(long)
@@ -316,7 +311,7 @@ class _Supported(torch.autograd.Function):
         statistics = rows.statistics(entropy=entropy, moments=moments)
         ctx.set_materialize_grads(False)
         # What the backward pass reads is saved so that autograd finds out if it was changed before.
-        save_for_backward(ctx, (hidden, weight, bias, rows.temperature), *statistics)
+        save_for_backward(ctx, (hidden, weight, bias, rows.head.temperature), *statistics)
         ctx.rows = rows
         seen = rows.moments(statistics) if moments else None
         if seen is not None:
