@@ -340,6 +340,7 @@ class Learner:
         The main process alone needs it. A tied weight has its first name alone: gathered, its names are two tensors.
         """
         model = self._unwrapped.model
+        gather_objects("gathering the weights", None)  # a shard is no other rank's answer
         if is_adapted(model):
             return trained_state(model)
         state = self.accelerator.get_state_dict(self.policy)

@@ -223,8 +223,8 @@ def in_a_callback(name: str, call: Callable[[GRPOTrainer], object]) -> None:
     trainer.train()
 
 
-def behind_the_run(name: str, call: Callable[[GRPOTrainer], object]) -> None:
-    trainer = make_trainer(name, {}, eval_dataset=ROWS[:3])
+def behind_the_run(name: str, call: Callable[[GRPOTrainer], object], **given: Any) -> None:
+    trainer = make_trainer(name, {}, eval_dataset=ROWS[:3], **given)
     (call if RANK == 1 else GRPOTrainer.end)(trainer)
 
 
@@ -278,6 +278,7 @@ CASES: dict[str, Callable[[str], object]] = {
     "a weight of a static graph": lambda name: without_a_gradient(name, {"ddp_static_graph": True}),
 } | {name: lambda name: make_trainer(name, **{"options": {}, **GIVEN[name](RANK)}) for name in GIVEN}
 CASES |= dict.fromkeys(CALLED, called)
+CASES["save_model of shards"] = lambda name: behind_the_run(name, CALLS["save_model"], sharded=True)
 for one, calling in CALLS.items():
     CASES[f"{one} in a callback"] = lambda name, call=calling: in_a_callback(name, call)
     CASES[f"{one} behind the run"] = lambda name, call=calling: behind_the_run(name, call)

@@ -55,6 +55,7 @@ CALLS = [
     for call in ("evaluate", "save_model", "save_checkpoint", "push_to_hub")
     for place in ("in a callback", "behind the run")
 ]
+CALLS.append("save_model of shards")
 
 
 @pytest.fixture(scope="module")

@@ -236,7 +236,8 @@ class _FailureStore:
         if not timed_out:
             return (
                 f"{who} ended without reporting an error, and this one stopped with it; killed, or out of memory? "
-                "fix: read its log and the kernel's; resume_from_checkpoint continues from the last checkpoint"
+                "fix: read its log and the kernel's, and call there what this one calls; resume_from_checkpoint goes "
+                "on from the last checkpoint"
             )
         reason = (
             f"{who} did not reach a collective within ddp_timeout; it hangs, or is slower than that; "
