@@ -1,7 +1,7 @@
-"""A plain step is short to read: it goes through nothing of what it does not use, and a bounded part of the house."""
+"""A plain step and a plain loss are short to read: they go through little, and nothing that they do not use."""
 
 import pytest
-from trace_calls import ROOT, optimizer_step
+from trace_calls import ROOT, optimizer_step, plain_loss
 
 # What a plain step does not use: changed options, adapters, weights for an engine, conversations, an adaptive entropy.
 OFF = ["collect/start_checks", "config/derived_options", "models/adapters", "models/weight_stream", "common/formatting"]
@@ -18,9 +18,27 @@ OFF_FUNCTIONS = {
 }
 
 
+# What a plain loss does not use: several targets, kept tokens, a teacher, shards, centering, other tokens, log-probs.
+OFF_IN_A_LOSS = ["head/several_targets", "head/kept_tokens", "head/entries", "head/chunked_divergence", "head/sharded"]
+OFF_IN_A_LOSS += ["head/centering", "head/visited_rows", "head/logprob_plans", "_maths/factors", "_maths/moments"]
+OFF_FUNCTIONS_IN_A_LOSS = {
+    "head/head": ["Head.select", "Head.weights_pass", "Head.transform", "Tile.first"],
+    "head/chunked_loss": ["loss_and_gradient", "_value_and_gradient", "_statistics_of", "_scattered", "_scale"],
+    "passes/choice": ["why_not_triton"],
+    "passes/torch_passes/row_passes": ["narrow_memory"],
+    "_maths/statistics": ["joined", "merge_rows"],
+    "_maths/formulas": ["denominator", "sampling_weights", "log_rho", "kl_term"],
+}
+
+
 @pytest.fixture(scope="module")
 def step():
     return optimizer_step()
+
+
+@pytest.fixture(scope="module")
+def loss():
+    return plain_loss()
 
 
 @pytest.mark.parametrize("file", OFF)
@@ -45,3 +63,23 @@ def test_what_a_plain_step_computes_once_is_not_computed_again(step):
     once = {"fused_grpo/integrations/logit_transform.py", "trainer/config/grpo_config.py"}
     assert all((ROOT / file).exists() for file in once)
     assert once.isdisjoint(step.functions)
+
+
+@pytest.mark.parametrize("file", OFF_IN_A_LOSS)
+def test_a_plain_loss_goes_around_what_is_off(loss, file):
+    assert (ROOT / f"fused_grpo/{file}.py").exists()
+    assert loss.functions.get(f"fused_grpo/{file}.py", set()) == set()
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [(file, name) for file, names in OFF_FUNCTIONS_IN_A_LOSS.items() for name in names]
+)
+def test_a_plain_loss_does_not_call_what_returns_at_once(loss, file, name):
+    assert f"def {name.rpartition('.')[2]}(" in (ROOT / f"fused_grpo/{file}.py").read_text()
+    assert name not in loss.functions[f"fused_grpo/{file}.py"]
+
+
+def test_a_plain_loss_is_bounded(loss):
+    """fix: guard what is off at its caller; `python scripts/trace_calls.py --list` names all functions"""
+    assert sum(map(len, loss.functions.values())) <= 70
+    assert len(loss.functions) <= 10
