@@ -17,13 +17,13 @@ BUGS = {
     ),
     "what dynamic sampling replaced was not dropped": (
         SCORING,
-        "replaced=self.replaced + gone",
-        "replaced=[]",
+        "torch.tensor(scored.sampled or [",
+        "torch.tensor([",
         [*ORACLE, "rounds"],
     ),
     "a group of one reward has a spread of 0": (
         SCORING,
-        "nanstd(groups)[_are_several(groups)].mean()",
+        "nanstd(groups)[comparable].mean()",
         "nanstd(groups).mean()",
         [*ORACLE, "nothing_for_most or drops"],
     ),
@@ -35,8 +35,8 @@ BUGS = {
     ),
     "the spread of normalised rewards is that of raw ones": (
         SCORING,
-        "(nanstd(in_batch)[:, 0] < EQUAL_REWARDS) & _are_several(in_batch)",
-        "(nanstd(rewards[None])[:, 0] < EQUAL_REWARDS) & _are_several(in_batch)",
+        "(nanstd(in_batch) < EQUAL_REWARDS)",
+        "(nanstd(rewards[None]) < EQUAL_REWARDS)",
         [*ORACLE, "equal and groups"],
     ),
     "rounds weigh alike in what a function logs": (

@@ -40,9 +40,6 @@ _SHORT = reprlib.Repr()
 _SHORT.maxdict = _SHORT.maxstring = _SHORT.maxother = 100  # an adapter's options, and not a file of them
 
 
-Windows = dict[str, dict[str, list[Any]]]
-
-
 class Rule(NamedTuple):
     """Whose value counts, and why."""
 
@@ -83,7 +80,7 @@ class Restored(NamedTuple):
 
     buffer: RolloutBuffer | None
     eval_before: dict[str, float] | None
-    windows: Windows
+    windows: dict[str, Any]
     state: TrainerState
 
 
@@ -114,7 +111,7 @@ def training_state(
     buffer: RolloutBuffer | None,
     *,
     eval_before: dict[str, float] | None = None,
-    windows: Windows | None = None,
+    windows: dict[str, Any] | None = None,
     wait: bool,
 ) -> files.TrainingFiles:
     """The state of a run, to be saved by rank 0; the `buffer` has the rollouts in progress. A collective.

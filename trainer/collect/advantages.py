@@ -93,8 +93,7 @@ def multi_objective_advantages(
             )
         mean = groups.nanmean(1, keepdim=True)
         advantages = torch.where(mean > 0, centred / mean, 0.0)
-    elif estimator.startswith("reinforce_plus_plus"):
-        assert in_batch is not None
+    elif in_batch is not None:  # of "reinforce_plus_plus"
         advantages = in_batch / (nanstd(in_batch) + EPSILON_OF_BATCH)
     elif estimator == "opo":
         assert lengths is not None
@@ -112,8 +111,6 @@ def multi_objective_advantages(
 
 def scaled_in_batch(per_function: Tensor, weights: Tensor, args: GRPOConfig, *, size: int) -> Tensor | None:
     """What advantages are divided by the standard deviation of, [1, B], where it is that of the whole batch."""
-    if not len(per_function):
-        return None
     if args.multi_objective_aggregation == "normalize_then_sum":
         columns = per_function.T
         groups = columns.reshape(-1, size)

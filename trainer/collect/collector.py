@@ -36,6 +36,7 @@ from fused_grpo.trainer.collect.scoring import (
     Evaluation,
     RolloutFacts,
     Scored,
+    facts_of,
     greedy_of,
     rollout_metrics,
     score_greedy,
@@ -96,7 +97,7 @@ class Collector:
                     break
                 more = self._with_unequal_rewards(self._round(engine, phases, sync))
                 scored, rounds = Scored.joined([scored, more]), rounds + 1
-            scored = scored.only(scored.samples[:wanted])
+            scored = replace(scored, samples=scored.samples[:wanted])
             of_rounds["dynamic_sampling/rounds"] = float(rounds)
         elif not any_rank(self.accelerator, bool(scored.kept()), "looking for a group"):
             of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
@@ -287,7 +288,7 @@ class Collector:
             rewards = list(chain.from_iterable(of_ranks))
             groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]  # as in the batch
             self.sampler.update(self.sampler.batch, groups)
-        return scored
+        return replace(scored, sampled=list(map(facts_of, scored.samples)))
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -327,7 +328,7 @@ class Collector:
         rewards, baselines = torch.tensor(columns, dtype=torch.float32).view(2, -1, self.group_part)
         apart = spread(rewards, baselines[:, :1] if self.has_greedy else None)
         is_unequal = (apart >= EQUAL_REWARDS).repeat_interleave(self.group_part).tolist()
-        return scored.only(list(compress(scored.samples, is_unequal)))
+        return replace(scored, samples=list(compress(scored.samples, is_unequal)))
 
     def _next_batch(self, engine: RolloutEngine) -> tuple[list[Row], Complete]:
         """The next rows of the dataset, and what completes their prompts; the seed is another one on each rank."""

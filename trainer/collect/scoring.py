@@ -55,9 +55,9 @@ class Scored:
     has_support: bool = False  # whether the sampler's kept tokens are known
     reward_names: list[str]  # F
     seconds: dict[str, float] = field(default_factory=dict)  # by reward function
-    logged: list[tuple[dict[str, float], dict[str, int]]] = field(default_factory=list)  # by round: means, of how many
+    logged: list[tuple[dict[str, float], int]] = field(default_factory=list)  # by round: means, of so many completions
     failure: RewardError | None = None  # the first one of a reward function, where groups were dropped
-    replaced: list[tuple[float, ...]] = field(default_factory=list)  # `sampled` of those that others replace
+    sampled: list[tuple[float, ...]] = field(default_factory=list)  # `facts_of` these and those that they replace
     metrics: dict[str, float] = field(default_factory=dict)  # of all ranks
 
     @staticmethod
@@ -66,16 +66,10 @@ class Scored:
         return replace(
             rounds[0],
             samples=[sample for part in rounds for sample in part.samples],
-            replaced=[row for part in rounds for row in part.replaced],
+            sampled=[row for part in rounds for row in part.sampled],
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in rounds[0].seconds},
             logged=[of_round for part in rounds for of_round in part.logged],
         )
-
-    def only(self, samples: list[Sample]) -> Scored:
-        """With these of its samples; the others are replaced."""
-        here = set(map(id, samples))
-        gone = [sampled(sample) for sample in self.samples if id(sample) not in here]
-        return replace(self, samples=samples, replaced=self.replaced + gone)
 
     def kept(self) -> list[Sample]:
         """The samples of all groups but the dropped ones."""
@@ -154,7 +148,7 @@ def score_rollouts(
             environments=None if all(one is None for one in environments) else environments,
         )
         per_function[sound], dropped[sound] = output.per_function, output.dropped
-        logs = [(output.metrics, output.counts)]
+        logs = [(output.metrics, int((~output.dropped).sum()))]
         said = {"seconds": output.seconds, "logged": logs, "failure": output.failure}
         for name, values in output.extra.items():
             by_place = dict(zip(sound, values, strict=True))
@@ -236,7 +230,7 @@ def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
         )
 
 
-def sampled(one: Sample) -> tuple[float, ...]:
+def facts_of(one: Sample) -> tuple[float, ...]:
     """(tokens, with its prompt; reward; whether the engine failed for its group; whether its group is dropped)."""
     own = one.num_own if one.failure is None else 0
     return len(one.prompt_ids) + own, one.reward, one.failure is not None, one.dropped
@@ -270,8 +264,8 @@ class RolloutFacts(NamedTuple):
         rewards, baselines, lengths = table[:, :3].unbind(1)
         ended, failed, dropped = torch.tensor(flags, dtype=torch.bool).view(-1, 3).unbind(1)
         supports = torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float()
-        alone, by_call = replace(scored, samples=[], replaced=[], failure=None), torch.tensor(calls).view(-1, 3)
-        every = torch.tensor([*scored.replaced, *map(sampled, samples)], dtype=torch.float64).view(-1, 4)
+        alone, by_call = replace(scored, samples=[], sampled=[], failure=None), torch.tensor(calls).view(-1, 3)
+        every = torch.tensor(scored.sampled or [*map(facts_of, samples)], dtype=torch.float64).view(-1, 4)
         return cls(alone, every, rewards, baselines, lengths, table[:, 3:], ended, failed, dropped, supports, by_call)
 
 
@@ -290,15 +284,16 @@ def rollout_metrics(
     lengths, ended = lengths[~failed], ended[~failed]
     groups, baselines = (values.view(-1, size) for values in (rewards, baselines))
     apart = spread(groups, None if baselines.isnan().all() else baselines[:, :1])
-    in_batch, kept = scaled_in_batch(per_function, weights, args, size=size), ~dropped.view(-1, size)[:, 0]
+    # A single completion has no spread; of a larger group, one score says nothing about it.
+    comparable, kept = (~groups.isnan()).sum(1) > min(1, size - 1), ~dropped.view(-1, size)[:, 0]
     is_equal = (apart < EQUAL_REWARDS)[kept]
-    is_zero = is_equal & _are_several(groups[kept])
-    if in_batch is not None:
-        is_zero = (nanstd(in_batch)[:, 0] < EQUAL_REWARDS) & _are_several(in_batch)
+    is_zero = is_equal & comparable[kept]
+    if len(rewards) and (in_batch := scaled_in_batch(per_function, weights, args, size=size)) is not None:
+        is_zero = (nanstd(in_batch) < EQUAL_REWARDS) & ((~in_batch.isnan()).sum() > 1)
     metrics = {
         "reward": rewards.nanmean(),
         "reward_std": _std(rewards[~rewards.isnan()]),
-        "reward_std_within_groups": nanstd(groups)[_are_several(groups)].mean(),
+        "reward_std_within_groups": nanstd(groups)[comparable].mean(),
         "frac_reward_zero_std": is_zero.float().mean(),
         "groups_with_equal_rewards": is_equal.float().mean(),
     }
@@ -336,24 +331,20 @@ def rollout_metrics(
         }
     return {
         **{name: value.item() for name, value in metrics.items()},
-        **{name: mean_of([(means[name], counts[name]) for means, counts in logs if name in means]) for name in logged},
+        **{name: mean_of([(means[name], count) for means, count in logs if name in means]) for name in logged},
         **(pass_rates(per_function, size) if evaluated and args.num_generations_eval is not None else {}),
     }
 
 
 def mean_of(means: Sequence[tuple[float, int]]) -> float:
-    """Of means, each of so many completions; NaN of none.
+    """Of means, each of so many completions, those that are numbers; NaN of none.
 
-    >>> mean_of([(1.0, 8), (0.0, 4), (math.nan, 0)])
+    >>> mean_of([(1.0, 8), (0.0, 4), (math.nan, 4)])
     0.6666666666666666
     """
-    known, total = [one for one in means if one[1]], sum(count for _, count in means)
-    return fmean((mean for mean, _ in known), [count / total for _, count in known]) if known else math.nan
-
-
-def _are_several(groups: Tensor) -> Tensor:
-    """Which rows [P] of [P, G] have a spread: two values, or the one of a row of one."""
-    return (~groups.isnan()).sum(1) > min(1, groups.shape[1] - 1)
+    known = [one for one in means if not math.isnan(one[0])]
+    total = sum(count for _, count in known)
+    return fmean((mean for mean, _ in known), [count / total for _, count in known]) if total else math.nan
 
 
 def pass_rates(per_function: Tensor, n: int) -> dict[str, float]:

@@ -224,10 +224,7 @@ class LogEntry(dict[str, Any]):
 
 
 class StepMetrics:
-    """Collects the metrics of steps, and the mean loss and the time of one call of `train`.
-
-    There are two windows: "unlogged" since the last entry of the history, "unshown" since the last line of the console.
-    """
+    """Collects the metrics of steps for the next entry and the next line, and mean loss and time of one `train`."""
 
     def __init__(self) -> None:
         self.start, self.losses, self.steps = time.time(), list[float](), 0
@@ -252,10 +249,8 @@ class StepMetrics:
     def take(self, window: str = "unlogged") -> dict[str, Any]:
         """The means over the steps since the last call; None where a metric had no finite value."""
         since, self.windows[window] = self.windows[window], {}
-        means = {name: _mean(values[-1:] if name in LATEST else values) for name, values in since.items()}
-        return {
-            name: since[name][-1] if name in LATEST and value is not None else value for name, value in means.items()
-        }
+        found = {name: _mean(values[-1:] if name in LATEST else values) for name, values in since.items()}
+        return found | {name: since[name][-1] for name in LATEST if found.get(name) is not None}
 
     def closing(self, sequences_per_step: int) -> dict[str, Any]:
         """transformers' last entry of a run: time, speed and mean loss, which is 0 of no steps."""

@@ -61,7 +61,6 @@ class Scores:
     values: list[float] = field(default_factory=list)  # B; NaN: not scored
     extra: dict[str, list[Any]] = field(default_factory=dict)  # B each, from log_extra, for JSON
     metrics: dict[str, list[float]] = field(default_factory=dict)  # all values, from log_metric; NaN: not finite
-    counts: dict[str, int] = field(default_factory=dict)  # completions of the calls that logged a finite one
     failures: dict[int, RewardError] = field(default_factory=dict)  # by group, where failed groups are dropped
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
@@ -110,8 +109,6 @@ class RewardCaller:
             )
         scores: Scores = own_copy(logged)  # a thread that the function has left behind may still log
         scores.values.extend(self._number(value, prompt) for value, prompt in zip(values, prompts, strict=True))
-        logged_finite = (name for name, numbers in scores.metrics.items() if any(map(math.isfinite, numbers)))
-        scores.counts.update(dict.fromkeys(logged_finite, len(prompts)))
         for column, entries in scores.extra.items():
             if len(entries) != len(prompts):
                 raise RewardError(

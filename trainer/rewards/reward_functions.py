@@ -54,7 +54,6 @@ class RewardOutput:
     dropped: Tensor  # [B] bool, whole groups for which a function failed: they must not reach the loss
     seconds: dict[str, float]  # by function
     metrics: dict[str, float]  # from log_metric, the mean of all finite values
-    counts: dict[str, int]  # of completions, for which the functions logged these
     extra: dict[str, list[Any]]  # B each, from log_extra
     failure: RewardError | None = None  # the first, where groups were dropped
 
@@ -178,7 +177,6 @@ class Rewards:
         per_function[dropped] = math.nan
         extra: dict[str, list[Any]] = {}
         metrics: dict[str, list[float]] = {}
-        counts = dict[str, int]()
         for name, one in zip(self.names, scores, strict=True):
             for column, values in one.extra.items():
                 place = free_name(column)
@@ -186,15 +184,12 @@ class Rewards:
                     place = f"{name}/{place}"
                 extra[place] = values
             for metric, logged in one.metrics.items():
-                place = free_name(metric)
-                metrics.setdefault(place, []).extend(filter(math.isfinite, logged))
-                counts[place] = max(counts.get(place, 0), one.counts.get(metric, 0))
+                metrics.setdefault(free_name(metric), []).extend(filter(math.isfinite, logged))
         return RewardOutput(
             per_function=per_function,
             dropped=dropped,
             seconds=seconds,
             metrics={metric: fmean(logged) if logged else math.nan for metric, logged in metrics.items()},
-            counts=counts,
             extra=extra,
             failure=failures[min(failures)] if failures else None,
         )
@@ -245,7 +240,6 @@ def _joined(groups: list[Scores], num_generations: int) -> Scores:
             values.extend(group.extra.get(name, [None] * num_generations))
         for name, logged in group.metrics.items():
             joined.metrics.setdefault(name, []).extend(logged)
-            joined.counts[name] = joined.counts.get(name, 0) + group.counts.get(name, 0)
         for number, failure in group.failures.items():
             _log.warning("%s (its group is dropped)", failure)
             joined.failures[number] = failure

@@ -123,16 +123,11 @@ def known_mean(rounds: Any, names: list[str]) -> float | None:
     calls = []
     for groups in rounds:
         sound = [group for group in groups if not group[0].failed]
-        parts = [group for group in sound if not group[0].dropped]
-        if len(parts) == len(sound):
-            parts = [list(chain(*sound))]
-        scores = [
-            [[value for one in part if (value := one.rewards[place]) is not None] for part in parts]
-            for place in range(len(names))
-        ]
-        known = [oracle.mean(values) for values in chain(*scores) if values]
-        counts = [sum(len(part) for part, values in zip(parts, own, strict=True) if values) for own in scores]
-        calls.append((known, max(counts)))
+        kept = [group for group in sound if not group[0].dropped]
+        parts = kept if len(kept) < len(sound) else [list(chain(*sound))]
+        scores = [[one.rewards[place] for one in part] for place in range(len(names)) for part in parts]
+        known = [[value for value in values if value is not None] for values in scores]
+        calls.append(([oracle.mean(values) for values in known if values], sum(map(len, kept))))
     mean = oracle.logged_mean(calls)
     return None if math.isnan(mean) else mean
 
