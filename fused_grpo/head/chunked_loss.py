@@ -23,8 +23,8 @@ Rows that cannot have a gradient (masked, zero advantage) are removed beforehand
 dW. Rows whose gradient turns out to be 0 (clipped) take part with a factor of 0: to remove them, a GPU would have to
 synchronize for their number, and a CPU would have to move rows.
 
-This is `_by_weights`, for gradients that are multiples of softmax weights. What differs between the other kinds of rows
-(`visited_rows.py`) is what they leave in a tile, and what they need beside it:
+The loop above is `_by_weights`, for gradients that are multiples of softmax weights. The other kinds of rows
+(`visited_rows.py`) differ in what they leave in a tile, and in what they need beside it:
 
     CentredRows     rows with several targets, of which score centering needs log-probs; in one pass or in two
     KnownRows       the statistics; the gradients need another pass over the logits
@@ -172,8 +172,10 @@ def _by_weights(
     sweep: Sweep,
     kernel: SoftmaxWeightsForward | None,
 ) -> tuple[dict[str, Tensor], Statistics, Upstream]:
-    """(statistics of the loss, of the rows, d loss / d of the rows) of a loss whose gradients are multiples of softmax
-    weights: each chunk is visited once."""
+    """(statistics of the loss, of the rows, d loss / d of the rows), where gradients are multiples of softmax weights.
+
+    Each chunk is visited once.
+    """
     (passes, gradients, entropy, active, moments), visits = sweep, []
     assert gradients is not None
     tokens = inputs.tokens if head.index is None else inputs.tokens.rows(head.index)
@@ -197,7 +199,7 @@ def _by_weights(
 def _one_by_one(
     head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: KnownRows
 ) -> tuple[dict[str, Tensor], Statistics, Upstream]:
-    """The same of any loss of which each chunk is visited once."""
+    """The same for rows of any kind, where each chunk is visited once."""
     (passes, gradients, _, active, _), visits = visitor.sweep, []
     tokens = inputs.tokens if head.index is None else inputs.tokens.rows(head.index)
     for tile in head.tiles(memory):
