@@ -260,6 +260,21 @@ def streams_apart(name: str) -> None:
     make_trainer(name, {"shuffle_dataset": False}, train_dataset=dataset).train()
 
 
+def the_same(name: str) -> None:
+    """What processes write otherwise is no difference, nor is what is of one rank or machine alone."""
+    shown = [{}, {"log_level": "error", "log_completions": False, "run_name": "second"}][RANK]
+    order = [[0, 8], [8, 0]][RANK]
+    assert [*{*order}] == order
+    variables = {"set": {*order}, "object": [object() for _ in range(100 + RANK)][-1]}
+    loading = {"device_map": {"": RANK}}
+    make_trainer(
+        name,
+        {"chat_template_kwargs": variables, "model_init_kwargs": loading, **shown},
+        peft_config=LoraConfig(r=4, target_modules={"q_proj", "v_proj"}, revision=None),
+        callbacks=[Calls(print)] * RANK,
+    )
+
+
 def parts_dropped(name: str) -> None:
     def raises(completion_ids: list[list[int]], **columns: Any) -> list[float]:
         if RANK == 1:
@@ -271,6 +286,7 @@ def parts_dropped(name: str) -> None:
 
 CASES: dict[str, Callable[[str], object]] = {
     "a weight without a gradient": without_a_gradient,
+    "the same in other words": the_same,
     "a weight that DDP finds": lambda name: without_a_gradient(name, {"ddp_find_unused_parameters": True}),
     "parts of groups that one rank drops": parts_dropped,
     "an optimizer that draws numbers": other_replicas,

@@ -16,10 +16,12 @@ from itertools import islice
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fused_grpo import __version__
 from fused_grpo.trainer.collect.start_checks import Start, check_start
+from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
 from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
 from fused_grpo.trainer.data.prompt_sampler import fingerprint, spelled
@@ -64,9 +66,9 @@ def compare_sets(start: Start, sets: Mapping[str, Any], *, are_new: bool, prefix
 def given(start: Start, optimizers: Optimizers) -> dict[str, str]:
     """Of everything that a rank is given a short text, which is the same on all ranks for the same things."""
     accelerator: Any = start.accelerator
-    options, facts = start.args.to_dict(), dict[str, str]()
+    facts = dict[str, str]()
     for name in (entry.name for entry in own_fields(GRPOConfig) if not _OF_FIRST_RANK.match(entry.name)):
-        value = options[name]
+        value: Any = redacted(plain(getattr(start.args, name)), name)
         facts |= fields_of(name, value) if isinstance(value, Mapping) else {name: spelled(value)}
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     facts |= {"fused_grpo": __version__, "device": accelerator.device.type}
@@ -107,8 +109,18 @@ def rows_of(rows: Any, name: str) -> str:
 
 def fields_of(name: str, values: Mapping[str, Any]) -> dict[str, str]:
     """A configuration by its fields; paths in it may differ from machine to machine."""
-    ordered = {key: sorted(map(str, one)) if isinstance(one, set) else one for key, one in values.items()}
-    return {f"{name}.{key}": spelled(one) for key, one in ordered.items() if key not in _OF_ONE_MACHINE}
+    return {f"{name}.{key}": spelled(one) for key, one in plain(values).items()}
+
+
+def plain(value: Any) -> Any:
+    """A value without what differs between processes: the order of a set, and where an object lies in memory."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items() if key not in _OF_ONE_MACHINE}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(spelled, map(plain, value)))
+    return value if isinstance(value, str | int | float | torch.dtype | None) else type(value).__name__
 
 
 def parameters_of(name: str, model: Any) -> dict[str, str]:
