@@ -23,7 +23,8 @@ class Completion:
     rewards: list[float | None] = field(default_factory=list)
     failed: bool = False  # the engine did, for its group
     dropped: bool = False  # its group was, for whatever reason
-    greedy: float | None = None  # the reward of the greedy completion of its prompt
+    greedy_ids: list[int] | None = None  # the greedy completion of its prompt
+    greedy: float | None = None  # the reward of that, NaN: it has none; None: there is no such completion
     logprobs: list[float] = field(default_factory=list)  # the sampler's
     kept: list[int] | None = None  # the tokens that truncated sampling kept for each of its own
 
@@ -56,7 +57,7 @@ def totals(group: list[Completion], weights: Sequence[float]) -> list[float]:
 def distance(group: list[Completion], weights: Sequence[float]) -> float:
     """How far the rewards of a group are apart; with ReMax, how far from the greedy one."""
     if (greedy := group[0].greedy) is not None:
-        return max((abs(value - greedy) for value in totals(group, weights)), default=0.0)
+        return 0.0 if math.isnan(greedy) else max((abs(v - greedy) for v in totals(group, weights)), default=0.0)
     values = totals(group, weights)
     return std(values) if len(values) > 1 else 0.0
 
@@ -138,7 +139,7 @@ def of_batch(
     if sizes:
         found |= {"sampling/kept_tokens/mean": mean(sizes), "sampling/kept_tokens/max": max(sizes)}
     if batch and batch[0].greedy is not None:
-        found["remax/greedy_reward"] = mean([group[0].greedy for group in kept if group[0].greedy is not None])
+        found["remax/greedy_reward"] = mean([group[0].greedy for group in kept if group[0].greedy == group[0].greedy])
     return found
 
 

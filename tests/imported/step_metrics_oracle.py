@@ -160,6 +160,14 @@ class Step:
             from_sampler = one.old if one.sampling is None else one.sampling
             drift = torch.where(from_sampler.isnan(), 0.0, from_sampler - one.logprobs.detach()).mean()
             factor = factor * float(drift <= args.off_policy_mask_threshold)
+        if args.sequence_rejection is not None and one.sampling is not None:
+            log_rho = torch.where(one.sampling.isnan(), 0.0, one.old - one.sampling)
+            means = {"ratio": log_rho.exp(), "k1": -log_rho, "k2": log_rho**2 / 2, "k3": log_rho.exp() - log_rho - 1}
+            geometric = args.sequence_rejection == "geometric_ratio"
+            value = float(log_rho.mean().exp() if geometric else means[args.sequence_rejection].mean())
+            least, most = args.sequence_rejection_min, args.sequence_rejection_max
+            is_kept = (-math.inf if least is None else least) <= value <= (math.inf if most is None else most)
+            factor = factor * float(is_kept)
         return factor * (one.entropy.detach() >= self.entropy_least)
 
     def _kl(self, one: Sequence, ratio: Tensor) -> Tensor | None:

@@ -298,7 +298,7 @@ def rollout_metrics(
         "groups_with_equal_rewards": is_equal.float().mean(),
     }
     if not baselines.isnan().all():
-        metrics["remax/greedy_reward"] = baselines[:, 0].nanmean()
+        metrics["remax/greedy_reward"] = baselines[kept, 0].nanmean()
     for name, values in zip(ranks[0].scored.reward_names, per_function.unbind(1), strict=True):
         scored = values[~values.isnan()]
         metrics |= {f"rewards/{name}/mean": scored.mean(), f"rewards/{name}/std": _std(scored)}

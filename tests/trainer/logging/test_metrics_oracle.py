@@ -70,6 +70,11 @@ def watched(trainer: Any, broken: Any = None) -> list[Any]:
 
     def watch(prompt_ids, sampling):
         rollouts = generate(prompt_ids, sampling)
+        if sampling.temperature == 0 and trainer.args.advantage_estimator == "remax":
+            for group, ids in zip(calls[-1], rollouts.completion_ids, strict=True):
+                for one in group:
+                    one.greedy_ids = ids
+            return rollouts
         groups = []
         for place, prompt in enumerate(prompt_ids):
             own = range(place * sampling.n, (place + 1) * sampling.n)
@@ -99,12 +104,16 @@ def watched(trainer: Any, broken: Any = None) -> list[Any]:
     return calls
 
 
-def scored(calls: Any, names: list[str], fails: Any, decode: Any) -> None:
+def scored(calls: Any, names: list[str], weights: list[float], fails: Any, decode: Any) -> None:
     """Give completions their rewards, and drop groups, as the functions of these names do."""
     for group in (group for groups in calls for group in groups):
         for one in group:
             one.rewards = [SCORES[name](one.prompt, one.ids) for name in names]
             one.dropped |= fails is not None and fails(decode(one.prompt))
+            if one.greedy_ids is not None:
+                of_greedy = [SCORES[name](one.prompt, one.greedy_ids) for name in names]
+                total = oracle.total(oracle.Completion(one.prompt, one.greedy_ids, True, of_greedy), weights)
+                one.greedy = math.nan if total is None else total
 
 
 def per_step(calls: Any, weights: list[float], args: Any) -> list[Any]:
@@ -176,13 +185,21 @@ BATCHES: dict[str, dict[str, Any]] = {
         **{"dynamic_sampling": 2, "rollout_failure": "drop", "broken": odd},
         **{"reward_failure": "drop", "fails": second},
     },
+    "against greedy ones": {"advantage_estimator": "remax", "rewards": ["by_length"]},
+    "against greedy ones, some dropped": {
+        **{"advantage_estimator": "remax", "rewards": ["by_length"], "rollout_failure": "drop", "broken": odd},
+        **{"reward_failure": "drop", "fails": second},
+    },
+    "rounds against greedy ones": {"advantage_estimator": "remax", "dynamic_sampling": 2, "rewards": ["digits"]},
+    "sampled ahead": {"generate_ahead": 2, "dynamic_sampling": 2, "max_steps": 4},
     "several steps": {"steps_per_generation": 2, "num_iterations": 2, "logging_steps": 3},
 }
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_metrics_of_a_generated_batch_are_their_definitions(make_trainer, name):
+def test_metrics_of_a_generated_batch_are_their_definitions(make_trainer, served_engine, name):
     options = {"per_device_train_batch_size": 16, "max_steps": 3, "num_generations": 4} | BATCHES[name]
+    options |= {"engine": served_engine} if "generate_ahead" in options else {}
     names, fails, broken = (
         options.pop(key, other) for key, other in (("rewards", ["digits"]), ("fails", None), ("broken", None))
     )
@@ -190,7 +207,7 @@ def test_metrics_of_a_generated_batch_are_their_definitions(make_trainer, name):
     args, weights = trainer.args, options.get("reward_weights") or [1.0] * len(names)
     calls = watched(trainer, broken)
     trainer.train()
-    scored(calls, names, fails, trainer.processing_class.decode)
+    scored(calls, names, weights, fails, trainer.processing_class.decode)
     batches, tokens = per_step(calls, weights, args), 0
     uses = args.num_iterations * args.optimizer_steps_per_generation(1)
     found = records(trainer)
@@ -297,7 +314,7 @@ def test_the_difficulty_of_a_batch_is_that_of_all_prompts_that_were_drawn(make_t
     trainer = make_trainer([reward("digits")], dataset=rows, **options)
     calls = watched(trainer)
     trainer.train()
-    scored(calls, ["digits"], None, trainer.processing_class.decode)
+    scored(calls, ["digits"], [1.0], None, trainer.processing_class.decode)
     batches = per_step(calls, [1.0], trainer.args)
     assert max(map(len, batches)) > 1
     for rounds, record in zip(batches, records(trainer), strict=True):
@@ -312,3 +329,25 @@ def test_step_time_has_what_lies_between_the_phases(make_trainer, monkeypatch):
     for record in records(trainer):
         phases = [value for name, value in record.items() if name.startswith("time/") and name.count("/") == 1]
         assert record["step_time"] >= sum(phases) + 0.1
+
+
+@pytest.mark.parametrize("options", [{}, {"num_generations_eval": 4}, {"reward_failure": "drop"}], ids=str)
+def test_metrics_of_an_evaluation_are_their_definitions(make_trainer, options):
+    sets = {"easy": [{"prompt": f"{a}+1="} for a in range(5)], "hard": [{"prompt": f"{a}*9="} for a in range(3)]}
+    names, weights, fails = ["digits", "by_length"], [1.0, 0.5], second if "reward_failure" in options else None
+    trainer = make_trainer([reward(name, fails) for name in names], reward_weights=weights, **options)
+    calls = watched(trainer)
+    found = trainer.evaluate(sets)
+    scored(calls, names, weights, fails, trainer.processing_class.decode)
+    for groups, name in zip(calls, sets, strict=True):
+        expected = oracle.of_batch([groups], names, weights, trainer.args, evaluated=True)
+        expected["num_tokens"] = 0
+        if (n := trainer.args.num_generations_eval) is not None:
+            right = [sum((one.rewards[0] or 0.0) >= 1.0 for one in group) for group in groups]
+            rated = [
+                c for c, group in zip(right, groups, strict=True) if any(one.rewards[0] is not None for one in group)
+            ]
+            for k in (1, 2, 4):
+                misses = [math.comb(n - c, k) / math.comb(n, k) for c in rated]
+                expected[f"pass@{k}"] = 1 - oracle.mean(misses)
+        assert_same(found, {f"eval_{name}_{key}": value for key, value in expected.items()}, name)

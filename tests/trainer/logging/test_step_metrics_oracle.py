@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpg": {"loss_type": "gpg"},
     "dro": {"loss_type": "dro", "log_ratio_penalty": 0.05},
     "towards an entropy": {
-        **{"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 2.6, "entropy_coef_delta": 0.02},
+        **{"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 2.7, "entropy_coef_delta": 0.02},
         **{"entropy_coef_min": 0.09, "entropy_coef_max": 0.13},
     },
     "uncertain tokens": {"top_entropy_quantile": 0.4, "entropy_coef": 0.05},
@@ -44,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "masked by sequences": {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 1.5},
     "truncated sequences": {"vllm_importance_sampling_mode": "sequence_truncate"},
     "off policy mask": {"off_policy_mask_threshold": 0.02},
+    "rejected sequences": {"sequence_rejection": "k3", "sequence_rejection_max": 0.02},
+    "far sequences": {"sequence_rejection": "geometric_ratio", "sequence_rejection_min": 0.95},
     "cut completions": {"mask_truncated_completions": True, "loss_type": "grpo"},
     "all completions": {"skip_zero_advantages": False},
     "by tokens": {"max_tokens_per_micro_batch": 24},
