@@ -80,7 +80,7 @@ class Scored:
         return [
             {
                 **sample.logged,
-                "prompt": prompt if isinstance(prompt, str) else message_text(prompt),
+                "prompt": message_text(sample.row["prompt"] if sample.episode is None else sample.episode.prompt),
                 "completion": sample.text,
                 **({} if sample.episode is None else sample.episode.record()),
                 "reward": sample.reward,
@@ -93,10 +93,7 @@ class Scored:
                 **({"dropped": True} if sample.dropped else {}),
                 **({} if sample.failure is None else {"failure": sample.failure}),
             }
-            for sample, prompt, sizes, greedy in (
-                (one, one.row["prompt"] if one.episode is None else one.episode.prompt, one.kept_sizes, one.greedy)
-                for one in self.samples
-            )
+            for sample, sizes, greedy in ((sample, sample.kept_sizes, sample.greedy) for sample in self.samples)
         ]
 
 

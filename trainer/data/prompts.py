@@ -241,8 +241,7 @@ class PromptLimit:
         DataError for one that cannot be encoded, or is too long without `drops`; InputError for an unknown token.
         """
         most = math.inf if self.tokens is None else self.tokens
-        texts = (row["prompt"] if isinstance(row["prompt"], str) else message_text(row["prompt"]) for row in rows)
-        short = [len(text) <= most * CHARACTERS_OF_A_TOKEN for text in texts]
+        short = [len(message_text(row["prompt"])) <= most * CHARACTERS_OF_A_TOKEN for row in rows]
         options: Any = {"chat_template_kwargs": self.template, "row_numbers": list(compress(numbers, short))}
         encoded = iter(encode_prompts(list(compress(rows, short)), self._tokenizer, **options, name=name))
         kept = list[list[int]]()
