@@ -191,7 +191,7 @@ BATCHES: dict[str, dict[str, Any]] = {
         **{"reward_failure": "drop", "fails": second},
     },
     "rounds against greedy ones": {"advantage_estimator": "remax", "dynamic_sampling": 2, "rewards": ["digits"]},
-    "sampled ahead": {"generate_ahead": 2, "dynamic_sampling": 2, "max_steps": 4},
+    "prefetched": {"generate_ahead": 2, "dynamic_sampling": 2, "max_steps": 4},
     "several steps": {"steps_per_generation": 2, "num_iterations": 2, "logging_steps": 3},
 }
 
