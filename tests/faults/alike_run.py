@@ -170,6 +170,9 @@ GIVEN: dict[str, Callable[[int], dict[str, Any]]] = {
     # More of some.
     "optimizers": optimizers,
     "rows that a stream draws": lambda rank: {"train_dataset": stream(rank)},
+    "arguments of loading": lambda rank: {
+        "options": {"model_init_kwargs": {"dtype": [torch.float32, torch.bfloat16][rank]}}
+    },
     "types of weights": lambda rank: {"model": make_model().to([torch.float32, torch.bfloat16][rank])},
     "weights that are trained": lambda rank: {"model": trained(rank)},
     "weights of a reference": lambda rank: {"model": make_model(rank), "options": {"beta": 0.1}},

@@ -28,6 +28,7 @@ GIVEN = {
     "environment_factory": r"environment_factory=Counter on rank 0 and .*environment_factory=Other on rank 1",
     "optimizers": r"schedule=ConstantLR, sha256 \w+ on rank 0 and .*schedule=ConstantLR",
     "rows that a stream draws": r"train_dataset=a stream, sha256 \w+ on rank 0 and train_dataset=a stream",
+    "arguments of loading": r"model_init_kwargs.dtype='torch.float32' on rank 0 and .*='torch.bfloat16' on rank 1",
     "types of weights": r"model=Qwen2ForCausalLM with 15 parameters, .* and model=Qwen2ForCausalLM with 15",
     "weights that are trained": r"model=Qwen2ForCausalLM with 15 parameters, .* and model=Qwen2ForCausalLM with 15",
     "weights of a reference": r"other weights of the model on rank 1",

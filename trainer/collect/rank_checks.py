@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from itertools import islice
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -120,7 +121,9 @@ def plain(value: Any) -> Any:
         return [plain(one) for one in value]
     if isinstance(value, set | frozenset):
         return sorted(map(spelled, map(plain, value)))
-    return value if isinstance(value, str | int | float | torch.dtype | None) else type(value).__name__
+    if isinstance(value, str | int | float | None):
+        return value
+    return str(value) if isinstance(value, torch.dtype | Path) else type(value).__name__
 
 
 def parameters_of(name: str, model: Any) -> dict[str, str]:
