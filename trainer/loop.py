@@ -40,7 +40,7 @@ from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_o
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.collector import Collector
 from fused_grpo.trainer.collect.plan import Plan
-from fused_grpo.trainer.collect.rank_checks import check_ranks, compare_sets
+from fused_grpo.trainer.collect.rank_checks import check_ranks
 from fused_grpo.trainer.collect.scoring import LOSS_METRICS, Scored, check_best_metric
 from fused_grpo.trainer.collect.start_checks import Start, check_given, check_given_sets, make_learner
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -52,6 +52,7 @@ from fused_grpo.trainer.distributed.failures import (
     all_ranks_succeed,
     any_rank,
     barrier,
+    compare_ranks,
     report_failure,
     reported,
 )
@@ -247,12 +248,11 @@ class GRPOTrainer(TransformersFace):
             DataError: no eval set, or one that cannot be used.
         """
         results, means = dict[str, float](), dict[str, float]()
-        are_new = eval_dataset is not None
         with all_ranks_succeed(self.accelerator, "checking the eval sets"):
             sets = chosen_eval_sets(with_prompts(eval_dataset, self.environment_factories), self.eval_dataset)
-            if are_new:
+            if eval_dataset is not None:
                 check_given_sets(self.start, sets)
-        compare_sets(self.start, sets, are_new=are_new, prefix=metric_key_prefix)
+        compare_ranks("comparing the eval sets", {"metric_key_prefix": metric_key_prefix, "eval sets": ", ".join(sets)})
         for name, dataset in sets.items():
             self._open_engine()
             self.collector.queue.wait()

@@ -199,6 +199,9 @@ def trained(rank: int) -> Qwen2ForCausalLM:
 # Of methods: what each rank calls behind a run of both.
 CALLED: dict[str, Callable[[GRPOTrainer, int], object]] = {
     "rows of evaluate()": lambda trainer, rank: trainer.evaluate(ROWS[: 2 + rank]),
+    "streams of evaluate()": lambda trainer, rank: trainer.evaluate(
+        IterableDataset.from_generator(lambda: iter(ROWS[: 2 + rank]))
+    ),
     "sets of evaluate()": lambda trainer, rank: trainer.evaluate(["first", "second"][rank]),
     "prefixes of evaluate()": lambda trainer, rank: trainer.evaluate(metric_key_prefix=["a", "b"][rank]),
     "an eval set that cannot be used": lambda trainer, rank: trainer.evaluate([ROWS, [{"promt": ""}]][rank]),

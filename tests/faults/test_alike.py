@@ -47,8 +47,9 @@ RUNS = {
     "an optimizer that draws numbers": "got weights that differ by 0.01 of their size between ranks after step 1",
     "rows of a stream behind the first": r"rows of train_dataset=8 with checksum \w+ on rank 0 and rows of train_d",
     "parts of groups that one rank drops": "every group of the batch was dropped; .* ValueError: no fours any more",
-    "rows of evaluate()": r"eval_dataset=2 rows, sha256 \w+ on rank 0 and eval_dataset=3 rows",
-    "sets of evaluate()": r"eval_dataset=2 rows, sha256 \w+ on rank 0 and eval_dataset=2 rows",
+    "rows of evaluate()": r"eval_dataset=2 rows with checksum \w+ on rank 0 and eval_dataset=3 rows",
+    "streams of evaluate()": r"eval_dataset=2 rows with checksum \w+ on rank 0 and eval_dataset=3 rows",
+    "sets of evaluate()": r"eval_dataset=2 rows with checksum \w+ on rank 0 and eval_dataset=2 rows",
     "prefixes of evaluate()": r"metric_key_prefix=a on rank 0 and metric_key_prefix=b on rank 1",
     "checkpoints to resume from": r"resume_from_checkpoint=here on rank 0 and resume_from_checkpoint=there on rank 1",
 }

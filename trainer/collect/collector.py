@@ -46,7 +46,7 @@ from fused_grpo.trainer.collect.scoring import (
 from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.common.process_state import drawing_from, place_kept, process_kept
 from fused_grpo.trainer.data.datasets import Row, all_rows
-from fused_grpo.trainer.data.prompt_sampler import CurriculumSampler, PromptSampler
+from fused_grpo.trainer.data.prompt_sampler import CurriculumSampler, PromptSampler, checksum
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, any_rank, compare_ranks, gather_objects
 from fused_grpo.trainer.engines import RolloutEngine, SamplingEngine
 from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
@@ -154,8 +154,11 @@ class Collector:
         count, name = self.args.num_generations_eval, "eval_dataset"
         sampling = self.args.sampling(seed=self.args.seed, n=count or 1, temperature=0.0 if count is None else None)
         sampling = replace(sampling, sampling_support="off", score_centering="off")  # nothing is learnt from these
-        with all_ranks_succeed(self.accelerator, "evaluating"), process_kept(), self._in_place():
+        with all_ranks_succeed(self.accelerator, "reading the eval set"), process_kept(), self._in_place():
             started, rows = time.time(), list(self.prompt_limit.applied(all_rows(dataset, name=name), name=name))
+        if processes > 1:
+            compare_ranks("comparing the eval rows", {name: f"{len(rows)} rows with checksum {checksum(rows):08x}"})
+        with all_ranks_succeed(self.accelerator, "evaluating"), process_kept(), self._in_place():
             # One after the other, so that the ranks' parts are in the order of the dataset.
             first, end = (len(rows) * part // processes for part in (rank, rank + 1))
             scored = Scored(samples=[], weight_version=0, reward_names=self.rewards.names)

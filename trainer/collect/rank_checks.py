@@ -24,7 +24,7 @@ from fused_grpo import __version__
 from fused_grpo.trainer.collect.start_checks import Start, check_start
 from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
-from fused_grpo.trainer.data.datasets import is_stream, read_rows, set_name
+from fused_grpo.trainer.data.datasets import is_stream, read_rows
 from fused_grpo.trainer.data.prompt_sampler import fingerprint, spelled
 from fused_grpo.trainer.distributed.failures import all_ranks_succeed, compare_ranks
 from fused_grpo.trainer.learner import Optimizers
@@ -54,14 +54,6 @@ def check_ranks(start: Start, optimizers: Optimizers) -> None:
     with all_ranks_succeed(start.accelerator, "reading what this rank is given"):
         own = given(start, optimizers)
     compare_ranks("comparing what ranks are given", own)
-
-
-def compare_sets(start: Start, sets: Mapping[str, Any], *, are_new: bool, prefix: str) -> None:
-    """InputError where ranks are not given the same by a call of `evaluate`; the trainer's own sets are not new."""
-    if start.processes > 1:
-        own = {"metric_key_prefix": prefix, "eval sets": ", ".join(sets)}
-        own |= {set_name(name): rows_of(rows, name) for name, rows in sets.items() if are_new}
-        compare_ranks("comparing the eval sets", own)
 
 
 def given(start: Start, optimizers: Optimizers) -> dict[str, str]:

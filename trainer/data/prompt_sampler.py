@@ -20,7 +20,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from itertools import islice
@@ -231,7 +231,7 @@ class StreamSampler(PromptSampler):
             if (entry := next(self._rows, END)) is not END:
                 row = self._check(number, entry)
                 self._used_of_pass += 1
-                self.read = zlib.crc32(spelled(row["prompt"]).encode(errors="backslashreplace"), self.read or 0)
+                self.read = checksum([row], self.read or 0)
                 if self._keep is None or self._keep(row, number):
                     self._kept_in_pass = True
                     self.used += 1
@@ -390,6 +390,13 @@ def prompt_sampler(dataset: Any, *, curriculum: str = "off", **options: Any) -> 
     if curriculum != "off":
         return CurriculumSampler(dataset, curriculum=curriculum, **options)
     return (StreamSampler if is_stream(dataset) else PromptSampler)(dataset, **options)
+
+
+def checksum(rows: Iterable[Row], before: int = 0) -> int:
+    """A sum of the prompts of these rows, behind that of others."""
+    for row in rows:
+        before = zlib.crc32(spelled(row["prompt"]).encode(errors="backslashreplace"), before)
+    return before
 
 
 def fingerprint(dataset: Any) -> str:
