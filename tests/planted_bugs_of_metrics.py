@@ -45,6 +45,12 @@ BUGS = {
         "[1.0 for _, count in known]",
         [*ORACLE, "rounds and drops"],
     ),
+    "the greedy reward of a dropped group counts": (
+        SCORING,
+        "baselines[kept, 0]",
+        "baselines[:, 0]",
+        [*ORACLE, "greedy"],
+    ),
     "tools keep no token, which counts": (
         SCORING,
         "int((sizes > 0).sum())",

@@ -71,8 +71,7 @@ def multi_objective_advantages(
     if not len(per_function):  # dynamic sampling has kept no group
         return torch.zeros(0)
     in_batch = scaled_in_batch(per_function, weights, args, size=size)
-    if args.multi_objective_aggregation == "normalize_then_sum":
-        assert in_batch is not None
+    if in_batch is not None and args.multi_objective_aggregation == "normalize_then_sum":
         advantages = ((in_batch - in_batch.nanmean()) / (nanstd(in_batch) + EPSILON)).nan_to_num(0.0).flatten()
         # The mean of the batch is 0 but for rounding, which is no advantage of a group whose rewards are all equal.
         columns = per_function.T
