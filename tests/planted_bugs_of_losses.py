@@ -217,8 +217,8 @@ BUGS = {
     ),
     "the kernel's ipo masks by the sign of the advantage": (
         KERNEL,
-        "return far, far & (advantage < 0.0)",
-        "return (falls & (advantage < 0.0)) | (rises & (advantage > 0.0)), far & (advantage < 0.0)",
+        "return falls | rises, falls & (advantage != 0.0)",
+        "return (falls & (advantage < 0.0)) | (rises & (advantage > 0.0)), falls & (advantage != 0.0)",
         LOSS_KERNEL,
     ),
     "the kernel hides a ratio that is not a number": (

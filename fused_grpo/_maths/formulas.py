@@ -221,6 +221,8 @@ def token_loss(
         difference = log_rho(current, sampling_logprobs, mask).abs()
     extremes = torch.stack([torch.where(mask, -ratio, -torch.inf), torch.where(mask, ratio, -torch.inf), difference])
     least, most, farthest = extremes.amax(1) if len(mask) else extremes.new_full((3,), -torch.inf)
+    # "ipo" clips on the side that the policy has moved to, whatever A is. Where A is 0, clipping takes nothing.
+    side, clipped = current - old if terms.form == "ipo" else advantages, clipped & (advantages != 0)
     statistics = {
         "loss": loss.detach(),
         "policy_term": (weights * policy).sum().detach(),
@@ -228,8 +230,8 @@ def token_loss(
         "kl": kl.sum().detach(),
         "entropy": entropies.sum().detach(),
         "ratio": (ratio * on).sum(),
-        "clip_low": (on * (clipped & (advantages < 0))).sum(),
-        "clip_high": (on * (clipped & (advantages > 0))).sum(),
+        "clip_low": (on * (clipped & (side < 0))).sum(),
+        "clip_high": (on * (clipped & (side > 0))).sum(),
         "effective_weight": (on * policy_weight).sum(),
         "sampling_difference": difference.sum(),
         "sampling_difference_max": farthest.clamp_min(0.0),

@@ -71,6 +71,18 @@ def test_clipping_stops_the_gradient_on_the_right_side(difference, advantage, fl
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("moved", [0.5, -0.5])
+def test_ipo_clips_on_the_side_that_the_policy_moved_to(impl, advantage, moved):
+    """Whatever the sign of the advantage is; a token without one loses nothing."""
+    old, config = torch.full((1, 1), -1.0), GRPOLossConfig(loss_type="ipo", epsilon=0.1)
+    metrics = grpo_loss(old + moved, old_logprobs=old, advantages=torch.tensor([advantage]), config=config, impl=impl)
+    sides = {"low": moved < 0, "high": moved > 0, "region": True}
+    for side, is_clipped in sides.items():
+        assert metrics.metrics[f"clip_ratio_{side}"].item() == float(is_clipped and advantage != 0)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
 def test_masked_rows_may_hold_anything(make_problem, impl):
     problem = make_problem(12, 17, 8)
     masked = problem.targets == -100

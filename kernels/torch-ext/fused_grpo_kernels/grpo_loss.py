@@ -120,8 +120,8 @@ def _at_most(values, bound):
 
 @triton.jit
 def _masked_by_divergence(current, old, advantage, lowest, highest, FORM: tl.constexpr):
-    """(masked, and which of these with A < 0, with A > 0): tokens beyond the bounds that A would move on, or with "ipo"
-    all beyond them."""
+    """(masked, clipped from below, from above): tokens beyond the bounds that A would move on, or with "ipo" all beyond
+    them, of which those where A is 0 lose nothing."""
     moved = tl.exp(current) - tl.exp(old)
     divergence = tl.abs(moved)
     if FORM == "dppo_kl":
@@ -130,8 +130,7 @@ def _masked_by_divergence(current, old, advantage, lowest, highest, FORM: tl.con
         divergence = tl.exp(old) * (old - current) + rest * (tl.log(rest) - tl.log(left))
     falls, rises = (moved < 0.0) & (divergence > lowest), (moved > 0.0) & (divergence > highest)
     if FORM == "ipo":
-        far = falls | rises
-        return far, far & (advantage < 0.0), far & (advantage > 0.0)
+        return falls | rises, falls & (advantage != 0.0), rises & (advantage != 0.0)
     else:
         falls, rises = falls & (advantage < 0.0), rises & (advantage > 0.0)
         return falls | rises, falls, rises
