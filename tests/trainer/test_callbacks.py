@@ -150,6 +150,17 @@ def test_a_callback_that_returns_something_else_is_named_by_its_event(make_train
         make_trainer(callbacks=[returns], save_steps=1).train()
 
 
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end", "on_log", "on_train_end"])
+@pytest.mark.parametrize(("field", "value"), [("log_history", None), ("global_step", "3"), ("epoch", [0.5])])
+def test_a_callback_that_spoils_the_state_is_named_by_its_event(make_trainer, event, field, value):
+    def spoil(self, args, state, control, **kwargs):
+        setattr(state, field, value)
+
+    spoils = type("Spoils", (TrainerCallback,), {event: spoil})
+    with pytest.raises(InputError, match=rf"got state\.{field}=.* from the {event} of a callback, want .*; fix: "):
+        make_trainer(callbacks=[spoils], save_steps=1).train()
+
+
 @pytest.mark.parametrize("saved", [6, 3])
 def test_the_rest_of_an_epoch_is_left_out(make_trainer, saved):
     """An epoch is 16 rows / 4 rows of a batch * 2 iterations = 8 steps; three steps of the first one are made."""

@@ -56,6 +56,10 @@ def check_callback(callback: Any) -> None:
             ) from error
 
 
+# Fields of a TrainerState that are read after callbacks have been called.
+STATE_KINDS = {"log_history": list, "global_step": int, "max_steps": int, "epoch": int | float | None}
+
+
 class Events:
     """Calls the callbacks of a run, and keeps what they and its log share.
 
@@ -94,7 +98,11 @@ class Events:
         self.steps, self.last_evaluation = StepMetrics(), dict[str, Any]()
 
     def __call__(self, name: str, **values: Any) -> None:
-        """Call the event of every callback; InputError where one returns something else than nothing or the control."""
+        """Call the event of every callback.
+
+        InputError where one returns something else than nothing or the control, or leaves another kind of value in a
+        field of the state.
+        """
         control = getattr(self.handler, name)(self.args, self.state, self.control, **values)
         if not isinstance(control, TrainerControl):
             raise InputError(
@@ -102,6 +110,12 @@ class Events:
                 "nothing"
             )
         self.control = control
+        for field, kind in STATE_KINDS.items():
+            if not isinstance(value := getattr(self.state, field), kind):
+                got, want = f"state.{field}={quoted(value, 200)}", getattr(kind, "__name__", kind)
+                raise InputError(
+                    f"got {got} from the {name} of a callback, want {want}; fix: leave it, or change what is in it"
+                )
 
     def saved_state(self) -> dict[str, Any]:
         """The state as a checkpoint has it."""

@@ -100,7 +100,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 def iterate_records(path: Path) -> Iterator[Record]:
     """`read_metrics`, a record at a time."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_at_once) as file:
         for record, _ in _records(file, path):
             yield record
 
@@ -115,7 +115,7 @@ def rewind_logs(output_dir: Path, step: int) -> None:
     logs = [Path(output_dir) / name for name in (METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE)]
     for path in filter(Path.is_file, logs):
         try:
-            with path.open("r+b") as file:
+            with open(path, "r+b", opener=_at_once) as file:
                 kept = takewhile(lambda item: item[0].get("step", 0) <= step, _records(file, path))
                 os.truncate(file.fileno(), max((end for _, end in kept), default=0))
                 os.fsync(file.fileno())
@@ -160,6 +160,11 @@ def metric(record: Mapping[str, object], name: str) -> float | None:
         return None
 
 
+def _at_once(path: str, flags: int) -> int:
+    """Opens a file; a pipe without a reader in its place is an error and not a wait."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
+
+
 def _append(path: Path, records: Iterable[Mapping[str, object]]) -> None:
     lines = [json.dumps(to_json(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records]
     write(path, "".join(lines), mode="ab")
@@ -170,7 +175,7 @@ def write(path: Path, text: str, *, mode: str = "wb") -> None:
     # A lone surrogate cannot be UTF-8; its backslash form is how JSON spells it.
     content = text.encode("utf-8", errors="backslashreplace")
     try:
-        with path.open(mode) as file:
+        with open(path, mode, opener=_at_once) as file:
             file.write(content)
     except OSError as error:
         # A half-written line is cut off when a run is resumed here.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 import tracemalloc
@@ -321,3 +322,22 @@ def test_an_episode_is_shown_with_its_calls_and_answers_and_has_charts(tmp_path:
 def test_a_moving_mean_keeps_its_length_and_narrows_at_the_ends() -> None:
     assert moving_mean([0.0, 3.0, 6.0, 3.0], 1) == [1.5, 3.0, 4.0, 4.5]
     assert moving_mean([1e308, 1e308, -1e-300, 1e308, 1e308], 1)[0::4] == [1e308, 1e308]
+
+
+USES = {
+    "report.html": write_report,
+    "reward.svg": write_report,
+    "metrics.jsonl": write_report,
+    "rollouts.jsonl": RunLog,
+}
+
+
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_an_error_and_no_wait(tmp_path, name, make):
+    """A pipe would be opened when somebody opens its other end."""
+    run = write_run(tmp_path / "run", 3)
+    (run / name).unlink(missing_ok=True)
+    make(run / name)
+    with pytest.raises(CheckpointError, match="; fix: "):
+        USES[name](run)
