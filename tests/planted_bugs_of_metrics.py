@@ -70,9 +70,9 @@ BUGS = {
         [*OF_STEPS, "sequences or gmpo"],
     ),
     "ipo clips by the sign of the advantage": (
-        STEPS,
-        'ratio - 1 if config.loss_type == "ipo" else tokens.advantages',
-        "tokens.advantages",
+        "fused_grpo/_maths/formulas.py",
+        "return falls | rises, falls & (advantages != 0), rises & (advantages != 0)",
+        "return falls | rises, (falls | rises) & (advantages < 0), (falls | rises) & (advantages > 0)",
         [*OF_STEPS, "ipo"],
     ),
     "the weights of no correction are logged": (

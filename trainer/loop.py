@@ -165,8 +165,8 @@ class GRPOTrainer(TransformersFace):
             super().__init__(start, policy, learner)
             self.max_steps, self.epochs = start.max_steps, start.epochs
             self.collector = Collector(start, self.sampler, learner, self.events)
-            kinds = {"own_weights": own_weights, "is_mixture": learner.routers is not None}
-            self.weight_check = WeightCheck(self.args, policy, accelerator.device, **kinds)
+            is_mixture, device = learner.routers is not None, accelerator.device
+            self.weight_check = WeightCheck(self.args, policy, device, own_weights=own_weights, is_mixture=is_mixture)
             self.buffer: RolloutBuffer | None = None
             self.stop, self.lock = StopOnSignal(), RunLock()
             self._undo = ExitStack()  # of what a run that fails at its start has done

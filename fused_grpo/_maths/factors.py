@@ -126,19 +126,20 @@ def covariance_selection(logprobs: Tensor, inputs: LossInputs, config: GRPOLossC
     if inputs.covariance_selected is not None:
         return inputs.covariance_selected & inputs.tokens.mask
     mask, selected = inputs.tokens.mask, torch.zeros_like(inputs.tokens.mask)
-    clipped = ratio_and_clipped(logprobs, inputs, config)[1]
+    _, below, above = ratio_and_clipped(logprobs, inputs, config)
+    clipped = below | above
     selected[mask] = select_by_covariance(logprobs[mask], inputs.tokens.advantages[mask], clipped[mask], config)
     return selected
 
 
-def ratio_and_clipped(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> tuple[Tensor, Tensor]:
-    """(the ratio of each token, or of its sequence; whether it is clipped), both [N]."""
+def ratio_and_clipped(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """(the ratio of each token, or of its sequence; whether it is clipped from below, from above), [N] each."""
     tokens, terms = inputs.tokens, TokenTerms.of(config)
     old = logprobs if tokens.old_logprobs is None else torch.where(tokens.mask, tokens.old_logprobs, 0.0)
     if tokens.sampling_logprobs is not None and terms.correction == "sampler":
         old = denominator(old, tokens.sampling_logprobs, tokens.mask)
     log_ratio = sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else logprobs - old
-    return log_ratio.exp(), policy_term(logprobs, log_ratio, tokens.advantages, terms, old=old)[1]
+    return log_ratio.exp(), *policy_term(logprobs, log_ratio, tokens.advantages, terms, old=old)[1:]
 
 
 def vespo_weights(current: Tensor, old: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
@@ -186,7 +187,7 @@ def sequence_log_ratio(logprobs: Tensor, inputs: LossInputs, config: GRPOLossCon
     tokens, sequences = inputs.tokens, inputs.sequences
     change = logprobs - (logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs)
     if config.loss_type == "gmpo":
-        change, _ = clipped_change(change, tokens.advantages, TokenTerms.of(config))
+        change, *_ = clipped_change(change, tokens.advantages, TokenTerms.of(config))
     return sequences.spread(sequences.mean(change, tokens.mask), len(logprobs)).to(logprobs.dtype)
 
 
@@ -200,8 +201,8 @@ def share_of_ratio(logprobs: Tensor, ratio_gradient: Tensor, inputs: LossInputs,
     moves = tokens.mask
     if config.loss_type == "gmpo":
         old = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
-        moves = moves & (tokens.advantages != 0)
-        moves = moves & ~clipped_change(logprobs - old, tokens.advantages, TokenTerms.of(config))[1]
+        _, below, above = clipped_change(logprobs - old, tokens.advantages, TokenTerms.of(config))
+        moves = moves & (tokens.advantages != 0) & ~(below | above)
     return torch.where(moves, sequences.spread(shares, len(logprobs)), 0.0).to(ratio_gradient.dtype)
 
 

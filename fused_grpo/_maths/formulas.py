@@ -196,7 +196,7 @@ def token_loss(
         policy_weight = policy_weight * torch.where(mask, policy_weights, 0.0)
     # A weight of 0 leaves a token out, even where its term or the slope of that is infinite.
     gone = policy_weight == 0
-    policy, clipped = policy_term(
+    policy, below, above = policy_term(
         logprobs, torch.where(gone, log_ratio.detach(), log_ratio), advantages, terms, old=old
     )
     policy = torch.where(gone, 0.0, policy * policy_weight)
@@ -221,8 +221,6 @@ def token_loss(
         difference = log_rho(current, sampling_logprobs, mask).abs()
     extremes = torch.stack([torch.where(mask, -ratio, -torch.inf), torch.where(mask, ratio, -torch.inf), difference])
     least, most, farthest = extremes.amax(1) if len(mask) else extremes.new_full((3,), -torch.inf)
-    # "ipo" clips on the side that the policy has moved to, whatever A is. Where A is 0, clipping takes nothing.
-    side, clipped = current - old if terms.form == "ipo" else advantages, clipped & (advantages != 0)
     statistics = {
         "loss": loss.detach(),
         "policy_term": (weights * policy).sum().detach(),
@@ -230,8 +228,8 @@ def token_loss(
         "kl": kl.sum().detach(),
         "entropy": entropies.sum().detach(),
         "ratio": (ratio * on).sum(),
-        "clip_low": (on * (clipped & (side < 0))).sum(),
-        "clip_high": (on * (clipped & (side > 0))).sum(),
+        "clip_low": (on * below).sum(),
+        "clip_high": (on * above).sum(),
         "effective_weight": (on * policy_weight).sum(),
         "sampling_difference": difference.sum(),
         "sampling_difference_max": farthest.clamp_min(0.0),
@@ -243,8 +241,8 @@ def token_loss(
 
 def policy_term(
     logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, terms: TokenTerms, *, old: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(the policy term [N], without weights; whether the token is clipped [N]) from log p and the log of the ratio.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the policy term, without weights; which tokens are clipped from below, from above), [N], from log p and log r.
 
     Where the term is a constant its gradient is 0, even if the ratio is infinite: the old log-prob may be -inf. `old`
     is the log-prob in the denominator of the token's own ratio, which "gmpo", "dppo_*" and "ipo" need.
@@ -254,37 +252,37 @@ def policy_term(
     >>> from fused_grpo.config import GRPOLossConfig
     >>> terms = TokenTerms.of(GRPOLossConfig(epsilon=0.2, epsilon_high=0.28))
     >>> ratio, A = torch.tensor([1.5, 1.5]), torch.tensor([1.0, -1.0])
-    >>> policy, clipped = policy_term(ratio.log(), ratio.log(), A, terms)
-    >>> [round(l, 4) for l in policy.tolist()], clipped.tolist()
-    ([-1.28, 1.5], [True, False])
+    >>> policy, below, above = policy_term(ratio.log(), ratio.log(), A, terms)
+    >>> [round(l, 4) for l in policy.tolist()], below.tolist(), above.tolist()
+    ([-1.28, 1.5], [False, False], [True, False])
     """
     if terms.form == "clipped":
         return clipped_term(log_ratio, advantages, terms)
     # The gate of "sapo" is 1 long before this bound, beyond which its slope would be 0 * inf.
     ratio = (torch.where(log_ratio > 80.0, 80.0, log_ratio) if terms.form == "sapo" else log_ratio).exp()
+    never = torch.zeros_like(advantages, dtype=torch.bool)
     if terms.form == "cispo":
         capped = ratio.clamp(max=terms.epsilon_high).detach()
-        return -capped * advantages * logprobs, (ratio > terms.epsilon_high) & (advantages > 0)
+        return -capped * advantages * logprobs, never, (ratio > terms.epsilon_high) & (advantages > 0)
     if terms.form == "gmpo":
         assert old is not None
-        return -ratio * advantages, clipped_change(logprobs.detach() - old, advantages, terms)[1]
+        return -ratio * advantages, *clipped_change(logprobs.detach() - old, advantages, terms)[1:]
     if terms.form in DPPO:
         assert old is not None
-        masked = masked_by_divergence(logprobs.detach(), old, advantages, terms)
+        masked, below, above = masked_by_divergence(logprobs.detach(), old, advantages, terms)
         bounded = ratio.detach() if terms.delta is None else ratio.detach().clamp(max=terms.delta)
         own = torch.exp(torch.nan_to_num(logprobs - logprobs.detach()))  # 1, with the gradient of log p
-        return torch.where(masked, 0.0, -bounded * advantages) * own, masked
-    never = torch.zeros_like(advantages, dtype=torch.bool)
+        return torch.where(masked, 0.0, -bounded * advantages) * own, below, above
     if terms.form == "sapo":
         # Not torch.where of two numbers, which rounds them to the default dtype.
         tau_high, tau_low = terms.sapo_temperatures
         tau = torch.full_like(advantages, tau_low).masked_fill_(advantages > 0, tau_high)
-        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, never
-    return -advantages * logprobs, never
+        return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, never, never
+    return -advantages * logprobs, never, never
 
 
-def clipped_term(log_ratio: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor]:
-    """-min(min(r, delta) A, clip(r, low, high) A) [N], and whether the token is clipped [N]."""
+def clipped_term(log_ratio: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor, Tensor]:
+    """(-min(min(r, delta) A, clip(r, low, high) A), which tokens are clipped from below, from above), [N]."""
     lowest, highest, delta = 1 - terms.epsilon_low, 1 + terms.epsilon_high, terms.delta
     falls, change = advantages < 0, log_ratio.detach()
     ratio = change.exp()
@@ -296,25 +294,29 @@ def clipped_term(log_ratio: Tensor, advantages: Tensor, terms: TokenTerms) -> tu
     bounded = ratio if delta is None else ratio.clamp(max=delta)
     inside = ratio.clamp(lowest, highest)
     used = torch.where(falls, torch.maximum(bounded, inside), torch.minimum(bounded, inside))
-    return -used * advantages, torch.where(falls, bounded < lowest, (bounded > highest) & (advantages > 0))
+    return -used * advantages, falls & (bounded < lowest), (advantages > 0) & (bounded > highest)
 
 
-def clipped_change(change: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor]:
-    """(log-ratios [N] clipped as in "gmpo": from above where A > 0, from below where A < 0; whether they are, [N])."""
+def clipped_change(change: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-ratios clipped as in "gmpo": from above where A > 0, from below where A < 0; which are so, by side), [N]."""
     high, low = change.clamp(max=terms.epsilon_high), change.clamp(min=-terms.epsilon_low)
-    clipped = torch.where(advantages > 0, change > terms.epsilon_high, (advantages < 0) & (change < -terms.epsilon_low))
-    return torch.where(advantages > 0, high, torch.where(advantages < 0, low, 0.0)), clipped
+    below, above = (advantages < 0) & (change < -terms.epsilon_low), (advantages > 0) & (change > terms.epsilon_high)
+    return torch.where(advantages > 0, high, torch.where(advantages < 0, low, 0.0)), below, above
 
 
-def masked_by_divergence(logprobs: Tensor, old: Tensor, advantages: Tensor, terms: TokenTerms) -> Tensor:
+def masked_by_divergence(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, terms: TokenTerms
+) -> tuple[Tensor, Tensor, Tensor]:
     """Which tokens [N] "dppo_*" mask: too far from the old probability, and A would move them farther; "ipo": too far.
+
+    Then which of them are clipped from below, and from above: have fallen, or risen. Where A is 0, nothing is lost.
 
     Probabilities of 0.5 became 0.8 and 0.2. An advantage of 1 leads only the first farther.
 
     >>> from fused_grpo.config import GRPOLossConfig
     >>> old, p, A = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.8, 0.2]).log(), torch.ones(2)
     >>> terms = [TokenTerms.of(GRPOLossConfig(loss_type=name, epsilon=0.1)) for name in ("dppo_tv", "ipo")]
-    >>> [masked_by_divergence(p, old, A, one).tolist() for one in terms]
+    >>> [masked_by_divergence(p, old, A, one)[0].tolist() for one in terms]
     [[True, False], [True, True]]
     """
     moved = logprobs.exp() - old.exp()
@@ -326,8 +328,9 @@ def masked_by_divergence(logprobs: Tensor, old: Tensor, advantages: Tensor, term
         divergence = old.exp() * (old - logprobs) + old_rest * (old_rest.log() - new_rest.log())
     falls, rises = (moved < 0) & (divergence > terms.epsilon_low), (moved > 0) & (divergence > terms.epsilon_high)
     if terms.form == "ipo":
-        return falls | rises
-    return (falls & (advantages < 0)) | (rises & (advantages > 0))
+        return falls | rises, falls & (advantages != 0), rises & (advantages != 0)
+    falls, rises = falls & (advantages < 0), rises & (advantages > 0)
+    return falls | rises, falls, rises
 
 
 def denominator(old: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Tensor:

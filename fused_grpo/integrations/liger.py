@@ -251,7 +251,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     def _loss_with_padding(self, logprobs: Tensor, tokens: _Tokens, config: GRPOLossConfig) -> Tensor:
         """ "luspo" where padding counts: [B, T] log-probs to the loss."""
         change = self._log_ratio(logprobs, tokens)
-        loss, _ = policy_term(logprobs, change, tokens.advantages, TokenTerms.of(config))
+        loss, *_ = policy_term(logprobs, change, tokens.advantages, TokenTerms.of(config))
         if tokens.rho is not None:
             loss = loss * tokens.rho
         if tokens.ref is not None:

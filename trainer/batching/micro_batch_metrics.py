@@ -76,11 +76,9 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
     inputs = inputs_of(part, config)
     current, tokens, sequences, terms = logprobs.float(), inputs.tokens, inputs.sequences, TokenTerms.of(config)
     old = current if tokens.old_logprobs is None else tokens.old_logprobs
-    ratio, clipped = ratio_and_clipped(current, inputs, config)
-    # "ipo" masks by the direction in which the policy has moved alone; where the advantage is 0, that takes nothing.
-    side, counts = ratio - 1 if config.loss_type == "ipo" else tokens.advantages, sequences.sum(tokens.mask)
-    clipped = clipped & (tokens.advantages != 0)
-    low, high = (sequences.mean(clipped & of_side, tokens.mask) for of_side in (side < 0, side > 0))
+    ratio, *clipped = ratio_and_clipped(current, inputs, config)
+    low, high = (sequences.mean(of_side, tokens.mask) for of_side in clipped)
+    counts = sequences.sum(tokens.mask)
     sums = _clip_sums(low, high, counts, config)
     if config.ratio_of_sequence:
         sums["ratio_mean"] = _mean(sequences.mean(ratio, tokens.mask), counts > 0)
@@ -230,8 +228,8 @@ def with_covariance_selection(
     facts = list[Tensor]()  # of each: log-probs, advantages and whether a token is clipped, [3, N] on the CPU
     for part, values in zip(packed, logprobs, strict=True):
         inputs, own = inputs_of(part, config), values.float()
-        clipped = ratio_and_clipped(own, inputs, config)[1]
-        facts.append(torch.stack([own, inputs.tokens.advantages, clipped.to(own)]).cpu())
+        _, below, above = ratio_and_clipped(own, inputs, config)
+        facts.append(torch.stack([own, inputs.tokens.advantages, (below | above).to(own)]).cpu())
     ranks = gather_objects("selecting by covariance", torch.cat(facts, dim=1))
     current, advantages, clipped = torch.cat(ranks, dim=1)
     selected = select_by_covariance(current, advantages, clipped != 0, config)

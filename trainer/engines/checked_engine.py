@@ -33,7 +33,7 @@ from fused_grpo.trainer.engines.sampling import SEED_BITS
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.router_replay import ROUTING
-from fused_grpo.trainer.models.weight_stream import WeightStream, finish
+from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.types import FinishReason, ListedTokens, Rollouts, Sample, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def checked_load_weights(engine: RolloutEngine, named_weights: Iterable[tuple[st
         engine.load_weights(named_weights, version=version)
     finally:
         if isinstance(named_weights, WeightStream):
-            finish(named_weights)
+            named_weights.finish()
     if engine.weight_version != version:
         raise WeightSyncError(
             f"got weight version {engine.weight_version} from the {engine.name} engine after a sync, want {version}; "
@@ -333,10 +333,8 @@ def wrong_completion(sample: Sample, routers: Routers | None, *, vocab_size: int
         return "no token of the model's own" if sample.episode is None else "no token in its last turn"
     if logprobs is not None and len(logprobs) != len(ids):
         return f"{len(logprobs)} log-probs for {len(ids)} tokens"
-    if logprobs is not None:
-        own = logprobs if mask is None else sample.own(logprobs)
-        if wrong := wrong_logprob(own, nan_allowed=nan_allowed):
-            return wrong
+    if wrong := wrong_logprob(() if logprobs is None else sample.own(logprobs), nan_allowed=nan_allowed):
+        return wrong
     if sample.listed_tokens is not None:
         wrong = wrong_listed(sample.listed_tokens, ids, vocab_size)
     if sample.finish_reason not in get_args(FinishReason):

@@ -24,7 +24,6 @@ from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.models.adapters import base_codes, base_model, base_weights, checkpoint_weights, is_adapted
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.quantized import check_layout, layers_in_4bit
-from fused_grpo.trainer.models.weight_stream import finish
 
 EngineName = Literal["vllm", "server", "transformers"]
 
@@ -200,5 +199,5 @@ def _engine_beside(args: GRPOConfig, model: Any, tokenizer: Any, options: VLLMOp
             engine = _server_engine(args, model, tokenizer, own)
             started.pop_all()
     finally:
-        finish(weights)  # of a rank that fails the others wait in its gathers
+        weights.finish()  # of a rank that fails the others wait in its gathers
     return engine

@@ -57,6 +57,11 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         """Of all weights together."""
         return sum(weight.nbytes for weight in self.shapes.values())
 
+    def finish(self) -> None:
+        """Take part in the gathers that this rank has not come to, which the others wait in."""
+        if self.is_gathered:
+            deque(self, maxlen=0)  # it drops each before it asks for the next
+
     def buckets(self) -> Iterator[list[int]]:
         """Sizes of weights in bytes, cut as vLLM's workers cut them: a bucket ends with the one that overfills it."""
         bucket, total = list[int](), 0
@@ -70,12 +75,6 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
             yield bucket
 
 
-def finish(weights: Named) -> None:
-    """Take part in the gathers that this rank has not come to, which the others wait in."""
-    if isinstance(weights, WeightStream) and weights.is_gathered:
-        deque(weights, maxlen=0)  # it drops each before it asks for the next
-
-
 def copied(weights: WeightStream, *, kept: bool = True) -> WeightStream:
     """The weights as they are now, in the CPU's memory, where each is freed once it is read; none if not `kept`."""
     named = deque[tuple[str, Tensor]]()
@@ -83,7 +82,7 @@ def copied(weights: WeightStream, *, kept: bool = True) -> WeightStream:
         if kept:
             named.extend((name, weight.to("cpu", copy=True)) for name, weight in weights)
     finally:
-        finish(weights)
+        weights.finish()
     return WeightStream(weights.shapes if kept else {}, (named.popleft() for _ in range(len(named))))
 
 

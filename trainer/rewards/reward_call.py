@@ -87,8 +87,7 @@ class RewardCaller:
         RewardError where the function raised, exceeded its timeout, or returned the wrong number of values, a NaN or
         no number; InputError where it has a parameter without a default that no column fills.
         """
-        if not self.required <= inputs.columns.keys():
-            self.check_columns(inputs.columns)
+        self.check_columns(inputs.columns)
         prompts, logged = inputs.columns["prompts"], Scores()
         try:
             returned = self._run(inputs, logged)
@@ -131,7 +130,7 @@ class RewardCaller:
         given = {**inputs.columns, "trainer_state": inputs.trainer_state, **logs}
         arguments = {
             # One by one: the members of a group have the same prompt and row.
-            name: [one if name in inputs.shared or type(one) in _SHARED else own_copy(one) for one in value]
+            name: list(value if name in inputs.shared else map(own_copy, value))
             if name in inputs.columns
             else (copied_when_read if name == "trainer_state" else own_copy)(value)
             for name, value in given.items()

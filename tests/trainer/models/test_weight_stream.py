@@ -8,7 +8,7 @@ from transformers.core_model_loading import Chunk, WeightConverter, revert_weigh
 
 from fused_grpo.trainer.engines.weight_files import Tie
 from fused_grpo.trainer.models.adapters import checkpoint_weights
-from fused_grpo.trainer.models.weight_stream import WeightStream, finish
+from fused_grpo.trainer.models.weight_stream import WeightStream
 
 
 def test_what_a_checkpoint_has_in_one_is_joined_a_layer_at_a_time(make_model):
@@ -45,7 +45,7 @@ def test_what_an_engine_leaves_is_read_where_others_gather_too():
         stream = WeightStream(dict(weights), weights, is_gathered=gathered)
         changed = Tie("embedding", "head").undo(stream)
         next(changed)
-        finish(changed)
+        changed.finish()
         assert len(list(stream)) == left
 
 

@@ -35,7 +35,7 @@ from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choo
 from fused_grpo.trainer.engines.turns import ConcurrentSession
 from fused_grpo.trainer.engines.weight_files import ServedAdapter, Tie
 from fused_grpo.trainer.models.adapters import base_model
-from fused_grpo.trainer.models.weight_stream import WeightStream, finish
+from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -189,7 +189,8 @@ class VLLMServerEngine(RolloutEngine):
                 self._send(named_weights if self._tie is None else self._tie.undo(named_weights), version)
             except Exception as error:  # of any type: the other ranks wait for the outcome
                 failure = error
-        finish(named_weights)  # on the other ranks, which send nothing, all of them
+        if isinstance(named_weights, WeightStream):
+            named_weights.finish()  # on the other ranks, which send nothing, all of them
         outcome: list[Any] = [failure and f"{failure}", self._server_version, self.sync_metrics]
         if distributed:
             torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)

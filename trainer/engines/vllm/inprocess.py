@@ -48,7 +48,7 @@ from fused_grpo.trainer.engines.weight_files import ServedAdapter, Tie, temporar
 from fused_grpo.trainer.models.adapters import adapter_stream, base_codes, base_model, base_weights, checkpoint_weights
 from fused_grpo.trainer.models.memory_estimate import CPU_SEQUENCES
 from fused_grpo.trainer.models.quantized import layers_in_4bit
-from fused_grpo.trainer.models.weight_stream import WeightStream, finish
+from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.types import ListedTokens, Rollouts, SamplingParams, Turn
 
 _LOUD_LOGGERS = (
@@ -370,7 +370,7 @@ class VLLMAdapterEngine(VLLMEngine):
             try:
                 super().load_weights(base, version=0)
             finally:
-                finish(base)
+                base.finish()
         checked_load_weights(self, adapter_stream(self._adapter.model, self.weight_dtype), version=0)
 
     def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
