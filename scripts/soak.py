@@ -284,7 +284,8 @@ def main() -> int:
         (folder / name).mkdir()
     os.environ |= {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    tempfile.tempdir = None
+    # Python would try the folder with a file of its own in each fork, and a kill between its two calls would leave it.
+    tempfile.tempdir = os.environ["TMPDIR"]
     found = environment() | soak(folder, minutes=options.minutes, seed=options.seed, vllm=options.vllm)
     found["broken"] = broken(found)
     options.out.parent.mkdir(parents=True, exist_ok=True)
