@@ -230,7 +230,7 @@ def test_requests_that_fail_wait_for_its_end_side_by_side(tmp_path, monkeypatch)
 
     started = time.monotonic()
     assert {type(error) for error in servers.run(all_failed, doing="a test")} == {RequestError}
-    assert 0.5 <= time.monotonic() - started < 3.0
+    assert 0.5 <= time.monotonic() - started < 5.0  # one after the other they wait for 6 s
 
 
 def test_as_many_requests_are_in_flight_as_at_a_server_of_the_users(tmp_path) -> None:

@@ -107,9 +107,9 @@ def test_what_may_be_the_same_model_is_accepted(text) -> None:
 
 @pytest.mark.parametrize("text", ["Attention(head_size=1", "(norm", "(o_proj): RowParallelLinear(", "(1 ", "(1", "1"])
 def test_hostile_text_is_read_in_time(text) -> None:
-    start = time.monotonic()
+    start = time.thread_time()  # not of what else the machine does
     ModelFacts(model()).check(URL, text * 200_000)
-    assert time.monotonic() - start < 3
+    assert time.thread_time() - start < 3
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["k_proj"]])

@@ -186,7 +186,7 @@ def test_a_broadcast_that_hangs_ends_at_the_timeout(servers, monkeypatch) -> Non
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"got TimeoutError .*its time was up; .*fix:"):
         transfer.send([("norm", torch.ones(1))])
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
 
 
 @pytest.mark.engine
@@ -201,7 +201,7 @@ def test_a_server_that_refuses_to_join_ends_the_sync_at_once(by_nccl, servers, w
     with pytest.raises(WeightSyncError, match=rf"got status 500 .* at {servers[1].url}"):
         by_nccl.load_weights(checkpoint_weights(model), version=0)
     never.set()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 15
 
 
 def test_a_sync_that_timed_out_sends_nothing_later(monkeypatch) -> None:

@@ -184,7 +184,7 @@ def test_a_call_that_hangs_is_given_up_and_named(reward, with_async):
         RewardError, match=rf"'{function.__name__}' took longer than 0.2 s .*first prompt 'p'.*isolated"
     ):
         reward(function, timeout=0.2)
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 15
 
 
 def test_a_coroutine_that_is_given_up_is_cancelled(reward):
