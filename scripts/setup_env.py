@@ -97,7 +97,8 @@ def verify(extras: list[str]) -> None:
     checks = ["import torch, transformers; from transformers import Qwen2ForCausalLM; import vllm"]
     if {"bench", "dev"} <= set(extras):
         checks.append("import hypothesis, liger_kernel.transformers, matplotlib.figure; from trl import GRPOTrainer")
-    running = [subprocess.Popen([str(PYTHON), "-c", check], stdout=subprocess.DEVNULL) for check in checks]
+    command = [str(PYTHON), "-W", "ignore", "-c"]
+    running = [subprocess.Popen([*command, check], stdout=subprocess.DEVNULL) for check in checks]
     failed = [process.args for process in running if process.wait()]
     if failed:
         sys.exit(f"setup: {failed[0]} failed; fix: make clean, then this again")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 from fused_grpo.errors import UnavailableError, shown
 
 
 def installed(module: str, *, extra: str) -> Any:
-    """The module; UnavailableError where it cannot be imported."""
+    """The module; UnavailableError where it cannot be imported.
+
+    What Python says of its source (`is` with a literal, ...) when it compiles that for the first time is not shown: who
+    trains can change nothing there.
+    """
     try:
-        return importlib.import_module(module)
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
+            return importlib.import_module(module)
     except ImportError as error:
         raise UnavailableError(
             f"got no {module} that can be imported ({shown(error, 500)}), want its package installed; fix: pip install "

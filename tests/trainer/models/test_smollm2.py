@@ -9,8 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import transformers
+from tqdm import tqdm
 
 from fused_grpo.errors import UnavailableError
+from fused_grpo.trainer.logging.console import without_bars
 from fused_grpo.trainer.models import smollm2
 
 CONTENT = b"GGUF, as far as this test goes"
@@ -107,3 +110,21 @@ def test_a_cache_that_cannot_be_written_is_named_with_its_variable(cache, monkey
         UnavailableError, match=f"want one that keeps the model {smollm2.NAME}; fix: set XDG_CACHE_HOME"
     ):
         smollm2.model_folder()
+
+
+def test_a_conversion_draws_no_bar_between_our_lines(monkeypatch, tmp_path, capsys, tokenizer):
+    """transformers reads GGUF behind a bar of tqdm that its own switch does not turn off."""
+
+    def loaded(folder: Path, *, gguf_file: str):
+        for _ in tqdm(range(3), desc="de-quantizing"):
+            pass
+        size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        config = transformers.LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **size)
+        return transformers.LlamaForCausalLM(config)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", loaded)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *given, **options: tokenizer)
+    with without_bars():  # as `train` of the command line begins
+        smollm2._convert(tmp_path / "model.gguf", tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert capsys.readouterr().err == ""
