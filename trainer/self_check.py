@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import FusedGRPOError, UnsupportedError
-from fused_grpo.integrations.model_head import check_transform
+from fused_grpo.integrations.model_head import check_transform, head_of
 from fused_grpo.integrations.model_modes import as_it_was, has_dropout, replaced
 from fused_grpo.trainer.batching.micro_batches import Packing, pack
 from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
@@ -99,6 +99,12 @@ def shared_layout(models: Sequence[Measured], *, share_prompts: bool | None = No
 
 def _compare(policy: PolicyLoss, model: Any) -> bool:
     """Compare the policy's log-probs with the model's own. Returns whether two sequences may share a row."""
+    known, drawn = (len(layer.weight) for layer in (model.get_input_embeddings(), head_of(model)))
+    if drawn > known:
+        raise UnsupportedError(
+            f"got a {type(model).__name__} with a head of {drawn} tokens and an embedding of {known}, want one for "
+            "each that may be drawn; fix: model.resize_token_embeddings(...)"
+        )
     first = _row(model, [_FIRST])
     check_transform(model, *policy.run(first))
     joined, second = _own_logits(model, *_FIRST, *_SECOND), _own_logits(model, *_SECOND)

@@ -53,6 +53,8 @@ from fused_grpo.trainer.models.loading import (
     SELF,
     check_gradients,
     check_source,
+    generation_config,
+    known_tokens,
     load_model,
     load_teacher,
     loading,
@@ -297,7 +299,7 @@ def check_model(start: Start) -> None:
     is_sharded = getattr(start.accelerator, "distributed_type", None) == DistributedType.FSDP
     check_quantization(quantization, has_adapter=has_adapter, is_sharded=is_sharded)
     start.shape = planned_shape(start.config, start.model, start.peft_config, quantization, args.runs_remote_code)
-    with loading(f"model {start.model_path!r}, whose tokenizer"):
+    with loading(f"model {start.model_path or start.config._name_or_path!r}, whose tokenizer"):
         start.tokenizer = tokenizer_for(start.model, start.processing_class, args)
     # A folder without a tokenizer's files gives one that knows no text, without an error.
     if set(start.tokenizer.get_vocab()) <= set(start.tokenizer.all_special_tokens):
@@ -311,7 +313,7 @@ def check_episodes(start: Start) -> None:
     """Tools have schemas, environments can be made and reset, and the chat template shows their calls and answers."""
     if not start.tools and start.environment_factory is None:
         return
-    found = generation_config(start) or GenerationConfig.from_model_config(start.config)
+    found = generation_config(start.model, start.args) or GenerationConfig.from_model_config(start.config)
     stop_ids = stop_token_ids(found, start.tokenizer)
     start.rules = rules_of(start.tools, start.environment_factory, start.args, start.tokenizer, stop_ids)
     for name, rows in start.sets.items():
@@ -322,16 +324,6 @@ def check_episodes(start: Start) -> None:
             )
 
 
-def generation_config(start: Start) -> Any:
-    """The model's; None where a model that is yet to be loaded makes one."""
-    if isinstance(start.model, nn.Module):
-        return base_model(start.model).generation_config
-    revision = (start.args.model_init_kwargs or {}).get("revision") or "main"
-    with loading(f"model {start.model_path!r}, whose generation_config"), suppress(OSError):
-        return GenerationConfig.from_pretrained(str(start.model_path), revision=revision)
-    return None
-
-
 def check_prompts(start: Start) -> None:
     """Every prompt has tokens that the model knows, and room for a completion; a curriculum has its column."""
     own, text = start.engine, start.config.get_text_config()
@@ -340,7 +332,7 @@ def check_prompts(start: Start) -> None:
         start.tokenizer,
         # A user's engine may shorten prompts, and their function encodes them itself.
         positions=positions(text) if own is None else None,
-        vocabulary=text.vocab_size if own is None or hasattr(own, "generate") else None,
+        vocabulary=known_tokens(text, start.model) if own is None or hasattr(own, "generate") else None,
         tools=() if start.rules is None else start.rules.shown_tools,
     )
     start.train_dataset = start.limit.applied(start.train_dataset, name="train_dataset")
@@ -358,7 +350,7 @@ def check_saving(start: Start) -> None:
     if start.peft_config is None and not is_adapted(start.model):  # else the adapter alone is saved
         warn_of_other_weights(start.model)
         parts |= {"the config": start.config} if start.model_path is None else {}
-        if (found := copy.deepcopy(generation_config(start))) is not None:
+        if (found := copy.deepcopy(generation_config(start.model, start.args))) is not None:
             found.pad_token_id = start.tokenizer.pad_token_id  # a run sets it; some are saved only as they were loaded
             parts |= {"the generation_config": found}
     remove_abandoned(directory := gettempdir())  # of a process that was killed here

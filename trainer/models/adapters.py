@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from accelerate import Accelerator
@@ -44,6 +45,7 @@ from fused_grpo.trainer.models.weight_stream import (
 ADAPTER_FILE = "adapter_model.safetensors"
 ENCODER_FILE = "prompt_encoder.safetensors"  # beside PEFT's file, which has what the encoder returns, not its weights
 REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that the model came with
+_WITH_COPY = WeakSet[Any]()  # the models that have that copy, and not an adapter of the user's that is called so
 
 _SAVE_EMBEDDINGS = False  # they belong to the base; by default PEFT asks the hub whether they have been resized
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal")  # other initialisations move a part of the base into the adapter
@@ -68,8 +70,8 @@ def adapt(
         keep_reference: whether there is a reference for another reason than `beta`.
 
     Raises:
-        InputError: a PeftModel and a `peft_config`, an adapter that is frozen, merged or on tied embeddings, prompt
-            tuning without its task type, a quantised model without an adapter, or trained biases that it rounds.
+        InputError: a PeftModel and a `peft_config`, an adapter that is frozen, merged, on tied embeddings or not all
+            that is trained, prompt tuning without its task type, a quantised model without an adapter, ....
         UnsupportedError: another kind of adapter, an option of LoraConfig, `sync_ref_model`, virtual tokens under FSDP.
         UnavailableError: PEFT is not installed.
     """
@@ -91,7 +93,9 @@ def adapt(
     if is_adapted(model):
         _check_given(model, peft_config, peft)
         # As rank 0 finds: under FSDP2 it may be the only one that has read the weights.
-        if keep_reference and not broadcast_object_list([_equals_base(model, peft)])[0]:
+        if keep_reference and (
+            REFERENCE in model.peft_config or not broadcast_object_list([_equals_base(model, peft)])[0]
+        ):
             _keep_reference(model)
     else:
         _check_config(peft_config, peft)
@@ -100,9 +104,10 @@ def adapt(
                 f"got init_lora_weights={peft_config.init_lora_weights!r}, which needs data or changes the base, want "
                 f"one of {_KEEPS_BASE}; fix: make the PeftModel yourself and pass it as the model"
             )
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), _refusals_of_peft(peft_config, model):
             torch.manual_seed(args.seed)
             model = peft.get_peft_model(model, peft_config).train(model.training)
+    _check_trained(model)
     _check_tie(base_model(model))
     check_biases(model)
     if keep_reference and (bias := getattr(model.peft_config[_trained(model)], "bias", "none")) != "none":
@@ -332,9 +337,39 @@ def _check_given(model: Any, config: Any, peft: Any) -> None:
         raise InputError(
             "got a PeftModel whose adapter is disabled, want it in the forward pass; fix: enable_adapter_layers()"
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+
+
+@contextmanager
+def _refusals_of_peft(config: Any, model: Any) -> Iterator[None]:
+    """Around what makes an adapter: what PEFT says of a config that does not fit the model, in one line."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
         raise InputError(
-            "got a PeftModel that is frozen, want its adapter trained; fix: load it with is_trainable=True"
+            f"got a {type(config).__name__} that PEFT refuses for a {type(model).__name__} ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:500]}), want one that fits; fix: what it names"
+        ) from error
+
+
+def _check_trained(model: Any) -> None:
+    """What is trained is what the adapter's file has: anything else would be lost with the process."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not names:
+        raise InputError(
+            "got a PeftModel that is frozen, want its adapter trained; fix: load it with is_trainable=True, or a "
+            "config with inference_mode=False"
+        )
+    of_adapters = [f".{adapter}." for adapter in model.peft_config]
+    beside = [name for name in names if not any(map(f"{name}.".__contains__, of_adapters))]
+    saved = {weight.data_ptr() for weight in adapter_tensors(model).values()} if beside else set()  # biases
+    lost = [name for name in beside if model.get_parameter(name).data_ptr() not in saved]
+    if lost:
+        raise InputError(
+            f"got {len(lost)} trained parameter(s) of the base beside its adapter, such as {lost[0]}, which the "
+            "adapter's file would not have, want the adapter trained alone; fix: modules_to_save=[...] in its config, "
+            "or requires_grad_(False)"
         )
 
 
@@ -363,10 +398,16 @@ def _equals_base(model: Any, peft: Any) -> bool:
 
 
 def _keep_reference(model: Any) -> None:
-    """Add a frozen copy of the adapter."""
+    """Add a frozen copy of the adapter, or make the one of a trainer before anew."""
     trained = _trained(model)
+    if REFERENCE in model.peft_config and model not in _WITH_COPY:
+        raise InputError(
+            f"got a PeftModel with an adapter {REFERENCE!r}, and a reference, which is a frozen copy of that name, "
+            f"want another name for it; fix: model.delete_adapter({REFERENCE!r}), or another adapter_name for it"
+        )
     if REFERENCE not in model.peft_config:
         model.add_adapter(REFERENCE, model.peft_config[trained])
+    _WITH_COPY.add(model)
     if is_prompt_tuned(model):
         prompts = model.prompt_encoder
         prompts[REFERENCE].load_state_dict(prompts[trained].state_dict())

@@ -17,7 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError, UnsupportedError, WrongTypeError
@@ -49,8 +49,24 @@ def loading(what: str) -> Iterator[None]:
 
 
 def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> None:
-    """DataError for a folder or hub id where no model can be, WrongTypeError for what is none and no module."""
-    if name is None or (isinstance(name, nn.Module) and hasattr(base_model(name), "config")):
+    """DataError for a folder or hub id where no model can be, WrongTypeError for what is none and no module.
+
+    UnsupportedError for a module that is no causal LM, as far as its attributes say; InputError for one without what is
+    saved beside it.
+    """
+    if name is None:
+        return
+    if isinstance(name, nn.Module) and hasattr(base := base_model(name), "config"):
+        if getattr(base, "get_output_embeddings", lambda: None)() is None or not hasattr(base, "generation_config"):
+            raise UnsupportedError(
+                f"got a {type(base).__name__} as {what}, without output embeddings, want a causal LM; fix: "
+                "AutoModelForCausalLM"
+            )
+        if base.generation_config is None:
+            raise InputError(
+                f"got a {type(base).__name__} as {what} whose generation_config is None, want one, which is saved "
+                "beside it; fix: model.generation_config = GenerationConfig.from_model_config(model.config)"
+            )
         return
     if not isinstance(name, str | Path):
         raise WrongTypeError(f"got a {type(name).__name__} as {what}, want a path, a hub id or a model")
@@ -193,6 +209,16 @@ def loading_options(args: GRPOConfig) -> dict[str, Any]:
     return {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
 
 
+def generation_config(model: Any, args: GRPOConfig) -> Any:
+    """That of a module, or beside a path; None where a model that is yet to be loaded makes one."""
+    if isinstance(model, nn.Module):
+        return base_model(model).generation_config
+    revision = (args.model_init_kwargs or {}).get("revision") or "main"
+    with loading(f"model {str(model)!r}, whose generation_config"), suppress(OSError):
+        return GenerationConfig.from_pretrained(str(model), revision=revision)
+    return None
+
+
 def _of_tokenizer(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"trust_remote_code": options["trust_remote_code"], "revision": options.get("revision") or "main"}
 
@@ -283,6 +309,12 @@ def fingerprint(model: PreTrainedModel) -> str:
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(first.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def known_tokens(text_config: Any, model: Any) -> int:
+    """The tokens that a module, or one that is yet to be loaded, has an embedding for."""
+    rows = [len(base_model(model).get_input_embeddings().weight)] if isinstance(model, nn.Module) else []
+    return int(min([text_config.vocab_size, *rows]))
 
 
 def positions(text_config: Any) -> int | None:
