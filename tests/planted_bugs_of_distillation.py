@@ -43,8 +43,8 @@ BUGS = {
     ),
     "the teacher's attention is not tried": (
         "trainer/learner.py",
-        "map(self_check, policies if",
-        "map(self_check, policies[:1] if",
+        "for policy in policies if self.accelerator.is_main",
+        "for policy in policies[:1] if self.accelerator.is_main",
         OTHERS,
     ),
     "an evaluation has no teacher": (

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
     with_covariance_selection,
 )
 from fused_grpo.trainer.batching.micro_batches import Packing, can_skip, micro_batches
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.distributed.failures import NonFiniteSteps, all_ranks_succeed, any_rank, gather_objects
 from fused_grpo.trainer.distributed.sharding import (
@@ -165,7 +166,7 @@ class Learner:
         found = list[Measured]()
         # Under FSDP2 rank 0 may be the only one that has read the weights.
         with all_ranks_succeed(self.accelerator, doing := "checking the model"):
-            found += map(self_check, policies if self.accelerator.is_main_process else ())
+            found += [self_check(policy) for policy in policies if self.accelerator.is_main_process]
         measured = gather_objects(doing, found)[0]
         if self.args.disable_dropout and measured[0].is_random:
             raise UnsupportedError(

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -34,6 +34,7 @@ from fused_grpo.integrations.logit_transform import head_transform
 from fused_grpo.integrations.model_head import head_of, to_head, weight_of
 from fused_grpo.logprobs import linear_logprobs, linear_logprobs_and_entropy
 from fused_grpo.loss import GRPOLossOutput
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.models.adapters import base_model, is_adapted, model_inputs
 from fused_grpo.trainer.models.router_replay import RouterReplay

@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from glob import glob
 from io import BufferedReader
 from itertools import count
@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from fused_grpo.errors import CheckpointError, FusedGRPOError
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.common.formatting import bytes_text
 from fused_grpo.trainer.common.warnings import warn_once
 

@@ -15,7 +15,6 @@ import random
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from functools import reduce
@@ -33,6 +32,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.batching.rollout_buffer import RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, open_regular, read_json, read_manifest, refuse_unusable
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.engines.checked_engine import wrong_completion, wrong_logprob, wrong_tokens
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, adapter_path, adapter_tensors, is_adapted
 

@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, islice, pairwise
@@ -44,6 +44,7 @@ from fused_grpo.trainer.collect.scoring import (
     without_rewards,
 )
 from fused_grpo.trainer.collect.start_checks import Start
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.common.process_state import drawing_from, place_kept, process_kept
 from fused_grpo.trainer.data.datasets import Row, all_rows
 from fused_grpo.trainer.data.prompt_sampler import CurriculumSampler, PromptSampler, checksum

@@ -10,11 +10,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from typing import Any
 
 import torch
+
+from fused_grpo.trainer.common.contexts import contextmanager
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 

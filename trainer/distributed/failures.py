@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from transformers import TrainerControl
 
 from fused_grpo.errors import FusedGRPOError, InputError, NonFiniteError, PeerError, show_causes, shown
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.common.file_names import NONFINITE_FOLDER
 from fused_grpo.trainer.common.redaction import to_json
 from fused_grpo.trainer.logging.console import live

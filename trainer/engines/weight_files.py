@@ -23,7 +23,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -37,6 +37,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, shown
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, base_model
 from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.weight_stream import Named, WeightStream

@@ -8,13 +8,13 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from fused_grpo.errors import DataError, InputError, UnavailableError, shown
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.common.threads import event_loop
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, as_row, column_names, is_plain_arrow, is_stream, mapped, read_rows

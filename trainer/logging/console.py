@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from io import TextIOWrapper
 from typing import Any, NamedTuple, TextIO
 
@@ -35,6 +35,7 @@ from rich.text import Text
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fused_grpo.errors import elide_lines, elide_middle, visible
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.common.formatting import MISSING, conversation, duration, message_text, percent, short_number
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.logging.run_log import metric

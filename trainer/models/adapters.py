@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.common.packages import installed
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.models.quantized import check_biases, dequantized, is_4bit, keep_exact, quantization_of

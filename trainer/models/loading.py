@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError, UnsupportedError, WrongTypeError
 from fused_grpo.integrations.model_modes import uncompiled as uncompiled
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.console import progress, without_bars

@@ -130,7 +130,7 @@ class RewardCaller:
         given = {**inputs.columns, "trainer_state": inputs.trainer_state, **logs}
         arguments = {
             # One by one: the members of a group have the same prompt and row.
-            name: list(value if name in inputs.shared else map(own_copy, value))
+            name: list(value if name in inputs.shared else [own_copy(one) for one in value])
             if name in inputs.columns
             else (copied_when_read if name == "trainer_state" else own_copy)(value)
             for name, value in given.items()

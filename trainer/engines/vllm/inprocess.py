@@ -13,7 +13,7 @@ import logging
 import random
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_load_weights
 from fused_grpo.trainer.engines.sampling import (

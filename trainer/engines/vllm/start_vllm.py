@@ -25,7 +25,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +35,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import UnavailableError, UnsupportedError, shown
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.common.redaction import public_text, redacted
 from fused_grpo.trainer.engines.weight_files import Tie, write_weights, writing
 from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes, kv_width
