@@ -56,7 +56,7 @@ from fused_grpo.trainer.distributed.failures import (
     report_failure,
     reported,
 )
-from fused_grpo.trainer.distributed.sharding import make_accelerator
+from fused_grpo.trainer.distributed.sharding import before_ranks_connect, make_accelerator
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import WeightCheck, checked_load_weights
 from fused_grpo.trainer.engines.engine_choice import choose_engine
@@ -133,23 +133,25 @@ class GRPOTrainer(TransformersFace):
         rollout_engine: RolloutEngine | None = None,
         teacher_model: str | Path | PreTrainedModel | None = None,
     ) -> None:
-        start = Start(
-            args=GRPOConfig() if args is None else args,
-            model=uncompiled(model),
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            reward_funcs=reward_funcs,
-            reward_processing_classes=reward_processing_classes,
-            processing_class=processing_class,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            callbacks=callbacks or (),
-            rollout_engine=rollout_engine,
-            rollout_func=rollout_func,
-            teacher_model=teacher_model,
-            tools=tools,
-            environment_factory=environment_factory,
-        )
+        args = GRPOConfig() if args is None else args
+        with before_ranks_connect(args):
+            start = Start(
+                args=args,
+                model=uncompiled(model),
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                reward_funcs=reward_funcs,
+                reward_processing_classes=reward_processing_classes,
+                processing_class=processing_class,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                callbacks=callbacks or (),
+                rollout_engine=rollout_engine,
+                rollout_func=rollout_func,
+                teacher_model=teacher_model,
+                tools=tools,
+                environment_factory=environment_factory,
+            )
         # Everything is checked before anything is loaded, started or written.
         check_replaced(self, {}, {})
         start.accelerator = accelerator = make_accelerator(start.args)
@@ -207,7 +209,7 @@ class GRPOTrainer(TransformersFace):
                         self._in_epoch = True
                         self.events("on_epoch_begin")
                     self.events("on_step_begin")
-                    if repr(vars(self.args)) != self._options_text:
+                    if self._spelled(vars(self.args)) != self._options_text:
                         self.start.check_unchanged()
                     if self.buffer is None or self.buffer.is_exhausted:
                         self.buffer = self._collect(phases)

@@ -27,6 +27,7 @@ from fused_grpo.trainer.collect.start_checks import Start, check_given, check_st
 from fused_grpo.trainer.config.grpo_config import changed_options
 from fused_grpo.trainer.data.datasets import as_conversations, column_names, first_rows, load_rows, mapped, renamed
 from fused_grpo.trainer.data.prompts import has_chat_template
+from fused_grpo.trainer.distributed.sharding import before_ranks_connect
 from fused_grpo.trainer.episodes.environments import rows_of_environments
 from fused_grpo.trainer.logging.console import is_first_process, progress
 from fused_grpo.trainer.loop import GRPOTrainer
@@ -50,15 +51,16 @@ def train(options: TrainOptions) -> None:
         for part in dry_run(options, lambda: load_start(options)[0]) if is_first_process() else ():
             print(part, flush=True)
         return
-    path, resume = Path(options.output_dir), bool(options.resume_from_checkpoint)
-    models = {name for name in (options.model, options.teacher_model, *options.reward_funcs) if name is not None}
-    check_output_dir(path, resume=resume, overwrite=options.overwrite_output_dir, keep=models)
-    if options.model is None:
-        if not torch.cuda.is_available():
-            # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
-            torch.set_num_threads(1)
-        say(f"no --model given: training the small one of the built-in {options.task or ARITHMETIC} task")
-    start, task = load_start(options)
+    with before_ranks_connect(options):
+        path, resume = Path(options.output_dir), bool(options.resume_from_checkpoint)
+        models = {name for name in (options.model, options.teacher_model, *options.reward_funcs) if name is not None}
+        check_output_dir(path, resume=resume, overwrite=options.overwrite_output_dir, keep=models)
+        if options.model is None:
+            if not torch.cuda.is_available():
+                # A model this small gains nothing from a second thread, and loses a lot where the cores are shared.
+                torch.set_num_threads(1)
+            say(f"no --model given: training the small one of the built-in {options.task or ARITHMETIC} task")
+        start, task = load_start(options)
     trainer = GRPOTrainer(**start.arguments())
     trainer.facts["command"] = options.command()  # run.json and the report say what data and prompts a run had
     result = trainer.train()

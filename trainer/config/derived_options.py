@@ -163,8 +163,10 @@ class DerivedOptions:
         return self.use_cpu or not accelerator.is_available()
 
     def process_group_options(self) -> dict[str, Any]:
-        """Its timeout, and its backend where `ddp_backend` says which."""
-        backend = {} if self.ddp_backend is None else {"backend": self.ddp_backend}
+        """Its timeout, and its backend where `ddp_backend` says which. A process without a launcher has no group."""
+        sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+        is_launched = "LOCAL_RANK" in os.environ or any(os.environ.get(name, "1") != "1" for name in sizes)
+        backend = {"backend": self.ddp_backend} if is_launched and self.ddp_backend is not None else {}
         return {"timeout": timedelta(seconds=self.ddp_timeout), **backend}
 
     @property

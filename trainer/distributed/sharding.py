@@ -9,30 +9,39 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    PartialState,
+)
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, fsdp2_prepare_model
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer_utils import enable_full_determinism
 from transformers.utils.import_utils import enable_tf32
 from transformers.utils.logging import log_levels, set_verbosity
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.distributed.failures import gather_objects
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, gather_objects, report_failure
 from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.logging.run_output import tracker_arguments
 from fused_grpo.trainer.models.loading import fingerprint, wants_bf16
 
 M = TypeVar("M", bound=nn.Module)
+_log = logging.getLogger(__name__)
 # Schedulers and containers set some of them for every process.
 LAUNCHED = (
     *("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_DEEPSPEED"),
@@ -47,6 +56,8 @@ REFUSED = {
 }
 COMPARED, APART = 4, 1e-3  # values of each weight, and a share of the largest of them
 SPLITTING = ("TP", "CP", "SP")  # parallelism in which ranks share the sequences of a batch
+STARTING = "starting"
+LAST_SECONDS = timedelta(seconds=30)
 DDP_OPTIONS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
@@ -57,24 +68,8 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
         UnavailableError: Accelerate raises an exception.
         UnsupportedError: as `check_launch`.
     """
-    check_launch()
-    if args.full_determinism:
-        enable_full_determinism(args.seed)
-    if args.tf32 is not None:
-        enable_tf32(args.tf32)
-    ddp = {name.removeprefix("ddp_"): getattr(args, name) for name in DDP_OPTIONS if getattr(args, name) is not None}
-    AcceleratorState._reset_state()  # as transformers: a cell that runs again may ask for another precision
-    options: dict[str, Any] = {
-        "mixed_precision": "bf16" if wants_bf16(args) else "no",
-        "cpu": args.trains_on_cpu,
-        "kwargs_handlers": [
-            InitProcessGroupKwargs(**args.process_group_options()),
-            DistributedDataParallelKwargs(**ddp),
-        ],
-        # Without it, a variable of `accelerate launch` divides every loss: ours are of the whole step.
-        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
-        **tracker_arguments(args),
-    }
+    with before_ranks_connect(args):
+        options = _options(args)
     launched = {name: os.environ[name] for name in LAUNCHED if name in os.environ}  # Accelerate sets others of them
     processes = os.environ.get("WORLD_SIZE", "1")  # another job may have left it: then no others come
     words = f"waiting for the {processes} processes of WORLD_SIZE at {os.environ.get('MASTER_ADDR')}"
@@ -87,10 +82,19 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
         for name in set(LAUNCHED).difference(launched):
             os.environ.pop(name, None)
         given = " ".join(f"{name}={value!r}" for name, value in launched.items())
+        if isinstance(error, distributed.DistError) and processes != "1":
+            raise UnavailableError(
+                f"got {error} from a rank that waited for the others with {given}, want all {processes} to come within "
+                f"ddp_timeout={args.ddp_timeout}; fix: the log of one that did not says why it ended before; or unset "
+                "these variables where another job left them"
+            ) from error
         raise UnavailableError(
             f"got {type(error).__name__} from Accelerate ({error}) with {given or 'no variable of a launcher'}, want "
             "all variables of a launcher or none; fix: torchrun or accelerate launch, or unset them; else what it says"
         ) from error
+    if accelerator.num_processes > 1:
+        with report_failure(accelerator), all_ranks_succeed(accelerator, STARTING):
+            pass  # here; another rank may have failed before it connected
     if is_on("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP:
         warn_once("got FSDP2, which Accelerate has on several accelerators alone: nothing is sharded; fix: DDP")
     level = args.log_level if accelerator.is_main_process else args.log_level_replica
@@ -100,6 +104,70 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
         logging.getLogger("fused_grpo").setLevel(number)
         set_verbosity(number)
     return accelerator
+
+
+def _options(args: GRPOConfig) -> dict[str, Any]:
+    """The arguments of `Accelerator`, and what is set for this process before there is one."""
+    check_launch()
+    check_backend(args)
+    if args.full_determinism:
+        enable_full_determinism(args.seed)
+    if args.tf32 is not None:
+        enable_tf32(args.tf32)
+    ddp = {name.removeprefix("ddp_"): getattr(args, name) for name in DDP_OPTIONS if getattr(args, name) is not None}
+    AcceleratorState._reset_state()  # as transformers: a cell that runs again may ask for another precision
+    return {
+        "mixed_precision": "bf16" if wants_bf16(args) else "no",
+        "cpu": args.trains_on_cpu,
+        "kwargs_handlers": [
+            InitProcessGroupKwargs(**args.process_group_options()),
+            DistributedDataParallelKwargs(**ddp),
+        ],
+        # Without it, a variable of `accelerate launch` divides every loss: ours are of the whole step.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
+        **tracker_arguments(args),
+    }
+
+
+@contextmanager
+def before_ranks_connect(args: GRPOConfig) -> Iterator[None]:
+    """Around what a rank does alone before it connects: where it raises, the others get the error instead of waiting.
+
+    They wait in `make_accelerator`, and this rank at most LAST_SECONDS for them. Of what a script raises before it
+    calls us they learn nothing: its launcher ends them, or ddp_timeout does.
+    """
+    try:
+        yield
+    except Exception as error:
+        if os.environ.get("WORLD_SIZE", "1") != "1" and (state := _last_connection(args, error)) is not None:
+            with report_failure(state), all_ranks_succeed(state, STARTING):
+                raise
+        raise
+
+
+def _last_connection(args: GRPOConfig, error: Exception) -> Any:
+    """Accelerate's state of a rank that only has an error to report; None where the others do not come."""
+    _log.error("%s: %s; telling the other ranks", type(error).__name__, error)
+    try:  # what cannot be used may be an option of the connection
+        timeout = min(timedelta(seconds=args.ddp_timeout), LAST_SECONDS)
+        backend = None if args.trains_on_cpu else args.ddp_backend
+        state = PartialState(args.trains_on_cpu, timeout=timeout, backend=backend)
+    except Exception:
+        PartialState._reset_state()
+        return None
+    return state if distributed.is_initialized() else None
+
+
+def check_backend(args: GRPOConfig) -> None:
+    """InputError for a `ddp_backend` that several processes on this device would not get: Accelerate takes another."""
+    if args.ddp_backend is None or args.world_size == 1 or not args.trains_on_cpu:
+        return
+    backends = ("gloo", *["mpi"] * distributed.is_mpi_available())
+    if args.ddp_backend not in backends:
+        raise InputError(
+            f"got ddp_backend={args.ddp_backend!r} on a CPU, want {' or '.join(backends)}, or None for the one of the "
+            "device; fix: ddp_backend=None, or a GPU where there should be one (use_cpu, CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def is_on(name: str) -> bool:

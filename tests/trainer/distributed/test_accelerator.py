@@ -20,7 +20,7 @@ def made(monkeypatch):
 
     def make(**options):
         arguments = {}
-        fake = SimpleNamespace(is_main_process=options.pop("is_main_process", True))
+        fake = SimpleNamespace(is_main_process=options.pop("is_main_process", True), num_processes=1)
         monkeypatch.setattr(sharding, "Accelerator", lambda **given: arguments.update(given) or fake)
         sharding.make_accelerator(GRPOConfig(**options))
         return arguments
@@ -28,11 +28,31 @@ def made(monkeypatch):
     return make
 
 
-def test_options_of_ddp_and_its_process_group_are_passed_on(made):
+def test_options_of_ddp_and_its_process_group_are_passed_on(made, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
     given = {"ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 7, "ddp_backend": "gloo", "ddp_timeout": 9}
     group, ddp = made(**given)["kwargs_handlers"]
     assert (group.backend, group.timeout.total_seconds()) == ("gloo", 9)
     assert (ddp.find_unused_parameters, ddp.bucket_cap_mb, ddp.static_graph) == (True, 7, False)
+
+
+@pytest.mark.parametrize("name", ["nccl", "xccl", "no_such_backend"])
+def test_a_backend_that_the_device_does_not_have_is_refused(made, monkeypatch, name):
+    made(use_cpu=True, ddp_backend=name)  # of one process, which has no group
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sharding, "_last_connection", lambda args, error: None)
+    with pytest.raises(InputError, match=rf"got ddp_backend='{name}' on a CPU, want gloo.*fix: ddp_backend=None"):
+        made(use_cpu=True, ddp_backend=name)
+    for backend in (None, "gloo"):
+        made(use_cpu=True, ddp_backend=backend)
+
+
+def test_one_process_may_have_a_backend(monkeypatch):
+    for name in sharding.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    sharding.AcceleratorState._reset_state(reset_partial_state=True)
+    for backend in ("gloo", "nccl"):
+        assert sharding.make_accelerator(GRPOConfig(use_cpu=True, ddp_backend=backend)).num_processes == 1
 
 
 def test_a_run_on_the_cpu_uses_no_gpu(made, monkeypatch):
