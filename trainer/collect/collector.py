@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, islice, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ from fused_grpo.trainer.logging.console import Phases
 from fused_grpo.trainer.models.weight_stream import copied
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
 
+T = TypeVar("T")
 Sync = Callable[[], object]  # sends the current weights to the engine, if it has older ones
 
 
@@ -266,6 +267,9 @@ class Collector:
             sync()
         drawn = self._draw_and_request(engine, phases, sync) if self.args.generate_ahead else None
         score = partial(score_rollouts, rewards=self.rewards, tokenizer=self.tokenizer, trainer_state=self.events.state)
+        spans_ranks = self.group_part != (size := self.args.num_generations)
+        if spans_ranks and self.args.rollout_failure == "drop":
+            drawn = self._failed_as_groups(*(drawn or self._draw_on_all(engine, phases)))
         with all_ranks_succeed(self.accelerator, "scoring" if drawn else "sampling and scoring"):
             rows, samples = drawn or self._draw(engine, phases)
             with phases("reward"), self._in_place():
@@ -275,24 +279,31 @@ class Collector:
         if self.sampler.read is not None and self.accelerator.num_processes > 1:
             read = {"rows of train_dataset": f"{self.sampler.used} with checksum {self.sampler.read:08x}"}
             compare_ranks("comparing what the stream gave", read)
-        size = self.args.num_generations
-        if "drop" in (self.args.reward_failure, self.args.rollout_failure) and self.group_part != size:
+        if spans_ranks and self.args.reward_failure == "drop":
             # A group that any rank drops its part of is dropped by all ranks that have a part of it.
-            parts = gather_objects("dropping groups", [(one.dropped, one.failure) for one in scored.samples])
-            every = list(chain.from_iterable(parts))
-            before = sum(map(len, parts[: self.accelerator.process_index]))
-            samples = list[Sample]()
-            for place, sample in enumerate(scored.samples, start=before):
-                dropped, failures = zip(*every[place // size * size : (place // size + 1) * size], strict=True)
-                failure = sample.failure or next(filter(None, failures), None)
-                samples.append(replace(without_rewards(sample), failure=failure) if any(dropped) else sample)
-            scored = replace(scored, samples=samples)
+            dropped = self._of_groups("dropping groups", [sample.dropped for sample in scored.samples])
+            pairs = zip(scored.samples, dropped, strict=True)
+            scored = replace(scored, samples=[without_rewards(one) if any(group) else one for one, group in pairs])
         if isinstance(self.sampler, CurriculumSampler):
             of_ranks = gather_objects("updating the curriculum", [sample.reward for sample in scored.samples])
             rewards = list(chain.from_iterable(of_ranks))
             groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]  # as in the batch
             self.sampler.update(self.sampler.batch, groups)
         return replace(scored, sampled=list(map(facts_of, scored.samples)))
+
+    def _failed_as_groups(self, rows: list[Row], samples: list[Sample]) -> Drawn:
+        """With a failure in all parts of a group that has one on any rank: no reward function is given a part of it."""
+        failures = self._of_groups("looking for failures", [sample.failure for sample in samples])
+        found = [one.failure or next(filter(None, group), None) for one, group in zip(samples, failures, strict=True)]
+        return rows, with_fields(samples, {"failure": found})
+
+    def _of_groups(self, doing: str, own: list[T]) -> list[list[T]]:
+        """For each completion of this rank what all of its group have, on whichever ranks they are. A collective."""
+        parts, size = gather_objects(doing, own), self.args.num_generations
+        every = list(chain.from_iterable(parts))
+        before = sum(map(len, parts[: self.accelerator.process_index]))
+        starts = (place // size * size for place in range(before, before + len(own)))
+        return [every[first : first + size] for first in starts]
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -311,10 +322,13 @@ class Collector:
             self.sync_metrics = dict(getattr(engine, "sync_metrics", {}))
             return rows, complete()
 
+    def _draw_on_all(self, engine: RolloutEngine, phases: Phases) -> Drawn:
+        with all_ranks_succeed(self.accelerator, "sampling"):
+            return self._draw(engine, phases)
+
     def _draw_and_request(self, engine: RolloutEngine, phases: Phases, sync: Sync) -> Drawn:
         """With `generate_ahead` the oldest batch of the queue, or a first one, and requests in its place."""
-        with all_ranks_succeed(self.accelerator, "sampling"):
-            drawn = self._draw(engine, phases)
+        drawn = self._draw_on_all(engine, phases)
         # Each generation to come needs one batch at least: none is left at the end.
         later = -(-(self.learner.max_steps - self.learner.step) // self.steps_per_batch) - 1
         for _ in range(min(self.pace.batches, later) - len(self.queue)):
