@@ -2,8 +2,10 @@
 
 A script that shuffles its rows without a seed, or an option that depends on the rank, would train on something else
 than either rank was asked for, or have the ranks wait for each other for ever. Of datasets, the rows count that a
-checkpoint compares; of functions, their names and their code, and not what they hold. Callbacks may differ: what one
-decides holds on all ranks. Weights are compared where they are copied (`same_weights` of distributed/sharding.py).
+checkpoint compares; of functions, their names and their code. What these hold (variables of an outer function,
+defaults, arguments of a `partial`, attributes) may be a device or a server of the rank's own: a warning names what
+differs. Callbacks may differ: what one decides holds on all ranks. Weights are compared where they are copied
+(`same_weights` of distributed/sharding.py).
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -22,11 +26,13 @@ from torch import nn
 
 from fused_grpo import __version__
 from fused_grpo.trainer.collect.start_checks import Start, check_start
+from fused_grpo.trainer.common.formatting import digest_of_array, is_array
 from fused_grpo.trainer.common.redaction import redacted
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, own_fields
 from fused_grpo.trainer.data.datasets import is_stream, read_rows
 from fused_grpo.trainer.data.prompt_sampler import fingerprint, spelled
-from fused_grpo.trainer.distributed.failures import all_ranks_succeed, compare_ranks
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, compare_ranks, gather_objects
 from fused_grpo.trainer.learner import Optimizers
 from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.models.loading import SELF
@@ -53,7 +59,11 @@ def check_ranks(start: Start, optimizers: Optimizers) -> None:
         return
     with all_ranks_succeed(start.accelerator, "reading what this rank is given"):
         own = given(start, optimizers)
+        held = held_by_functions(start)
     compare_ranks("comparing what ranks are given", own)
+    ranks = gather_objects("comparing what functions hold", held)
+    if start.is_main:
+        warn_of_other_values(ranks)
 
 
 def given(start: Start, optimizers: Optimizers) -> dict[str, str]:
@@ -71,9 +81,7 @@ def given(start: Start, optimizers: Optimizers) -> dict[str, str]:
     facts |= fields_of("model.config", start.config.to_dict()) | parameters_of("model", start.model)
     facts |= parameters_of("teacher_model", start.teacher_model)
     facts["processing_class"] = tokenizer_of(start.tokenizer)
-    facts["reward_funcs"] = ", ".join(map(function_of, start.rewards.functions))
-    tools = [] if start.rules is None else start.rules.tools
-    facts |= {"tools": ", ".join(map(function_of, tools)), "rollout_func": function_of(start.rollout_func)}
+    facts |= {name: ", ".join(map(function_of, some)) for name, some in functions_of(start).items()}
     facts["rollout_engine"] = type(start.rollout_engine).__name__
     factories = start.environment_factory
     factories = factories if isinstance(factories, Mapping) else {"": factories}
@@ -87,6 +95,65 @@ def given(start: Start, optimizers: Optimizers) -> dict[str, str]:
             f"{type(one).__name__}, {digest(vars(one) if groups is None else groups_of(groups))}" if one else "None"
         )
     return facts
+
+
+def functions_of(start: Start) -> dict[str, Sequence[Any]]:
+    """Those that a rank is given, by the argument."""
+    tools = [] if start.rules is None else start.rules.tools
+    return {"reward_funcs": start.rewards.functions, "tools": tools, "rollout_func": [start.rollout_func]}
+
+
+def held_by_functions(start: Start) -> dict[str, str]:
+    """A digest of each value that a function holds, by the function's and its own name."""
+    found = dict[str, str]()
+    for function in chain.from_iterable(functions_of(start).values()):
+        if function is not None and not isinstance(function, RewardModel):
+            found |= {f"{name} of {reward_name(function)}": _held(value) for name, value in held_by(function)}
+    return found
+
+
+def _held(value: Any) -> str:
+    try:
+        return digest(plain(value))
+    except Exception:  # of somebody's array, or of a list that is in itself
+        return type(value).__name__
+
+
+def held_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the variables that a function takes from where it was made, and of a callable's attributes."""
+    function = inspect.unwrap(function)
+    if isinstance(function, partial):
+        yield from held_by(function.func)
+        yield from (
+            *((f"argument {place}", one) for place, one in enumerate(function.args)),
+            *function.keywords.items(),
+        )
+        return
+    if inspect.ismethod(function):
+        yield from vars(function.__self__).items() if hasattr(function.__self__, "__dict__") else ()
+        function = function.__func__
+    if not inspect.isfunction(function):
+        yield from getattr(function, "__dict__", {}).items()
+        return
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    defaults = function.__defaults__ or ()
+    yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a variable without a value yet
+            yield name, cell.cell_contents
+
+
+def warn_of_other_values(ranks: Sequence[Mapping[str, str]]) -> None:
+    """A warning, once, for what functions hold of the same name and not of the same value."""
+    first, *others = ranks
+    for rank, other in enumerate(others, 1):
+        if names := [name for name in first if other.get(name, first[name]) != first[name]]:
+            warn_once(
+                f"got another value of {', '.join(names[:5])} on rank {rank} than on rank 0: completions are scored "
+                "by what their rank has; fix: the same on every rank, unless it is a device or a server of its own"
+            )
+            return
 
 
 def digest(value: Any) -> str:
@@ -115,6 +182,10 @@ def plain(value: Any) -> Any:
         return sorted(map(spelled, map(plain, value)))
     if isinstance(value, str | int | float | None):
         return value
+    if is_array(value):
+        return digest_of_array(value)
+    if inspect.isfunction(value):
+        return digest(_instructions(value.__code__))
     return str(value) if isinstance(value, torch.dtype | Path) else type(value).__name__
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,40 @@ def _said(message: Mapping[str, Any]) -> str:
     except (TypeError, KeyError, AttributeError):
         lines = [str(calls)]
     return "\n".join(filter(None, [str(message.get("content") or ""), *lines]))
+
+
+def whole_repr(value: object) -> str:
+    """`repr(value)` with a sum of all numbers of each array in it: NumPy and torch show a few of a long one.
+
+    >>> import numpy as np
+    >>> first, second = np.zeros(2000), np.zeros(2000)
+    >>> second[1000] = 1.0
+    >>> [repr({"a": first}) == repr({"a": second}), whole_repr({"a": first}) == whole_repr({"a": second})]
+    [True, False]
+    """
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {whole_repr(one)}' for key, one in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(whole_repr, value))}]"
+    return digest_of_array(value) if is_array(value) else repr(value)
+
+
+def has_arrays(value: object) -> bool:
+    """Whether there is one in mappings and lists."""
+    if isinstance(value, Mapping):
+        return any(map(has_arrays, value.values()))
+    return any(map(has_arrays, value)) if isinstance(value, list | tuple) else is_array(value)
+
+
+def is_array(value: object) -> bool:
+    """Whether it is a NumPy array or scalar, or a tensor."""
+    return hasattr(value, "tolist") and hasattr(value, "dtype")
+
+
+def digest_of_array(array: Any) -> str:
+    """Type, shape, element type and a sum of the elements of a NumPy array or scalar, or of a tensor on any device."""
+    kind = f"{type(array).__name__}{[*array.shape]} {array.dtype}"
+    return f"{kind}, sha256 {hashlib.sha256(repr(array.tolist()).encode()).hexdigest()[:16]}"
 
 
 def from_here(path: object) -> str:

@@ -2,7 +2,9 @@
 
 import re
 
+import numpy as np
 import pytest
+import torch
 from transformers import Trainer, TrainerCallback
 
 from fused_grpo.errors import InputError, UnsupportedError
@@ -126,6 +128,18 @@ def test_an_option_inside_of_a_mapping_that_a_callback_changes_is_refused(make_t
 
     trainer = make_trainer(max_steps=3, generation_kwargs={"min_new_tokens": 1}, callbacks=[Cools])
     with pytest.raises(InputError, match=r"got args with generation_kwargs=\{'min_new_tokens': 2\}, want "):
+        trainer.train()
+    assert trainer.step == 1
+
+
+@pytest.mark.parametrize("make", [np.zeros, torch.zeros])
+def test_an_option_inside_of_a_long_array_that_a_callback_changes_is_refused(make_trainer, make):
+    class Changes(TrainerCallback):
+        def on_step_end(self, args, state, control, **given):
+            args.chat_template_kwargs["weights"][1000] = 1.0
+
+    trainer = make_trainer(max_steps=3, chat_template_kwargs={"weights": make(2000)}, callbacks=[Changes])
+    with pytest.raises(InputError, match=r"got args with chat_template_kwargs=\{'weights': "):
         trainer.train()
     assert trainer.step == 1
 
