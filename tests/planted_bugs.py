@@ -348,8 +348,8 @@ BUGS = {
     ),
     "the kernel's KL slope without the ratio": Bug(
         f"{KERNELS}/grpo_loss.py",
-        "of_logprob += strength * kl_slope * times",
-        "of_logprob += strength * kl_slope",
+        "kl, slope = kl * ratio, slope * ratio",
+        "kl, slope = kl * ratio, slope",
         LOSS_KERNEL,
     ),
     "columns past the end enter the log-sum-exp": Bug(

@@ -37,6 +37,8 @@ of log p itself, and that of log r (at token level log r is d, at sequence level
     dl/d log p = -stop(..) * A (those that stop, gpg, dro), 0 (the others)            + beta * kl' (* r)
     kl' = 1 (k1), -q (k2), 1 - exp(q) (k3)
 
+For k3, bias-corrected at token level, the two add up to -beta r q.
+
 The loss is sum(weights * l) - sum(entropy_weights * H). On policy, `old_logprobs=None` stands for `logprobs.detach()`:
 r is 1, and its gradient is that of log p.
 
@@ -63,6 +65,8 @@ from torch import Tensor
 
 from fused_grpo._maths.statistics import picked
 from fused_grpo.config import DPPO, REINFORCE, GRPOLossConfig, TokenTerms
+
+LARGE_Q = 2.0  # from here on fewer digits cancel in the other form of `corrected_kl`
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,7 @@ def token_loss(
     old = current if old_logprobs is None else torch.where(mask, old_logprobs, 0.0)
     if sampling_logprobs is not None and terms.correction == "sampler":
         old = denominator(old, sampling_logprobs, mask)
+    is_of_token = log_ratio is None
     log_ratio = logprobs - old if log_ratio is None else torch.where(mask, log_ratio, 0.0)
     policy_weight = torch.ones_like(old)
     if sampling_logprobs is not None:
@@ -201,11 +206,16 @@ def token_loss(
     )
     policy = torch.where(gone, 0.0, policy * policy_weight)
     ratio = log_ratio.exp()
-    kl = torch.zeros_like(logprobs)
+    kl, regulariser = torch.zeros_like(logprobs), torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     if ref_logprobs is not None:
-        kl = kl_term(torch.where(mask, ref_logprobs - logprobs, 0.0), terms.kl_estimator)
-    # With beta = 0 the KL is only a metric: an infinite KL must not become 0 * inf in the loss.
-    regulariser = terms.beta * (kl * ratio if terms.bias_correction_kl else kl) if terms.beta else 0.0
+        q = torch.where(mask, ref_logprobs - logprobs, 0.0)
+        kl = kl_term(q, terms.kl_estimator)
+        # With beta = 0 the KL is only a metric: an infinite KL must not become 0 * inf in the loss.
+        if terms.beta and terms.bias_correction_kl:
+            of_both = torch.where(mask, ref_logprobs, 0.0) - old if is_of_token else log_ratio + q
+            regulariser = terms.beta * corrected_kl(q, log_ratio, of_both, terms.kl_estimator)
+        elif terms.beta:
+            regulariser = terms.beta * kl
     if kl_cov_weights is not None:
         regulariser = regulariser + torch.where(mask, kl_cov_weights, 0.0) * (logprobs - old).abs()
     if terms.log_ratio_penalty:
@@ -346,6 +356,25 @@ def kl_term(q: Tensor, estimator: str) -> Tensor:
     [0.6931, 0.2402, 0.1931]
     """
     return {"k1": lambda: -q, "k2": lambda: q.square() / 2, "k3": lambda: torch.expm1(q) - q}[estimator]()
+
+
+def corrected_kl(q: Tensor, log_ratio: Tensor, of_both: Tensor, estimator: str) -> Tensor:
+    """The estimate times r = exp(log_ratio), [N]. `of_both` is q + log_ratio, without log p where r is the token's own.
+
+    Of "k3" at a large q it is exp(of_both) - r (1 + q), whose gradient in log p is r - r (1 + q). The product has two
+    terms of r exp(q) there: they cancel, and leave no digit in fp32 from q = 16 on, and NaN from 89 on.
+
+    >>> log_p = torch.tensor([-30.0], requires_grad=True)  # p_ref is 1, p_old is e^-29
+    >>> value = corrected_kl(-log_p, log_p + 29, torch.tensor([29.0]), "k3")
+    >>> round(torch.autograd.grad(value, log_p)[0].item(), 4)  # -30 / e
+    -11.0364
+    """
+    if estimator != "k3":
+        return kl_term(q, estimator) * log_ratio.exp()
+    is_large = q > LARGE_Q
+    small = kl_term(torch.where(is_large, 0.0, q), estimator) * torch.where(is_large, 0.0, log_ratio).exp()
+    q, log_ratio, of_both = (torch.where(is_large, values, 0.0) for values in (q, log_ratio, of_both))
+    return torch.where(is_large, of_both.exp() - log_ratio.exp() * (1 + q), small)
 
 
 def sampling_weights(old: Tensor, sampling_logprobs: Tensor, mask: Tensor, terms: TokenTerms) -> Tensor:

@@ -17,6 +17,7 @@ Added to it are `kl_cov_weights` |d|, log_ratio_penalty d^2 / 2 with the token's
 
     k1  kl = -q, kl' = 1        k2  kl = q^2 / 2, kl' = -q        k3  kl = exp(q) - 1 - q, kl' = 1 - exp(q)
 
+(with the token's own r, d (r kl) / d log p of k3 is -r q: the terms with r exp(q) cancel),
 and the loss is sum(weights * l) - sum(entropy_weights * entropy). The derivatives have a closed form, so no backward
 pass is needed: the caller multiplies the gradient by the upstream one. Each program writes its partial sums;
 another kernel adds them, in fp64 and in a fixed order.
@@ -75,6 +76,7 @@ RESULTS = (
     "ratio_min",
     "clip_ratio_region",
 )
+LARGE_Q = tl.constexpr(2.0)  # as in formulas.py
 # Partials of programs that are added at a time.
 PROGRAMS = 32
 INPUTS = (
@@ -184,6 +186,27 @@ def _kl(q, KL: tl.constexpr):
 
 
 @triton.jit
+def _kl_terms(kl, slope, beta, q, ratio, log_r, CORRECTED: tl.constexpr, OF_TOKEN: tl.constexpr, KL: tl.constexpr):
+    """beta times (the estimate, its derivative in log p, that in log r), from `_kl`; times r where it is CORRECTED.
+
+    OF_TOKEN: r is the token's own, and the derivative in log p has that in log r. With "k3", r exp(q) cancels in their
+    sum; elsewhere exp(q + log r) stands for it at a large q, where exp(q) alone may be infinite.
+    """
+    beta, shared = tl.cast(beta, tl.float32), tl.zeros(q.shape, tl.float32)
+    kl, slope = beta * kl, beta * slope
+    if CORRECTED:
+        far = q > LARGE_Q
+        kl, slope = kl * ratio, slope * ratio
+        if KL == "k3":
+            whole = tl.exp(q + log_r)
+            kl = tl.where(far, beta * (whole - ratio * (1.0 + q)), kl)
+            slope = -beta * q * ratio if OF_TOKEN else tl.where(far, beta * (ratio - whole), slope)
+        if not (OF_TOKEN and KL == "k3"):
+            shared = kl
+    return kl, slope, shared
+
+
+@triton.jit
 def _sampling_correction(current, old, sampled, correction_bounds, CORRECTION: tl.constexpr):
     """(rho within its bounds, |log p - log p_sampling|). A sampler's NaN is a missing log-prob, which changes neither,
     and equal log-probs have a ratio of 1, even -inf."""
@@ -282,9 +305,9 @@ def _grpo_loss_kernel(
     sampled = _load_masked(sampling_logprobs, tokens, on)
     if CORRECTION == "sampler":
         old = tl.where(sampled == sampled, sampled, old)
-    ratio = tl.exp(current - old)
-    if log_ratio is not None:
-        ratio = tl.exp(_load_masked(log_ratio, tokens, on))
+    change = current - old
+    log_r = change if log_ratio is None else _load_masked(log_ratio, tokens, on)
+    ratio = tl.exp(log_r)
     advantage = _load_masked(advantages, tokens, on)
     policy, of_ratio, of_logprob, low, high = _policy(ratio, advantage, current, old, bounds, FORM)
 
@@ -300,7 +323,7 @@ def _grpo_loss_kernel(
     of_logprob = tl.where(gone, 0.0, of_logprob * rho)
 
     kl = tl.zeros([BLOCK], tl.float32)
-    cost, change = policy, current - old
+    cost = policy
     beta, log_ratio_penalty = strengths
     if log_ratio_penalty is not None:
         slope = tl.cast(log_ratio_penalty, tl.float32) * change
@@ -311,14 +334,13 @@ def _grpo_loss_kernel(
         cost += penalty * tl.abs(change)
         of_logprob += tl.where(change < 0.0, -penalty, tl.where(change > 0.0, penalty, 0.0))
     if ref_logprobs is not None:
-        kl, kl_slope = _kl(_load_masked(ref_logprobs, tokens, on) - current, KL)
+        q = _load_masked(ref_logprobs, tokens, on) - current
+        kl, of_kl = _kl(q, KL)
         if beta is not None:
-            strength = tl.cast(beta, tl.float32)
-            times = ratio if BIAS_CORRECTION_KL else tl.full([BLOCK], 1.0, tl.float32)
-            cost += strength * kl * times
-            of_logprob += strength * kl_slope * times
-            if BIAS_CORRECTION_KL:
-                of_ratio += strength * kl * ratio
+            term, own, shared = _kl_terms(kl, of_kl, beta, q, ratio, log_r, BIAS_CORRECTION_KL, log_ratio is None, KL)
+            cost += term
+            of_logprob += own
+            of_ratio += shared
     if log_ratio is None:
         of_logprob += of_ratio
     else:
