@@ -133,7 +133,7 @@ def test_an_option_inside_of_a_mapping_that_a_callback_changes_is_refused(make_t
 
 
 @pytest.mark.parametrize("make", [np.zeros, torch.zeros])
-def test_an_option_inside_of_a_long_array_that_a_callback_changes_is_refused(make_trainer, make):
+def test_a_number_of_a_long_array_that_a_callback_changes_is_refused(make_trainer, make):
     class Changes(TrainerCallback):
         def on_step_end(self, args, state, control, **given):
             args.chat_template_kwargs["weights"][1000] = 1.0
