@@ -97,6 +97,9 @@ def page_breaches(page: Path) -> Iterator[str]:
         file = page.parent / target if target else page
         if not re.match(r"\w+:", link) and (not file.exists() or (anchor and anchor not in anchors(file))):
             yield f"{name}: a link to {link}, which does not exist"
+    for table in re.findall(r"(?:^\|.*\n?)+", prose, re.MULTILINE):
+        if not re.match(r".*\n\|[ :|-]+\|$", table, re.MULTILINE):
+            yield f"{name}: {table.partition(chr(10))[0][:40]!r} begins a table without a header"
     for file in re.findall(NAMED_FILE, prose):
         if not (ROOT / file).exists():
             yield f"{name}: names {file}, which does not exist"

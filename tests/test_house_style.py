@@ -155,6 +155,7 @@ def test_a_kernel_of_a_page_passes(breaches):
         ("`trainer/none.py`", "names trainer/none.py, which does not exist"),
         ("nothing", "docs/rows.md: docs/README.md has no link to it"),
         ("line\n" * 250, "251 lines, at most 250"),
+        ("| a | b |\n|---|---|\n| 1 | 2 |\n\n| 3 | 4 |", "'| 3 | 4 |' begins a table without a header"),
     ],
 )
 def test_a_page_that_leads_nowhere_is_found(breaches, page, says):
