@@ -149,7 +149,7 @@ def fused_linear_divergence(
                     rounded=weight_main_grad is None,
                 )
                 loss = (row_weights * divergence).sum()
-            leaves = (heads.student.hidden, student_weight, student_bias)
+            leaves = (heads.student.hidden, student_weight, heads.student.bias)
             loss = AttachGradients.apply(loss, gradients, weight_main_grad, passes, *leaves)  # type: ignore[no-untyped-call]
     if index is not None:
         divergence = divergence.new_zeros(len(weights)).index_copy_(0, index, divergence)

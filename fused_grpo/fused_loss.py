@@ -185,7 +185,7 @@ def fused_linear_grpo_loss(
             else:
                 result = supported_loss(head, restricted, inputs, config, passes, plan, sampler)
             attached = (result.statistics["loss"], result.gradients, weight_main_grad, passes)
-            loss = AttachGradients.apply(*attached, head.hidden, weight, bias)  # type: ignore[no-untyped-call]
+            loss = AttachGradients.apply(*attached, head.hidden, weight, head.bias)  # type: ignore[no-untyped-call]
             statistics, logprobs, _, (upstream, _), _, squares = result
     if squared_gradients is not None and squares is not None:  # neither or both
         own = upstream.square() * score_norms(logprobs.detach(), squares)

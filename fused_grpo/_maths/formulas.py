@@ -198,12 +198,11 @@ def token_loss(
     if sampling_logprobs is not None:
         policy_weight = sampling_weights(old, sampling_logprobs, mask, terms)
     if policy_weights is not None:
-        policy_weight = policy_weight * torch.where(mask, policy_weights, 0.0)
-    # A weight of 0 leaves a token out, even where its term or the slope of that is infinite.
-    gone = policy_weight == 0
-    policy, below, above = policy_term(
-        logprobs, torch.where(gone, log_ratio.detach(), log_ratio), advantages, terms, old=old
-    )
+        policy_weight = torch.where(mask & (policy_weights != 0), policy_weight * policy_weights, 0.0)
+    # A weight or an advantage of 0 leaves a token out, even where its term or a slope of that is infinite; NaN stays.
+    gone = (policy_weight == 0) | ((advantages == 0) & ~log_ratio.detach().isnan())
+    moving, moving_ratio = (torch.where(gone, x.detach(), x) for x in (logprobs, log_ratio))
+    policy, below, above = policy_term(moving, moving_ratio, advantages, terms, old=old)
     policy = torch.where(gone, 0.0, policy * policy_weight)
     ratio = log_ratio.exp()
     kl, regulariser = torch.zeros_like(logprobs), torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)

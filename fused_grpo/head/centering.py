@@ -20,7 +20,7 @@ from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.statistics import Statistics
 from fused_grpo.config import GRPOLossConfig, TokenTerms
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head.checks import check_tensors
+from fused_grpo.head.checks import FLOATS, check_tensors
 from fused_grpo.head.entries import Segments, Support
 from fused_grpo.head.head import Head
 
@@ -146,9 +146,9 @@ class SamplerHead(NamedTuple):
         if sampling is None:
             raise InputError("got score_centering without sampling_logprobs; fix: pass those of the sampled tokens")
         check_tensors({"sampling_topk_ids": self.ids, "sampling_topk_logprobs": self.logprobs}, targets=tokens)
-        if self.logprobs is None or not self.logprobs.is_floating_point():
+        if self.logprobs is None or self.logprobs.dtype not in FLOATS:
             dtype = None if self.logprobs is None else self.logprobs.dtype
-            raise InputError(f"got sampling_topk_logprobs of dtype {dtype}, want a floating dtype")
+            raise InputError(f"got sampling_topk_logprobs of dtype {dtype}, want one of {', '.join(map(str, FLOATS))}")
         if self.logprobs.device.type == "cpu" and bool((self.logprobs > _ROUNDED_UP).any()):
             most = self.logprobs.nan_to_num(-torch.inf).max().item()
             raise InputError(f"got a sampling_topk_logprobs of {most:g}, want log-probs, which are at most 0")

@@ -387,7 +387,11 @@ def loss_inputs(
             f"or {tuple(shape)}, one per token"
         )
     mask = torch.ones(shape.numel(), dtype=torch.bool, device=device) if kept is None else kept
-    mask = mask if given.mask is None else torch.logical_and(given.mask.reshape(-1), mask)
+    if given.mask is not None:
+        own = given.mask.reshape(-1)
+        if own.dtype not in (torch.bool, torch.int32, torch.int64, *FLOATS):  # of which torch promotes not all
+            own = own != 0
+        mask = torch.logical_and(own, mask)
     flat = {name: None if (x := named[name]) is None else x.detach().to(dtype).reshape(-1) for name in FLOATING}
     tokens = TokenInputs(
         advantages=advantages.reshape(-1).to(dtype),

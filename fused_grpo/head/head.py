@@ -256,7 +256,9 @@ def flatten_head(
     temperature, device = options.temperature, hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
-    dtype = compute_dtype(hidden)
+    dtype, bias = compute_dtype(hidden), options.bias
+    if bias is not None and bias.dtype.itemsize > dtype.itemsize:
+        bias = bias.to(dtype)  # one of fp64 would widen the fp32 logits that it is added to
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(dtype).reshape(-1).contiguous()  # one that is expanded is a number
     else:
@@ -266,7 +268,7 @@ def flatten_head(
     return Head(
         hidden=hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
-        bias=options.bias,
+        bias=bias,
         targets=targets.reshape(-1) if single else targets.reshape(-1, targets.shape[-1]),
         temperature=temperature,
         logit_scale=float(options.logit_scale),

@@ -240,6 +240,26 @@ def test_infinite_logprobs_and_nan_are_what_torch_makes_of_them(name: str, advan
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("of_sequence", [False, True])
+@pytest.mark.parametrize("name", WITHOUT_KL)
+def test_without_an_advantage_or_a_weight_there_is_no_term(name: str, of_sequence: bool) -> None:
+    """However far apart the policies are: nothing times infinity is nothing."""
+    terms = WITHOUT_KL[name] | {"log_ratio_penalty": 0.0}
+    for current, old, sampled in itertools.product((-200.0, -1.0), repeat=3):
+        given = {"logprobs": current, "old_logprobs": old, "sampling_logprobs": sampled, "weights": 1.0}
+        given |= {"log_ratio": current - old} if of_sequence else {}
+        for left_out in ({"advantages": 0.0}, *({"advantages": A, "policy_weights": 0.0} for A in (1.0, -1.0))):
+            token = {x: torch.tensor([value]) for x, value in (given | left_out).items()}
+            token["mask"] = torch.ones(1, dtype=torch.bool)
+            values, kernel = dict(token), run(token, **terms)
+            current_and_ratio = {x: values.pop(x) for x in ("logprobs", "log_ratio") if x in values}
+            *plain, sums = torch_passes.grpo_token_loss(**current_and_ratio, inputs=values, terms=TokenTerms(**terms))
+            for *gradients, statistics in (kernel, (*plain, formulas.token_statistics([sums]))):
+                found = [x for x in (*gradients, statistics["loss"], statistics["policy_term"]) if x is not None]
+                assert all((x == 0).all() for x in found), (current, old, sampled, left_out, found)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", ["clipped", "k1", "k2, corrected", "k1, corrected", "dro"])
 def test_an_infinite_reference_and_nan_are_what_torch_makes_of_them(name: str) -> None:
     wrong = {}

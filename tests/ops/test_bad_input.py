@@ -6,7 +6,14 @@ import numpy
 import pytest
 import torch
 
-from fused_grpo import FusedGRPOError, GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs
+from fused_grpo import (
+    FusedGRPOError,
+    GRPOLossConfig,
+    fused_linear_divergence,
+    fused_linear_grpo_loss,
+    grpo_loss,
+    linear_logprobs,
+)
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
 from fused_grpo.passes import choice
 
@@ -207,3 +214,73 @@ def test_auto_says_once_which_path_it_took(caplog, monkeypatch, dtype, interpret
     assert [record.getMessage() for record in caplog.records] == [
         "impl='auto' runs the torch path on cpu (it needs a GPU and the tensors are on 'cpu')"
     ]
+
+
+DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
+HEAD_OF_ALL = {"hidden": torch.randn(2, 3, 4), "weight": torch.randn(9, 4), "bias": torch.randn(9)}
+HEAD_OF_ALL |= {"targets": torch.arange(6).view(2, 3), "temperature": torch.ones(2, 3)}
+OF_TOKENS = {name: -torch.rand(2, 3) for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs")}
+OF_TOKENS |= {
+    "advantages": torch.tensor([1.0, -1.0]),
+    "mask": torch.ones(2, 3),
+    "covariance_selected": torch.ones(2, 3),
+}
+OF_TOKENS |= {name: torch.tensor(2.0) for name in ("entropy_threshold", "num_tokens", "num_entropy_tokens")}
+SAMPLER = {
+    "sampling_topk_ids": torch.arange(6).view(1, 3, 2).repeat(2, 1, 1),
+    "sampling_topk_logprobs": -torch.ones(2, 3, 2),
+}
+CONFIG = GRPOLossConfig(beta=0.1, kl_cov_ratio=0.5, top_entropy_quantile=0.5, entropy_coef=0.1)
+CENTRED = GRPOLossConfig(beta=0.1, kl_cov_ratio=0.5, score_centering="topk")
+KEPT = torch.arange(9).repeat(6), 9 * torch.arange(7)
+PAIR = {"mask": torch.ones(2, 3), "num_tokens": torch.tensor(2.0), "temperature": torch.ones(2, 3)}
+PAIR |= {f"{who}_{x}": HEAD_OF_ALL[x].clone() for who in ("student", "teacher") for x in ("hidden", "weight", "bias")}
+EVERY_ARGUMENT = {
+    "log-probs": (linear_logprobs, HEAD_OF_ALL),
+    "of several": (
+        lambda targets, **head: linear_logprobs(targets=targets[..., None].repeat(1, 1, 2), **head),
+        HEAD_OF_ALL,
+    ),
+    "of a support": (
+        lambda token_ids, offsets, **head: linear_logprobs(**head, support=(token_ids, offsets)),
+        HEAD_OF_ALL | {"token_ids": KEPT[0], "offsets": KEPT[1]},
+    ),
+    "fused": (lambda **all_of: fused_linear_grpo_loss(**all_of, config=CONFIG).loss, HEAD_OF_ALL | OF_TOKENS),
+    "centred": (
+        lambda **all_of: fused_linear_grpo_loss(**all_of, config=CENTRED).loss,
+        HEAD_OF_ALL | OF_TOKENS | SAMPLER,
+    ),
+    "loss": (
+        lambda **all_of: grpo_loss(**all_of, config=CONFIG).loss,
+        OF_TOKENS | {"logprobs": -torch.rand(2, 3), "entropy": torch.rand(2, 3)},
+    ),
+    "divergence": (lambda **pair: fused_linear_divergence(**pair).loss, PAIR),
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore::RuntimeWarning")
+@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=pytest.mark.full)])
+@pytest.mark.parametrize("call", EVERY_ARGUMENT)
+def test_any_dtype_of_any_argument_is_taken_or_refused_by_name(call, impl):
+    function, arguments = EVERY_ARGUMENT[call]
+    refused = list[str]()
+    for name, tensor in arguments.items():
+        for dtype in DTYPES:
+            try:
+                cast = tensor.to(dtype)
+            except (RuntimeError, NotImplementedError):  # torch has no such cast
+                continue
+            leaves = {x: v.clone().requires_grad_() for x, v in (arguments | {name: cast}).items() if is_leaf(x, v)}
+            try:
+                result = function(**arguments | {name: cast} | leaves, impl=impl)
+            except FusedGRPOError as error:
+                refused.append(str(error))
+                continue
+            result.sum().backward()
+            wide = "hidden" in name or name == "logprobs"
+            assert result.dtype == (torch.float64 if wide and dtype == torch.float64 else torch.float32), (name, dtype)
+    assert all("got " in text for text in refused)
+
+
+def is_leaf(name, tensor):
+    return tensor.is_floating_point() and name.removeprefix("student_") in ("hidden", "weight", "bias", "logprobs")

@@ -315,9 +315,10 @@ def _grpo_loss_kernel(
     if sampling_logprobs is not None:
         rho, difference = _sampling_correction(current, old, sampled, correction_bounds, CORRECTION)
     if policy_weights is not None:
-        rho *= _load_masked(policy_weights, tokens, on)
-    # A weight of 0 leaves a token out, even where its term is infinite.
-    gone = rho == 0.0
+        factor = _load_masked(policy_weights, tokens, on)
+        rho = tl.where(factor == 0.0, 0.0, rho * factor)
+    # A weight or an advantage of 0 leaves a token out, even where its term is infinite; NaN stays.
+    gone = (rho == 0.0) | ((advantage == 0.0) & (ratio == ratio))
     policy = tl.where(gone, 0.0, policy * rho)
     of_ratio = tl.where(gone, 0.0, of_ratio * rho)
     of_logprob = tl.where(gone, 0.0, of_logprob * rho)
