@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 import step_metrics_oracle as oracle
 import torch
+from watched_steps import BASE, reward, watched
 
-SOME_EQUAL = {1, 2, 5}  # of 8 remainders
-BASE = {
-    **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
-    **{"num_iterations": 2, "num_generations": 4, "max_steps": 5, "learning_rate": 0.01, "max_grad_norm": 0.0},
-    **{"logprob_mismatch": "warn"},
-}
 CASES: dict[str, dict[str, Any]] = {
     "dapo": {"epsilon_high": 0.28},
     "grpo with a reference": {"loss_type": "grpo", "beta": 0.1},
@@ -51,37 +46,6 @@ CASES: dict[str, dict[str, Any]] = {
     "by tokens": {"max_tokens_per_micro_batch": 24},
     "whole prompts": {"share_prompts": False},
 }
-
-
-def reward(completion_ids, **columns):
-    return [float(sum(ids) % 8 in SOME_EQUAL) for ids in completion_ids]
-
-
-def watched(trainer: Any) -> list[Any]:
-    """The steps: their batch, the policy before it, and that of the first step of the generation."""
-    generate, buffer, learn = trainer.engine.generate, trainer.collector.buffer, trainer.learner.learn
-    steps, first = [], []
-
-    def noisy(prompt_ids, sampling):
-        rollouts, noise = generate(prompt_ids, sampling), torch.Generator().manual_seed(sampling.seed)
-        for number, row in enumerate(rollouts.sampling_logprobs):
-            rollouts.sampling_logprobs[number] = [
-                min(0.0, value + 0.2 * torch.randn((), generator=noise).item()) for value in row
-            ]
-            if len(row) == sampling.max_tokens:
-                rollouts.finish_reasons[number] = "length"
-        return rollouts
-
-    def watch_buffer(*given):
-        first[:] = [copy.deepcopy(trainer.model).double()]
-        return buffer(*given)
-
-    def watch_learn(batch, **options):
-        steps.append((batch, copy.deepcopy(trainer.model).double(), first[0]))
-        return learn(batch, **options)
-
-    trainer.engine.generate, trainer.collector.buffer, trainer.learner.learn = noisy, watch_buffer, watch_learn
-    return steps
 
 
 def sequences(batch: list[Any], policy: Any, old: Any, reference: Any, args: Any) -> list[oracle.Sequence]:
