@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.integrations.model_modes import (
     checkpoint_activations,
     disable_dropout,
@@ -160,6 +160,8 @@ class Learner:
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
         groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
         self.beginning = copy.deepcopy((groups, self.scheduler.state_dict()))
+        self._made = {name: (one, one.dtype, one.shape) for name, one in self._unwrapped.named_parameters()}
+        self._trained = {name for name, (one, *_) in self._made.items() if one.requires_grad}
 
     def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[Packing, bool]:
         """How rows may be shared, and whether the policy in training mode is random."""
@@ -212,12 +214,33 @@ class Learner:
         """Around a run: afterwards every layer has the modes with which the model was given.
 
         In training mode, layers that recompute their activations read no cache: `generate` would give another text.
+        InputError where the weights are not those that the optimizer was made for.
         """
+        self._check_weights()
         set_modes(self._run_modes)
         try:
             yield
         finally:
             set_modes(self._given_modes)
+
+    def _check_weights(self) -> None:
+        """What is trained has been so since the trainer was made, whose optimizer has nothing else; some of it is."""
+        now = dict(self._unwrapped.named_parameters())
+        had = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        # FSDP2 puts other objects into the place of its shards.
+        others = {name for name, one in now.items() if name in self._made and not self._is_as_made(name, one)}
+        others |= now.keys() ^ self._made.keys()
+        others |= {name for name, one in now.items() if one.requires_grad and id(one) not in had} - self._trained
+        if others or not any(one.requires_grad for one in now.values()):
+            what = f"{len(others)} weights, such as {min(others)}," if others else "weights, none of which is trained,"
+            raise InputError(
+                f"got {what} that are not as they were when the trainer was made (another tensor, shape or dtype, or "
+                "trained since), want what its optimizer was made for; fix: change the model before GRPOTrainer(...)"
+            )
+
+    def _is_as_made(self, name: str, one: Tensor) -> bool:
+        made, dtype, shape = self._made[name]
+        return (one is made or self.accelerator.is_fsdp2) and (one.dtype, one.shape) == (dtype, shape)
 
     def learn(
         self, batch: list[Sample], *, check: Check | None = None, event: Event = lambda name: None, again: bool = True

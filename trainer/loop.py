@@ -272,11 +272,12 @@ class GRPOTrainer(TransformersFace):
             self.results.eval_after = means
         return results
 
-    def _evaluate(self) -> bool:
+    def _evaluate(self) -> dict[str, float] | None:
+        metrics = None
         if self.eval_dataset is not None:
             with progress("evaluating"):
-                check_best_metric(self.args.metric_for_best_model, self.evaluate())
-        return self.eval_dataset is not None
+                check_best_metric(self.args.metric_for_best_model, metrics := self.evaluate())
+        return metrics
 
     def end(self) -> None:
         """End the trackers, the engine and the process group: the last call of a script. Harmless a second time."""
@@ -404,8 +405,8 @@ class GRPOTrainer(TransformersFace):
         agree(self.accelerator, self.control)
         if self.control.should_log:
             self.events.log_steps()
-        if self.control.should_evaluate and self._evaluate():
-            is_best = self.events.is_best()
+        if self.control.should_evaluate and (metrics := self._evaluate()):
+            is_best = self.events.is_best(metrics)
             if self.args.save_strategy == "best":
                 self.control.should_save = is_best
         agree(self.accelerator, self.control)

@@ -6,39 +6,23 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from small_runs import model_of, places, trainer_in
 from torch import nn
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification, Qwen2Model
+from transformers import PreTrainedModel, Qwen2ForSequenceClassification, Qwen2Model
 
 from fused_grpo.errors import FusedGRPOError, InputError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
-SHAPE = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1, "pad_token_id": 0}
-
-
-def model_of(kind: Any = Qwen2ForCausalLM, **options: Any) -> PreTrainedModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model: PreTrainedModel = kind(Qwen2Config(**{**SHAPE, "tie_word_embeddings": False, **options}))
-    return model
 
 
 @pytest.fixture
 def make(tmp_path) -> Callable[..., GRPOTrainer]:
     def trainer(model: Any, peft_config: Any = None, **options: Any) -> GRPOTrainer:
-        defaults = {"output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 2, "num_generations": 2}
-        defaults |= {"max_steps": 1, "max_completion_length": 2, "use_vllm": False, "save_strategy": "no"}
-        args = GRPOConfig(**{**defaults, "learning_rate": 0.1, **options})
-        rows = [{"prompt": "1+1="}] * 4
-        return GRPOTrainer(model, rewards, args, rows, processing_class=build_tokenizer(), peft_config=peft_config)
+        return trainer_in(tmp_path, model, peft_config=peft_config, max_steps=1, **options)
 
     return trainer
-
-
-def rewards(completions: list[str], **columns: Any) -> list[float]:
-    return [float(index) for index in range(len(completions))]
 
 
 class NoHead(nn.Module):
@@ -91,7 +75,7 @@ def test_of_a_teacher_and_of_a_model_without_a_path_errors_name_them(make):
     moved = model_of()
     moved.config._name_or_path = "/nowhere/at/all"
     with pytest.raises(FusedGRPOError, match="model '/nowhere/at/all', whose tokenizer"):
-        GRPOTrainer(moved, rewards, GRPOConfig(num_generations=2, use_vllm=False), [{"prompt": "1+1="}])
+        GRPOTrainer(moved, places, GRPOConfig(num_generations=2, use_vllm=False), [{"prompt": "1+1="}])
 
 
 @pytest.mark.parametrize("place", ["model.norm", "lm_head", "model.layers.1.mlp.up_proj", "model.embed_tokens"])

@@ -37,6 +37,7 @@ from fused_grpo.trainer.learner import Optimizers
 from fused_grpo.trainer.logging.console import progress
 from fused_grpo.trainer.models.loading import SELF
 from fused_grpo.trainer.models.loading import fingerprint as fingerprint_of_weights
+from fused_grpo.trainer.models.optimizer import check_pair
 from fused_grpo.trainer.rewards.reward_call import reward_name
 from fused_grpo.trainer.rewards.reward_functions import RewardModel
 
@@ -50,8 +51,9 @@ _OF_ONE_MACHINE = {"_name_or_path", "base_model_name_or_path", "transformers_ver
 
 
 def check_ranks(start: Start, optimizers: Optimizers) -> None:
-    """`check_start` on every rank; then InputError where they are not given the same."""
+    """`check_pair` and `check_start` on every rank; then InputError where they are not given the same."""
     assert start.accelerator is not None
+    check_pair(optimizers)
     # Of millions of rows it takes minutes to encode all prompts.
     with progress(doing := "checking what the run needs"), all_ranks_succeed(start.accelerator, doing):
         check_start(start)

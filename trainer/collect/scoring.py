@@ -394,10 +394,16 @@ class Evaluation(NamedTuple):
         return {f"{of_set}_{key}" if of_set else key: self.metrics[key] for key in keys}
 
 
-def check_best_metric(name: str | None, metrics: Mapping[str, float]) -> None:
-    """InputError unless an evaluation has the metric of that name, `metric_for_best_model`, with or without "eval_"."""
-    if name is not None and not {name, f"eval_{name}"} & metrics.keys():
-        choice = ", ".join(one for one in metrics if "reward" in one or "length" in one)
+def check_best_metric(name: str | None, metrics: Any) -> None:
+    """InputError unless an evaluation has the metric of that name, `metric_for_best_model`, with or without "eval_".
+
+    `metrics` is what `evaluate` returned, which may be a subclass's.
+    """
+    if name is None:
+        return
+    found = metrics if isinstance(metrics, Mapping) else {}
+    if not any(isinstance(found.get(one), int | float) for one in (name, f"eval_{name}")):
+        choice = ", ".join(one for one in found if "reward" in one or "length" in one) or f"eval_{name}"
         raise InputError(
             f"got metric_for_best_model={name!r}, want a metric of an evaluation: {choice}; fix: "
             f"metric_for_best_model={choice.partition(',')[0]!r}, greater_is_better=True"

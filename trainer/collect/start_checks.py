@@ -10,7 +10,7 @@ import copy
 import os
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -30,7 +30,7 @@ from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_spa
 from fused_grpo.trainer.checkpoint.training_state import read_numbers
 from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.config.checks import check_arguments, check_evaluates
+from fused_grpo.trainer.config.checks import check_arguments, check_evaluates, warn_of_no_best
 from fused_grpo.trainer.config.derived_options import fill_loader_options, whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, check_options, own_fields
 from fused_grpo.trainer.data.datasets import check_dataset, eval_sets, is_conversational, is_stream, read_rows, set_name
@@ -64,6 +64,7 @@ from fused_grpo.trainer.models.loading import (
     warn_of_other_weights,
 )
 from fused_grpo.trainer.models.memory_estimate import ModelShape, planned_shape
+from fused_grpo.trainer.models.optimizer import try_schedule
 from fused_grpo.trainer.models.quantized import QUANTIZATION, check_quantization, quantization_of
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import no_reward
@@ -88,7 +89,7 @@ class Start:
     processing_class: Any = None
     quantization_config: Any = None
     peft_config: Any = None
-    callbacks: Sequence[Any] = ()
+    callbacks: Any = ()
     rollout_engine: RolloutEngine | None = None
     rollout_func: Any = None
     teacher_model: Any = None
@@ -110,6 +111,8 @@ class Start:
 
     def __post_init__(self) -> None:
         check_options(self.args)
+        # One, several, or a generator, which is read once.
+        self.callbacks = list(self.callbacks) if isinstance(self.callbacks, Iterable) else [self.callbacks]
         self.engine = self.rollout_engine or self.rollout_func  # None: the one that `args` asks for
         self.model_path = str(self.model) if isinstance(self.model, str | Path) else None  # of one to be loaded
         self.output_dir, resume = Path(self.args.output_dir).absolute(), self.args.resume_from_checkpoint
@@ -401,9 +404,11 @@ def check_rewards(start: Start) -> None:
     environments = None if start.rules is None else start.rules.environments
     start.rewards = make_rewards(start, [] if environments is None else environments.rewards())
     check_columns(start, start.sets)
-    names, best = start.rewards.names, start.args.metric_for_best_model
+    names, best, args = start.rewards.names, start.args.metric_for_best_model, start.args
+    last = start.epochs.total if args.eval_strategy == "epoch" else start.max_steps
+    warn_of_no_best(args, has_sets=bool(start.evals), last=float(last))
     nothing = RolloutFacts.of(Scored(samples=[], weight_version=0, reward_names=names))
-    found = rollout_metrics([nothing], start.args, start.rewards.weights, evaluated=True)
+    found = rollout_metrics([nothing], args, start.rewards.weights, evaluated=True)
     prefixes = [f"eval_{eval_set}_" if eval_set else "eval_" for eval_set in start.evals]
     evaluated = {prefix + name for prefix in prefixes for name in (*found, "loss", "num_tokens")}
     if best is not None and start.evals and evaluated.isdisjoint({best, f"eval_{best}"}):
@@ -489,4 +494,5 @@ def make_learner(start: Start, optimizers: Optimizers, *, corrected: bool) -> tu
     learner = Learner(policy, args, accelerator, max_steps=start.max_steps, **options)
     is_saved = args.save_strategy != "no" and not args.save_only_model
     check_optimizer(learner.policy, learner.optimizer.optimizer, learner.scheduler, is_saved=is_saved)
+    try_schedule(learner.scheduler, learner.optimizer.optimizer, start.max_steps)
     return policy, learner

@@ -134,6 +134,24 @@ def check_evaluates(args: Any, eval_dataset: Any) -> None:
     want(args, "eval_strategy eval_on_start", eval_dataset is not None or not evaluates, wanted)
 
 
+def warn_of_no_best(args: Any, *, has_sets: bool, last: float) -> None:
+    """Log a warning, once, where no evaluation will say which checkpoint is the best.
+
+    `last` is the end of the run, in steps or, with `eval_strategy="epoch"`, in epochs.
+    """
+    between = args.eval_strategy != "no" or (args.eval_at_ends and args.eval_steps is not None)
+    if not (args.load_best_model_at_end or args.save_strategy == "best") or (
+        has_sets and between and args.eval_delay <= last
+    ):
+        return
+    warn_once(
+        f"got save_strategy={args.save_strategy!r} and load_best_model_at_end={args.load_best_model_at_end} in a run "
+        f"that evaluates nothing before its end at {last:g} (eval_strategy={args.eval_strategy!r}, eval_delay="
+        f"{args.eval_delay:g}, {'an' if has_sets else 'no'} eval_dataset), so that there is no best checkpoint; fix: "
+        "an eval_dataset, and eval_strategy='steps' with eval_steps"
+    )
+
+
 def _check_generate_ahead(args: Any, rollout_func: Any, rollout_engine: Any, environment_factory: Any) -> None:
     """Raise InputError for what would be used by the trainer and by the sampling of a later batch at the same time."""
     # It would sample from the model while that is trained.

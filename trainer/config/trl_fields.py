@@ -62,11 +62,17 @@ def with_trl_fields(cls: type[Config]) -> type[Config]:
     return cls
 
 
+def _of_streams(config: Any) -> list[Any]:
+    return [type(config)(dispatch_batches=False)] if hasattr(config, "dispatch_batches") else []
+
+
 def refuse_unless_harmless(name: str, value: Any) -> None:
     """Raise where a value of a field that only TRL has would change the run; report any other value, once."""
     missing = MISSING[name]
-    # The last one is what a trainer makes of None (`fill_loader_options`).
-    if value == missing.default or (name == "accelerator_config" and value == type(value)()):
+    if value == missing.default:
+        return
+    # What a trainer makes of None (`fill_loader_options`); of a stream without batches that one process reads for all.
+    if name == "accelerator_config" and value in (type(value)(), *_of_streams(value)):
         return
     if not missing.accepts(value):
         error = InputError if missing.others == "refused by TRL, too" else UnsupportedError  # there a ValueError

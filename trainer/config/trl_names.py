@@ -6,6 +6,7 @@ means to change the run, and would not.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError
 
 _FILE: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 REASONS = {name: why for why, names in _FILE.items() for name in names}
@@ -23,6 +24,8 @@ HOOKS = {
     *("save_state", "save_metrics", "log_metrics", "metrics_format", "get_num_trainable_parameters"),
     *("add_callback", "pop_callback", "remove_callback", "is_world_process_zero", "is_local_process_zero"),
 }
+# What the loop gives to those that it calls.
+CALLS: dict[str, tuple[Any, ...]] = {"log": ({}, 0.0), "evaluate": (), "save_checkpoint": ()}
 _THEIRS = {name for name in (*REASONS, *vars(Trainer)) if not name.startswith("__")} - HOOKS
 
 
@@ -30,7 +33,8 @@ def check_replaced(trainer: object, made: Mapping[str, Any], moves: Mapping[str,
     """Check what a subclass, or a script, has put in the place of a part of the trainer.
 
     `made` are the attributes that it was made with, `moves` those that a run or a script may change, by their types.
-    UnsupportedError for a method or an attribute that nothing would call or read, or that is a part of its own.
+    UnsupportedError for a method or an attribute that nothing would call or read, or that is a part of its own;
+    InputError for a method that cannot be called as the loop calls it.
     """
     set_here = _set_attributes(vars(trainer), made, moves)
     if wrong := dict(_replaced_methods(type(trainer), made)) | {name: name for name in set_here}:
@@ -40,6 +44,15 @@ def check_replaced(trainer: object, made: Mapping[str, Any], moves: Mapping[str,
             f"got {listed}: this trainer does not use them as TRL's does; fix: leave them out, or take other names "
             "(docs/from-trl.md says what is in their place)"
         )
+    for name, given in CALLS.items():
+        try:
+            inspect.signature(getattr(trainer, name)).bind(*given)
+        except TypeError as error:
+            raise InputError(
+                f"got {type(trainer).__name__}.{name}{inspect.signature(getattr(trainer, name))}, which cannot be "
+                f"called as this trainer does ({error}), want the signature of transformers' own; fix: "
+                f"{name}(self, *args, **kwargs)"
+            ) from error
 
 
 def _replaced_methods(kind: type, made: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from accelerate import Accelerator
@@ -154,12 +154,16 @@ class Events:
         self.last_evaluation = {**of_other_sets, **entry, "step": step}
         self("on_evaluate", metrics=dict(entry))
 
-    def is_best(self) -> bool:
-        """Whether the last evaluation is the best one, by `metric_for_best_model`; the state keeps which one was."""
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an evaluation with these is the best one, by `metric_for_best_model`; the state keeps which one was.
+
+        `check_best_metric` has found it there.
+        """
         name, rises = self.args.metric_for_best_model, self.args.greater_is_better
         if name is None:
             return False
-        value = self.last_evaluation[name if name.startswith("eval_") else f"eval_{name}"]
+        full = name if name.startswith("eval_") else f"eval_{name}"
+        value = metrics[full] if full in metrics else metrics[name]
         if self.state.best_metric is None:
             self.state.best_metric = float("-inf" if rises else "inf")
         if not (value > self.state.best_metric if rises else value < self.state.best_metric):

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Trainer, get_scheduler
 
-from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.errors import InputError, UnavailableError, WrongTypeError
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+
+TRIED_STEPS = 20_000  # of a schedule; a third of a second
 
 
 class EntropyController:
@@ -49,6 +56,55 @@ class EntropyController:
         self.coefficient, self.last_entropy = float(state["coefficient"] or 0.0), state["last_entropy"]
 
 
+def check_pair(given: Any) -> None:
+    """Raise WrongTypeError for no pair of an optimizer and its schedule, InputError for a schedule of another one."""
+    pair = given if isinstance(given, tuple | list) else (given,)
+    optimizer, schedule = pair if len(pair) == 2 else (given, given)
+    has_steps = not isinstance(schedule, type) and all(
+        callable(getattr(schedule, name, None)) for name in ("step", "get_last_lr", "state_dict", "load_state_dict")
+    )
+    if len(pair) != 2 or not isinstance(optimizer, torch.optim.Optimizer | None) or not (has_steps or schedule is None):
+        got = ", ".join(one.__name__ if isinstance(one, type) else type(one).__name__ for one in pair)
+        raise WrongTypeError(
+            f"got {got} as optimizers, want an optimizer and its schedule; fix: (optimizer, schedule), with None for "
+            "what the options ask for"
+        )
+    if getattr(schedule, "optimizer", optimizer) is not optimizer:
+        raise InputError(
+            f"got optimizers with a {type(schedule).__name__} of another optimizer, whose learning rate would never "
+            "move, want one of the same pair; fix: make the schedule of the optimizer that is passed"
+        )
+
+
+def try_schedule(schedule: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Make the steps of a schedule and take them back, so that one which ends or fails before the run does says so now.
+
+    InputError for that, and for a learning rate that is no finite number of at least 0.
+    """
+    before, state, made = [dict(group) for group in optimizer.param_groups], copy.deepcopy(schedule.state_dict()), 0
+    held = [{name: one.clone() for name, one in group.items() if isinstance(one, Tensor)} for group in before]
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of a schedule that moves before its optimizer
+            while made < min(steps, TRIED_STEPS):
+                made += 1
+                rates = [float(group["lr"]) for group in optimizer.param_groups]
+                if not all(0 <= rate < math.inf for rate in rates):
+                    raise ValueError(f"learning rates {rates}")
+                schedule.step()
+    except Exception as error:
+        raise InputError(
+            f"got a {type(schedule).__name__} that gives {type(error).__name__}: {error}, in step {made} of "
+            f"{steps}, want a learning rate for each; fix: a schedule of that length"
+        ) from error
+    finally:
+        schedule.load_state_dict(state)
+        for group, first, tensors in zip(optimizer.param_groups, before, held, strict=True):
+            group.clear()
+            group.update(first)
+            for name, tensor in tensors.items():  # such as a rate that is moved in place
+                first[name].copy_(tensor)
+
+
 def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Optimizer:
     """The optimizer called `args.optim`, over the groups of parameters that transformers' Trainer makes.
 
@@ -70,6 +126,11 @@ def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Opti
     ]
     try:
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+        for name in ("optim_args", "optim_target_modules"):
+            with suppress(Exception):  # it needs them, or has tensors
+                setattr(other := copy.copy(args), name, None)
+                if getattr(args, name) and Trainer.get_optimizer_cls_and_kwargs(other, model) == (kind, options):  # type: ignore[arg-type]
+                    warn_once(f"got {name}={getattr(args, name)!r} with optim={args.optim!r}, which does not read it")
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
             optimizer = kind(options.pop("params", groups), **options)
         else:  # a factory, of an optimizer that is made of several
@@ -93,6 +154,16 @@ def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps:
     """The schedule `args.lr_scheduler_type`; InputError where `args.lr_scheduler_kwargs` are not its arguments."""
     warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * max_steps
     options = args.lr_scheduler_kwargs
+    if args.lr_scheduler_type == "constant" and (warmup or options):
+        warn_once(
+            f"got warmup_steps={args.warmup_steps} and lr_scheduler_kwargs={options!r} with "
+            "lr_scheduler_type='constant', which has neither; fix: 'constant_with_warmup'"
+        )
+    elif warmup >= max_steps:
+        warn_once(
+            f"got warmup_steps={args.warmup_steps} in a run of {max_steps} steps, which ends before the learning rate "
+            "is reached; fix: fewer, or a share below 1"
+        )
     steps = {"num_warmup_steps": math.ceil(warmup), "num_training_steps": max_steps}
     try:
         return get_scheduler(args.lr_scheduler_type, optimizer, scheduler_specific_kwargs=options, **steps)

@@ -227,6 +227,12 @@ def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = frozenset(p.name for p in named if p.default is p.empty)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unfilled = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
+    if unfilled or (not named and not takes_any and any(p.kind is p.VAR_POSITIONAL for p in parameters)):
+        raise InputError(
+            f"got reward function {reward_name(function)!r} with the parameters {inspect.signature(function)}, want "
+            "some that are given by name; fix: def reward(completions, **columns), without a / behind them"
+        )
     return required, None if takes_any else frozenset(p.name for p in named)
 
 

@@ -99,6 +99,10 @@ class Rewards:
             RewardModel, device=device, chat_template_kwargs=chat_template_kwargs, trust_remote_code=trust_remote_code
         )
         self.functions = [_resolve(one, make_model, cls, loading) for one, cls in zip(given, classes, strict=True)]
+        for one in self.functions:
+            if isinstance(one, type):
+                name = one.__name__
+                raise InputError(f"got the class {name} as a reward function, want an object of it; fix: {name}()")
         self.names = _unique(map(reward_name, self.functions))
         self.failure, self.retries = failure, retries
         self._callers = [RewardCaller(*each, timeout=timeout) for each in zip(self.functions, self.names, strict=True)]
@@ -138,6 +142,11 @@ class Rewards:
 
         RewardError for a failed call, unless `failure` is "drop"; InputError for a parameter that no column fills.
         """
+        if [caller.function for caller in self._callers] != self.functions:
+            raise InputError(
+                "got another function in the list of reward_funcs of a trainer that is made, want those that it was "
+                "made with; fix: a new GRPOTrainer"
+            )
         if not rows or len(rows) % num_generations or not len(rows) == len(completions) == len(completion_ids):
             raise InputError(
                 f"got {len(rows)} rows, {len(completions)} completions and {len(completion_ids)} lists of ids, "

@@ -21,6 +21,9 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "default dtype": lambda: torch.set_default_dtype(torch.float64),
     "default device": lambda: torch.set_default_device("meta"),
     "gradients": lambda: torch.set_grad_enabled(False),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16).__enter__(),
+    "precision of products": lambda: torch.set_float32_matmul_precision("medium"),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
     "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
 }
 
