@@ -127,7 +127,7 @@ def test_a_ratio_of_another_level_than_the_losss_is_a_warning(make_trainer, capl
 def test_tokenizers_of_rewards_that_do_not_match_them_are_refused(make_model, tokenizer, tmp_path):
     options = {"processing_class": tokenizer, "reward_processing_classes": [tokenizer, tokenizer]}
     with pytest.raises(ValueError, match="must match"):
-        GRPOTrainer(make_model(), len, GRPOConfig(str(tmp_path)), [{"prompt": "1"}], **options)
+        GRPOTrainer(make_model(), lambda **columns: [], GRPOConfig(str(tmp_path)), [{"prompt": "1"}], **options)
 
 
 def test_an_engine_is_given_the_names_of_a_checkpoint(tokenizer, tmp_path):

@@ -172,5 +172,5 @@ def test_a_field_that_is_missing_is_refused_unless_it_asks_for_nothing():
 def test_a_quantization_config_for_a_loaded_model_changes_nothing(make_model, tokenizer, caplog, tmp_path):
     args = GRPOConfig(str(tmp_path), num_generations=4, per_device_train_batch_size=4, use_vllm=False)
     given = {"processing_class": tokenizer, "train_dataset": [{"prompt": "1"}], "quantization_config": object()}
-    GRPOTrainer(make_model(), len, args, **given)
+    GRPOTrainer(make_model(), lambda completions, **columns: [], args, **given)
     assert "['quantization_config'] with a Qwen2ForCausalLM, which is loaded already" in caplog.text

@@ -80,6 +80,7 @@ class RewardCaller:
         self.function, self.name, self.timeout = function, name, timeout
         self.is_async = is_async(function)
         self.required, self.accepted = _parameters(function)
+        self.nameless = _nameless(function)
 
     def __call__(self, inputs: RewardInputs, *, pinpoint: bool = True) -> Scores:
         """Scores of the completions. `pinpoint`: after an exception, call for one after the other, to name the prompt.
@@ -118,6 +119,11 @@ class RewardCaller:
 
     def check_columns(self, names: Iterable[str]) -> None:
         """InputError where the function has a parameter without a default that none of these columns fills."""
+        if self.nameless is not None:
+            raise InputError(
+                f"got reward function {self.name!r} with the parameters {self.nameless}, want some that are given by "
+                "name; fix: def reward(completions, **columns), without a / behind them"
+            )
         if missing := sorted(self.required - {*names, "trainer_state", "log_extra", "log_metric"}):
             raise InputError(
                 f"got reward function {self.name!r}, which wants {', '.join(map(repr, missing))}, and data with "
@@ -227,13 +233,18 @@ def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = frozenset(p.name for p in named if p.default is p.empty)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    unfilled = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
-    if unfilled or (not named and not takes_any and any(p.kind is p.VAR_POSITIONAL for p in parameters)):
-        raise InputError(
-            f"got reward function {reward_name(function)!r} with the parameters {inspect.signature(function)}, want "
-            "some that are given by name; fix: def reward(completions, **columns), without a / behind them"
-        )
     return required, None if takes_any else frozenset(p.name for p in named)
+
+
+def _nameless(function: RewardFunction) -> str | None:
+    """The signature of a function that gets nothing by name, or not all that it needs; None of any other."""
+    with suppress(TypeError, ValueError):
+        signature = inspect.signature(function)
+        kinds = {p.kind for p in signature.parameters.values()}
+        unfilled = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in signature.parameters.values())
+        if unfilled or kinds == {inspect.Parameter.VAR_POSITIONAL}:
+            return str(signature)
+    return None
 
 
 def load_reward(name: str, *, what: str = "reward function") -> RewardFunction:
