@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -75,6 +75,18 @@ Optimizers = tuple[torch.optim.Optimizer | None, Any]
 Rounding = Callable[[torch.dtype], float]
 Check = Callable[[dict[str, float], Rounding], None]
 Event = Callable[[str], object]
+
+
+class _Made(NamedTuple):
+    """A weight when the trainer was made."""
+
+    weight: Tensor
+    form: tuple[torch.dtype, torch.Size]
+    is_trained: bool
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _Made:
+        return cls(weight, (weight.dtype, weight.shape), weight.requires_grad)
 
 
 class Learner:
@@ -158,10 +170,8 @@ class Learner:
         self.reference = None if frozen is None else shard_frozen(accelerator, frozen, self.policy)
         self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=head_rows)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
-        groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
-        self.beginning = copy.deepcopy((groups, self.scheduler.state_dict()))
-        self._made = {name: (one, one.dtype, one.shape) for name, one in self._unwrapped.named_parameters()}
-        self._trained = {name for name, (one, *_) in self._made.items() if one.requires_grad}
+        self.beginning = self._beginning(optimizer)
+        self._made = {name: _Made.of(one) for name, one in self._unwrapped.named_parameters()}
 
     def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[Packing, bool]:
         """How rows may be shared, and whether the policy in training mode is random."""
@@ -188,6 +198,11 @@ class Learner:
             lend = functools.partial(nullcontext, shard_frozen(self.accelerator, alone.eval()))
         options = {"coef": args.distillation_coef, "kind": args.distillation_kind, "beta": args.distillation_beta}
         return Teacher(lend=lend, vocab_size=vocab_size, options=options, identity=options | {"model": weights})
+
+    def _beginning(self, optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The groups of the optimizer without their parameters, and the state of the schedule."""
+        groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+        return copy.deepcopy((groups, self.scheduler.state_dict()))
 
     def restart(self) -> None:
         """Begin again with the weights as they are now: step, optimizer and schedule are those of a new run."""
@@ -228,19 +243,22 @@ class Learner:
         now = dict(self._unwrapped.named_parameters())
         had = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
         # FSDP2 puts other objects into the place of its shards.
-        others = {name for name, one in now.items() if name in self._made and not self._is_as_made(name, one)}
-        others |= now.keys() ^ self._made.keys()
-        others |= {name for name, one in now.items() if one.requires_grad and id(one) not in had} - self._trained
+        others = now.keys() ^ self._made.keys()
+        for name in now.keys() & self._made.keys():
+            made, one = self._made[name], now[name]
+            is_same = one is made.weight or self.accelerator.is_fsdp2
+            if (
+                not is_same
+                or made.form != (one.dtype, one.shape)
+                or (one.requires_grad and not made.is_trained and id(one) not in had)
+            ):
+                others.add(name)
         if others or not any(one.requires_grad for one in now.values()):
             what = f"{len(others)} weights, such as {min(others)}," if others else "weights, none of which is trained,"
             raise InputError(
                 f"got {what} that are not as they were when the trainer was made (another tensor, shape or dtype, or "
                 "trained since), want what its optimizer was made for; fix: change the model before GRPOTrainer(...)"
             )
-
-    def _is_as_made(self, name: str, one: Tensor) -> bool:
-        made, dtype, shape = self._made[name]
-        return (one is made or self.accelerator.is_fsdp2) and (one.dtype, one.shape) == (dtype, shape)
 
     def learn(
         self, batch: list[Sample], *, check: Check | None = None, event: Event = lambda name: None, again: bool = True

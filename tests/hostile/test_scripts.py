@@ -137,7 +137,7 @@ def test_options_that_are_read_are_not_said(tmp_path, caplog):
     assert not [record for record in caplog.records if "got " in record.getMessage()]
 
 
-def test_a_stream_gets_no_warning_of_an_option_that_nobody_set(tmp_path, caplog):
+def test_a_stream_gets_no_warning_of_an_option_that_is_not_set(tmp_path, caplog):
     from datasets import IterableDataset
 
     trainer_in(tmp_path, rows=IterableDataset.from_generator(lambda: iter(ROWS))).train()
