@@ -95,7 +95,7 @@ def test_the_arguments_of_trls_script_are_taken(model_path, tmp_path, dtype):
     """By position, with what trl/scripts/grpo.py sets after parsing."""
     args = GRPOConfig(str(tmp_path / "run"), use_vllm=False, use_cpu=True)
     args.model_init_kwargs = {"revision": None, "trust_remote_code": False, "attn_implementation": None, "dtype": dtype}
-    rows = [{"prompt": "1+1=", "solution": "2"}]
+    rows = [{"prompt": "1+1=", "answer": "2"}]
     trainer = GRPOTrainer(model_path, ["accuracy"], args, rows, None, None, None, None, (None, None), None, None)
     assert trainer.accelerator.device.type == "cpu"
     assert next(trainer.model.parameters()).dtype == torch.float32
