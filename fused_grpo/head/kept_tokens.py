@@ -323,6 +323,9 @@ class _Supported(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        statistics = Statistics(*saved_tensors(ctx)[4:])
+        hidden, weight, bias, temperature, *others = saved_tensors(ctx)
+        statistics, rows = Statistics(*others), ctx.rows
+        # Not those of the forward pass, in whose place hooks may give others.
+        rows.head = replace(rows.head, hidden=hidden, weight=weight, bias=bias, temperature=temperature)
         g = torch.zeros_like(statistics.logprobs) if grad_logprobs is None else grad_logprobs
-        return *ctx.rows.gradients(statistics, Upstream(g, grad_entropy)), None, None, None
+        return *rows.gradients(statistics, Upstream(g, grad_entropy)), None, None, None

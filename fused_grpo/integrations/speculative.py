@@ -87,14 +87,14 @@ class _Speculative(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         save_for_backward(ctx, (hidden, weight, bias, head.targets, head.temperature))
         ctx.speculative, ctx.gradients = result.upstream, result.gradients
-        ctx.targets, ctx.options = head.targets, {**head.transform(), **options, "bias": None}
+        ctx.options = {**head.transform(), **options}
         return _with_masked_rows(result, head, inputs, options)
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         # Raises in a second backward pass, whose gradients are freed already, and where one of them was changed.
-        leaves = saved_tensors(ctx)[:3]
+        saved = saved_tensors(ctx)
         factor = factor_between(ctx.speculative, upstream)
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         gradients = ctx.gradients
@@ -103,7 +103,7 @@ class _Speculative(torch.autograd.Function):
         if factor is None:
             del gradients
             logger.info("the gradient from upstream is not the speculative one: the logits are recomputed for it")
-            return *_from_scratch(ctx, leaves, upstream), None, None, None, None
+            return *_from_scratch(ctx, saved, upstream), None, None, None, None
         passes = choice.passes(ctx.options["impl"])
         return *scaled(gradients, factor, passes, in_place=not kept), None, None, None, None
 
@@ -148,19 +148,20 @@ def factor_between(guess: tuple[Tensor, Tensor | None], upstream: tuple[Tensor |
 
 
 def _from_scratch(
-    ctx: Any, leaves: Sequence[Tensor | None], upstream: tuple[Tensor | None, ...]
+    ctx: Any, saved: Sequence[Any], upstream: tuple[Tensor | None, ...]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of hidden, weight and bias for the real upstream gradient, from recomputed logits."""
     needed = ctx.needs_input_grad[:3]
     hidden, weight, bias = (
         None if leaf is None else leaf.detach().requires_grad_(wanted)
-        for leaf, wanted in zip(leaves, needed, strict=True)
+        for leaf, wanted in zip(saved, needed, strict=False)
     )
     assert hidden is not None
     assert weight is not None
     # Autocast was applied in the forward pass, if it was on there; it may be on here alone.
     with torch.enable_grad(), full_precision(hidden):
-        values = linear_logprobs_and_entropy(hidden, weight, ctx.targets, **{**ctx.options, "bias": bias})
+        options = {**ctx.options, "bias": bias, "temperature": saved[4]}
+        values = linear_logprobs_and_entropy(hidden, weight, saved[3], **options)
         loss = sum(
             (value * gradient).sum() for value, gradient in zip(values, upstream, strict=True) if gradient is not None
         )

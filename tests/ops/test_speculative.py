@@ -170,3 +170,18 @@ def test_targets_that_have_changed_since_are_found_out():
     case.targets.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.cpu_only(reason="the ops are given copies there")
+def test_logits_are_recomputed_from_what_hooks_give_back(recomputed):
+    case, gradients = Case(CONFIGS["dapo"]), []
+    leaves = [x.requires_grad_() for x in case.leaves]
+    for changes in (False, True):
+        hidden, weight, bias = (x * 1 for x in leaves)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+            loss = case.speculative(hidden, weight, bias).logprobs.square().sum()
+        for x in (hidden, weight, bias, case.targets) if changes else ():
+            x.data.zero_()
+        gradients.append(torch.autograd.grad(loss, leaves))
+    assert len(recomputed) == 2
+    torch.testing.assert_close(*gradients)

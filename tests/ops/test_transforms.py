@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, func
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 
 import fused_grpo
 from fused_grpo import divergence
@@ -169,6 +170,19 @@ def test_a_compiled_tangent_is_right_or_refused(op, outside):
         else:
             with pytest.raises(UnsupportedError, match=r"inside torch\.func"):
                 tangent(HIDDEN)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_hooks_give_back_is_what_is_differentiated(op):
+    """They may have moved it elsewhere, and the memory of the forward pass may hold something else by then."""
+    given = [x.clone().requires_grad_() for x in (HIDDEN, WEIGHT)]
+    expected = torch.autograd.grad(OPS[op](*given, "torch"), given)
+    moved = [x * 1 for x in given]
+    with saved_tensors_hooks(torch.clone, lambda x: x):
+        value = OPS[op](*moved, "torch")
+    for x in moved:
+        x.data.zero_()
+    torch.testing.assert_close(torch.autograd.grad(value, given), expected)
 
 
 def test_no_function_of_ours_has_a_backward_without_the_check():
