@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -262,7 +263,8 @@ def flatten_head(
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(dtype).reshape(-1).contiguous()  # one that is expanded is a number
     else:
-        temperature = torch.full((1,), temperature, dtype=dtype, device=hidden.device).expand(hidden.shape[:-1].numel())
+        count = math.prod(hidden.shape[:-1])  # `numel()` would be a constant of an exported graph
+        temperature = torch.full((1,), temperature, dtype=dtype, device=hidden.device).expand(count)
     # One target in a last dimension of 1 takes the passes for single targets.
     single = targets.ndim < hidden.ndim or targets.shape[-1] == 1
     return Head(

@@ -147,9 +147,7 @@ def factor_between(guess: tuple[Tensor, Tensor | None], upstream: tuple[Tensor |
     return ratio if near.all() else None
 
 
-def _from_scratch(
-    ctx: Any, saved: Sequence[Any], upstream: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
+def _from_scratch(ctx: Any, saved: Sequence[Any], upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """The gradients of hidden, weight and bias for the real upstream gradient, from recomputed logits."""
     needed = ctx.needs_input_grad[:3]
     hidden, weight, bias = (

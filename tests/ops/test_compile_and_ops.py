@@ -136,6 +136,22 @@ def test_another_number_of_rows_does_not_compile_again():
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("ids", [targets, several])
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_an_exported_call_takes_any_number_of_rows(with_gradient, ids):
+    class Scorer(torch.nn.Module):
+        def forward(self, hidden, ids):
+            return linear_logprobs_and_entropy(hidden, weight, ids, bias=bias, temperature=0.7)
+
+    hidden, weight, bias = leaves(frozen=True)
+    rows = {0: torch.export.Dim("rows")}
+    with torch.set_grad_enabled(with_gradient):
+        exported = torch.export.export(Scorer(), (hidden, ids()), dynamic_shapes={"hidden": rows, "ids": rows}).module()
+        for count in (N, 4):
+            given = hidden[:count], ids()[:count]
+            torch.testing.assert_close(exported(*given), tuple(Scorer()(*given)))
+
+
 def test_a_compiled_call_still_names_a_bad_target():
     compiled = torch.compile(linear_logprobs, fullgraph=True, backend="aot_eager")
     with pytest.raises(InputError, match=r"target 31 at \[2\]; want 0 <= target < V=31"):
