@@ -45,7 +45,7 @@ class Recorder:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         path, name = Path(frame.f_code.co_filename), frame.f_code.co_qualname
-        ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] not in ("scripts", ".venv")
+        ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] not in ("scripts", "tests", ".venv")
         if event == "call" and ours and not name.endswith(">"):
             file = str(path.resolve().relative_to(ROOT))
             self.functions[file].add(name)

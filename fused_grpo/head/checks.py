@@ -30,17 +30,36 @@ R = TypeVar("R")
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which breaks the graph where a call of it is compiled. Eager calls do not change."""
+    """`function`, which breaks the graph where a call of it is compiled. Eager calls do not change.
+
+    UnsupportedError in torch.export, which takes no break, and for fake tensors whose values are read.
+    """
+    told = (
+        f"got {function.__name__} in torch.export or with fake tensors, want tensors with values, by which it plans "
+        "its work; fix: trace the model up to its hidden states, or linear_logprobs, and call it outside"
+    )
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting() and not function.__name__.startswith("_"):
+                if torch.compiler.is_dynamo_compiling():  # strict=True, which traces no exception and no variable
+                    torch._dynamo.graph_break(msg="got our loss in torch.export; fix: export up to linear_logprobs")
+                raise UnsupportedError(told)
             # Not as a decorator: that imports the compiler, which costs eager users four seconds.
             uncompiled: Callable[P, R] = torch.compiler.disable(function)
             return uncompiled(*args, **kwargs)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if type(error).__name__ not in _OF_FAKE_TENSORS:
+                raise
+            raise UnsupportedError(told) from error
 
     return call
+
+
+_OF_FAKE_TENSORS = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
 _GREEDY = "fix: greedy sampling has no log-probs to train on; pass the temperature that sampling used"

@@ -228,7 +228,7 @@ def scale_(values: Tensor, factor: Tensor, others: Tensor | None = None) -> Tens
     """Values and others times a 0-d factor, in place. A CPU skips a factor of 1; elsewhere that would synchronize."""
     if others is not None:
         scale_(others, factor)
-    if factor.device.type == "cpu":
+    if factor.device.type == "cpu" and type(factor) is Tensor:  # a fake one has no value
         return values if factor.item() == 1.0 else values.mul_(factor)
     # Of one dimension: a GPU would round one of none to the dtype of the values first.
     return values.mul_(factor.reshape(1))
