@@ -28,7 +28,7 @@ AREAS = {
         *("tests/trainer/engines/test_vllm_server.py", "tests/trainer/collect/test_rollout_failures.py"),
     ],
     "the training step": ["tests/faults/test_nonfinite.py"],
-    "one of several processes": ["tests/faults/test_peers.py", "tests/faults/test_alike.py"],
+    "one of several processes": [f"tests/faults/test_{name}.py" for name in ("peers", "alike", "starts")],
     "checkpoints and disks": [
         *("tests/faults/test_checkpoints.py", "tests/faults/test_disk_full.py"),
         "tests/faults/test_hostile_checkpoints.py",
