@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from mixtures import hooked
-from step_metrics_oracle import Sequence, Step
+from step_metrics_oracle import OF_SAMPLER, Sequence, Step
 from torch import Tensor
 
 
@@ -79,7 +79,7 @@ class FullStep(Step):
         if one.listed is not None:
             c, of["sampler_mass"], of["trainer_mass"], of["l1"] = self._centering(one)
             centred = torch.stack([(row * of_place).sum() for row, of_place in zip(c, one.every, strict=True)])
-            of["rest"] = of["rest"] + one.advantage * (self._of_sequence(one) != 0) * centred
+            of["rest"] = of["rest"] + one.advantage * self._of_sequence(one) * centred
             of["c"] = c
         return of
 
@@ -90,24 +90,37 @@ class FullStep(Step):
         return factor
 
     def _of_sequence(self, one: FullSequence) -> Tensor:
-        """What of the factor centering has: whether the entropy quantile takes a token."""
-        return (one.entropy.detach() >= self.entropy_least).double()
+        """The factor of the policy term without what is of a token's own importance: [n]."""
+        factor = self._factor(one)
+        of_token = self.rho(one) is not None and not self.correction.startswith("sequence")
+        return factor / self.rho(one) if of_token else factor
+
+    def _weighted(self, p: float, q: float, advantage: float) -> float:
+        """q f(p / q), with f the weight of a token by its importance; 0 for that of the tail."""
+        args = self.args
+        if args.loss_type in OF_SAMPLER and self.correction:
+            moved = p - q
+            is_far = (advantage < 0 and moved < -self.low) or (advantage > 0 and moved > self.high)
+            assert args.loss_type == "dppo_tv"
+            return 0.0 if is_far else min(p, q * (math.inf if args.delta is None else args.delta))
+        if not self.correction or self.correction.startswith("sequence"):
+            return q
+        least, most = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+        least, most = (0.0 if least is None else least) * q, (math.inf if most is None else most) * q
+        if self.correction == "token_truncate":
+            return min(max(p, least), most)
+        return p if least <= p <= most else 0.0
 
     def _centering(self, one: FullSequence) -> tuple[Tensor, list[float], list[float], list[float]]:
         """c [n, V], and of each place the mass of the listed tokens under sampler and policy, and the sum of |c|."""
-        most = self.args.vllm_importance_sampling_clip_max
-        most = math.inf if most is None or not self.correction else most
-        assert self.correction in (None, "token_truncate")
         table, masses = torch.zeros_like(one.every), [list[float](), list[float](), list[float]()]
         for place, listed in enumerate(one.listed):
             p = {token: math.exp(one.every[place, token].item()) for token in listed}
             q = {token: math.exp(logprob) for token, logprob in listed.items()}
             rho = max(1 - sum(q.values()), 1e-6) / max(1 - sum(p.values()), 1e-6)
+            tail = self._weighted(1.0, rho, 0.0)
             for token in listed:
-                own, tail = (
-                    (min(p[token], most * q[token]), min(1.0, most * rho)) if self.correction else (q[token], rho)
-                )
-                table[place, token] = own - tail * p[token]
+                table[place, token] = self._weighted(p[token], q[token], one.advantage) - tail * p[token]
             for values, value in zip(masses, (sum(q.values()), sum(p.values()), table[place].abs().sum()), strict=True):
                 values.append(float(value))
         return table, *masses

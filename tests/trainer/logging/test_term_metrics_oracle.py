@@ -14,6 +14,7 @@ from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 
 REVERSE = {"distillation_coef": 0.3}
 TOPK = {"score_centering": "topk", "score_centering_topk": 5, "learning_rate": 0.003}
+MASKED = {"vllm_importance_sampling_clip_max": 1.2}
 CUT = {"mask_truncated_completions": True, "loss_type": "grpo"}
 CASES: dict[str, dict[str, Any]] = {
     "kl_cov": {"kl_cov_ratio": 0.2, "epsilon": 1.0, "epsilon_high": 1e6},
@@ -37,6 +38,13 @@ CASES: dict[str, dict[str, Any]] = {
         "loss_type": "grpo",
         "share_prompts": False,
     },
+    "centered, masked by tokens": {**TOPK, **MASKED, "vllm_importance_sampling_mode": "token_mask"},
+    "centered, truncated by sequences": {**TOPK, **MASKED, "vllm_importance_sampling_mode": "sequence_truncate"},
+    "centered, masked by sequences": {**TOPK, **MASKED, "vllm_importance_sampling_mode": "sequence_mask"},
+    "centered, rejected": {**TOPK, "sequence_rejection": "k3", "sequence_rejection_max": 0.01},
+    "centered, off policy": {**TOPK, "off_policy_mask_threshold": 0.01},
+    "centered dppo": {**TOPK, "loss_type": "dppo_tv", "epsilon": 0.05, "delta": 1.1},
+    "centered gspo": {**TOPK, "importance_sampling_level": "sequence", "epsilon": 0.01},
     "centered, uncertain tokens": {**TOPK, "top_entropy_quantile": 0.4},
 }
 
