@@ -126,8 +126,9 @@ def fused_linear_grpo_loss(
         their dtype before the upstream gradient arrives: with fp16 hidden states (autocast, too) and a loss scaler,
         small ones are lost; take bf16, or `grpo_loss(linear_logprobs(...))`.
     Memory: the chunk, O(N), the requested gradients and their fp32 accumulators (with a process_group also that of a
-        16-bit `hidden`, [N, D]). The backward pass gives its gradients away without a copy: a second backward pass
-        needs `retain_graph=True` on the first, which costs that copy.
+        16-bit `hidden`, [N, D]), and a copy of a weight of another dtype than `hidden`. The backward pass gives
+        its gradients away without a copy: a second backward pass needs `retain_graph=True` on the first, which costs
+        that copy.
 
     Raises:
         InputError, UnavailableError, UnsupportedError: as `linear_logprobs` and `grpo_loss`; with a process_group, on

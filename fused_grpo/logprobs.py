@@ -149,8 +149,8 @@ def linear_logprobs(
     Numerics: logits and all reductions in fp32; a target-excluded log-sum-exp, so confident tokens keep their gradient;
         two runs are bitwise equal. Under autocast, inputs are cast as those of nn.Linear are, and nothing else is.
     Memory: the chunk or tile of logits, O(N), the requested gradients and their fp32 accumulators: [N, D] for a 16-bit
-        `hidden` or a frozen head; [V, D] for a 16-bit `weight` only where N is more than the height of a tile (16384
-        rows for 256 MiB). O(N K) for K targets.
+        `hidden` or a frozen head (with which a weight of another dtype is copied); [V, D] for a 16-bit `weight` only
+        where N is more than the height of a tile (16384 rows for 256 MiB). O(N K) for K targets.
 
     Raises:
         InputError: shapes, dtypes, devices or values that cannot be right.

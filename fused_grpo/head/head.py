@@ -1,9 +1,9 @@
 """The language-model head: its flat rows, its tiles of logits, and its large GEMMs.
 
-The vendor library computes the GEMMs, without a temporary of size N x V and without a second copy of W. Products of
-16-bit inputs are accumulated and *kept* in fp32, so that logits are never rounded before the log-sum-exp, nor gradients
-between tiles. CUDA does this in one call (`out_dtype`); elsewhere, and where a build of torch refuses that, one slice
-of W at a time is widened to fp32.
+The vendor library computes the GEMMs, without a temporary of size N x V, and without a second copy of W, unless it has
+another dtype than the hidden states and tiles are whole rows. Products of 16-bit inputs are accumulated and *kept* in
+fp32, so that logits are never rounded before the log-sum-exp, nor gradients between tiles. CUDA does this in one call
+(`out_dtype`); elsewhere, and where a build of torch refuses that, one slice of W at a time is widened to fp32.
 
 Letters: N rows, D hidden size, V vocabulary; a tile of the logits has R rows and C columns.
 

@@ -87,6 +87,27 @@ def test_nothing_is_held_but_gradients_the_budget_and_64_bytes_a_row(plan, dtype
         assert extra <= budget + 64 * N
 
 
+@pytest.mark.parametrize("plan", ["no_grad", "trainable", "only weight", "frozen", "loss"])
+def test_a_weight_of_another_dtype_is_copied_beside_whole_rows_alone(plan):
+    """Beside tiles, which are of some columns, it is cast by slices."""
+    hidden, _, targets = inputs_of(plan, "mixed")
+    hidden, targets = torch.randn(64, 1024).bfloat16().requires_grad_(hidden.requires_grad), targets[:64]
+    weight = torch.randn(V, 1024).mul_(0.02).requires_grad_("frozen" not in plan and plan != "no_grad")
+    budget, cu_seqlens = 20 * MIB, torch.tensor([0, 32, 64])
+
+    def work():
+        if plan == "loss":
+            options = {"advantages": torch.ones(2), "cu_seqlens": cu_seqlens, "chunk_bytes": budget}
+            fused_linear_grpo_loss(hidden, weight, targets, **options).loss.backward()
+        elif (out := linear_logprobs(hidden, weight, targets, chunk_bytes=budget)).requires_grad:
+            out.sum().backward()
+
+    extra = peak_of_allocations(work) - sum(x.grad.nbytes for x in (hidden, weight) if x.grad is not None)
+    copy = 2 * weight.numel() if plan in ("frozen", "loss") else 0
+    print(f"{plan}: {extra / MIB:.2f} MiB, of which {copy / MIB:.2f} are a copy")
+    assert copy <= extra <= copy + budget + 64 * 64
+
+
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_a_divergence_holds_gradients_the_budget_and_64_bytes_a_row(kind, softcap):
