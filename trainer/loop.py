@@ -315,7 +315,7 @@ class GRPOTrainer(TransformersFace):
             self._restore(checkpoint)
         facts = self.facts | {"engine": self.engine.name}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
-            options: dict[str, Any] = {"accelerator": self.accelerator, "output_dir": self.output_dir}
+            options: Any = {"accelerator": self.accelerator, "output_dir": self.output_dir, "resumed_from": checkpoint}
             self.output = RunOutput(self.args, self.max_steps, is_main=is_main, facts=facts, **options)
         self.events("on_train_begin")
         wanted = self.args.eval_on_start or (checkpoint is None and self.args.eval_at_ends)

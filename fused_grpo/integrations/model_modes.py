@@ -95,14 +95,15 @@ def set_modes(modes: Modes) -> None:
 
 
 @contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """A context that restores the modes of all layers and the states of torch's generators.
+def as_it_was(model: nn.Module, *, generators: bool = True) -> Iterator[None]:
+    """A context that restores the modes of all layers and, with `generators`, the states of torch's generators.
 
-    Compiled layers run eagerly inside: other shapes would be compiled, too.
+    Compiled layers run eagerly inside: other shapes would be compiled, too. Generators belong to the whole process:
+    what is restored in a thread may be the state of a moment in which another one had seeded them for itself.
     """
     modes, devices = modes_of(model), {weight.device for weight in model.parameters() if weight.device.type == "cuda"}
     compiled = [(layer, layer._compiled_call_impl) for layer in model.modules() if layer._compiled_call_impl]
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices, enabled=generators):
         try:
             for layer, _ in compiled:
                 layer._compiled_call_impl = None

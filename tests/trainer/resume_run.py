@@ -31,7 +31,7 @@ from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate")
 
 
-def model(dropout: float = 0.1) -> Qwen2ForCausalLM:
+def model() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Qwen2Config(
@@ -40,7 +40,7 @@ def model(dropout: float = 0.1) -> Qwen2ForCausalLM:
         tie_word_embeddings=False,
         eos_token_id=1,
         pad_token_id=0,
-        attention_dropout=dropout,  # draws from the global generator in every step
+        attention_dropout=0.1,  # draws from the global generator in every step
         **shape,
     )
     return Qwen2ForCausalLM(config)
@@ -173,8 +173,7 @@ def make_trainer(
         **(QUEUE if engine == "queue" else BUFFER),
     )
     scores, tokenizer = reward_of_some if engine == "curriculum" else reward, build_tokenizer()
-    # transformers restores the global generator after it has sampled, for the thread of the trainer too.
-    policy = model(dropout=0.0) if engine == "queue" else model()
+    policy = model()
     beside = Beside(policy, tokenizer) if engine == "queue" else None
     options: dict[str, Any] = {"eval_dataset": rows[:4], "processing_class": tokenizer, "rollout_engine": beside}
     return GRPOTrainer(policy, scores, args, rows, **options)

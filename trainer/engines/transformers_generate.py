@@ -130,7 +130,9 @@ class TransformersEngine(RolloutEngine):
         config = GenerationConfig(**ends, **options)
         # The model's own top_k, penalties and the like are ignored: as with vLLM, SamplingParams alone decides.
         # Nothing is compiled: a growing KV cache would be, for several lengths.
-        with as_it_was(self._given), replaced(self._model, "generation_config", GenerationConfig()):
+        # The sampler draws from a generator of its own. Beams seed torch's, which has to be put back.
+        kept = as_it_was(self._given, generators=beams > 1 or not self.samples_in_background)
+        with kept, replaced(self._model, "generation_config", GenerationConfig()):
             self._given.eval()
             if beams > 1:
                 warn_once(_BEAMS)

@@ -104,11 +104,14 @@ class RunOutput:
         facts: dict[str, str],
         accelerator: Accelerator | None = None,
         output_dir: Path | None = None,
+        resumed_from: Path | None = None,
     ) -> None:
         self.args, self.max_steps = args, max_steps
         self.output_dir = Path(args.output_dir) if output_dir is None else output_dir
         self.console_steps = whole_steps(args.logging_steps, max_steps)
         self.console = Console(max_steps, quiet=not is_main)
+        if resumed_from is not None:  # which may have been chosen for the user
+            self.console.note(f"resumed from {from_here(resumed_from)}")
         self.advice, self._told_equality = Advice(args), False
         self.log = RunLog(self.output_dir, args.rollouts_kept_steps) if is_main else None
         if self.log is not None:

@@ -201,6 +201,18 @@ def test_a_damaged_checkpoint_is_ignored_and_named(make_trainer, tmp_path, caplo
     assert "checkpoint-4" in caplog.text
 
 
+@pytest.mark.parametrize(("resume", "number"), [(True, 4), ("run/checkpoint-2", 2), (None, None)])
+def test_the_console_says_which_checkpoint_a_run_goes_on_from(
+    make_trainer, tmp_path, monkeypatch, capsys, resume, number
+):
+    monkeypatch.chdir(tmp_path)
+    make_trainer(output_dir="run", max_steps=4, save_steps=2).train()
+    capsys.readouterr()
+    make_trainer(output_dir="run", max_steps=5, overwrite_output_dir=False).train(resume_from_checkpoint=resume)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed")]
+    assert said == ([f"resumed from run/checkpoint-{number}"] if number else [])
+
+
 def test_nothing_to_resume_from(make_trainer, tmp_path):
     trainer = make_trainer(overwrite_output_dir=False)
     with pytest.raises(CheckpointError, match="no complete checkpoint"):

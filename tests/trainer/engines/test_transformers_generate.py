@@ -47,6 +47,23 @@ def test_sampled_beams_differ_and_repeat_by_their_seed(build_model, tokenizer) -
     assert len(set(map(tuple, draw(1, max_sequences=1)))) > 1  # each call of `generate` has random numbers of its own
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 4}, {"top_p": 0.5}, {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_in_a_thread_of_its_own_the_generators_are_the_trainers(build_model, tokenizer, options, is_beside) -> None:
+    """There the trainer may seed them while the engine samples: what it found at its start is not theirs any more."""
+    model = build_model()
+    engine = TransformersEngine(model, tokenizer)
+    engine.samples_in_background = is_beside
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    handle = model.register_forward_hook(lambda *_: torch.manual_seed(2) and None)
+    rollouts = engine.generate([[4, 5]], SamplingParams(n=4, max_tokens=8, seed=3, **options))
+    handle.remove()
+    expected = torch.Generator().manual_seed(2).get_state() if is_beside else before
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert engine.generate([[4, 5]], SamplingParams(n=4, max_tokens=8, seed=3, **options)) == rollouts
+
+
 VALUES = ["x", -1, 10**6, None, {}, [["a"]], [[10**6]], 0.5, True]
 
 
