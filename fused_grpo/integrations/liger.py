@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fused_grpo._maths.factors import vespo_phi
-from fused_grpo._maths.formulas import kl_term, policy_term
+from fused_grpo._maths.formulas import corrected_kl, kl_term, policy_term
 from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.config import CLIPPED, TRL_LOSS_TYPES, GRPOLossConfig, Level, LossType, TokenTerms
 from fused_grpo.errors import InputError
@@ -255,7 +255,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         if tokens.rho is not None:
             loss = loss * tokens.rho
         if tokens.ref is not None:
-            loss = loss + self.beta * self._kl(logprobs, change.exp(), tokens.ref)
+            loss = loss + self.beta * self._kl(logprobs, change, tokens.ref, tokens.old)
         return (loss * tokens.lengths()).mean()
 
     def _log_ratio(self, logprobs: Tensor, tokens: _Tokens) -> Tensor:
@@ -265,13 +265,18 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             change = torch.where(tokens.mask, change, 0.0).sum(1, keepdim=True) / tokens.lengths().clamp_min(1)
         return change
 
-    def _kl(self, logprobs: Tensor, ratio: Tensor, ref: Tensor) -> Tensor:
-        kl = kl_term(ref - logprobs, "k3")
-        return kl * ratio if self.use_bias_correction_kl else kl
+    def _kl(self, logprobs: Tensor, change: Tensor, ref: Tensor, old: Tensor | None) -> Tensor:
+        """The estimate, times the ratio exp(change) with the correction."""
+        q = ref - logprobs
+        if not self.use_bias_correction_kl:
+            return kl_term(q, "k3")
+        of_token = ref - (logprobs.detach() if old is None else old)
+        return corrected_kl(q, change, q + change if self.importance_sampling_level == "sequence" else of_token, "k3")
 
     def _metrics(self, logprobs: Tensor, tokens: _Tokens) -> tuple[Tensor, ...]:
         """The mean KL with its correction (not with beta = 0) and the share of clipped tokens."""
-        count, ratio = tokens.lengths().sum().clamp_min(1), self._log_ratio(logprobs, tokens).exp()
+        count, change = tokens.lengths().sum().clamp_min(1), self._log_ratio(logprobs, tokens)
+        ratio = change.exp()
         clipped = torch.zeros_like(tokens.mask)
         if self.loss_type in (*CLIPPED, "cispo"):
             low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
@@ -283,7 +288,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             return (share,)
         if tokens.ref is None:
             return torch.zeros_like(share), share
-        return torch.where(tokens.mask, self._kl(logprobs, ratio, tokens.ref), 0.0).sum() / count, share
+        kl = self._kl(logprobs, change, tokens.ref, tokens.old)
+        return torch.where(tokens.mask, kl, 0.0).sum() / count, share
 
 
 def _check_per_token(shape: torch.Size, old: Tensor | None, ref: Tensor | None) -> None:

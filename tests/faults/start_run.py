@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.cli.options import TrainOptions
+from fused_grpo.trainer.cli.train import train
 from fused_grpo.trainer.logging import run_output
 
 OUT, FAULT, RANK = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -24,4 +26,8 @@ if FAULT == "backend":
     args.ddp_backend = "nccl" if HAPPENS else "gloo"
 if FAULT == "script" and HAPPENS:
     sys.exit("no such dataset")
+if FAULT == "train":  # of the command: a disk of another machine
+    file = OUT / "file"
+    file.write_text("")
+    train(TrainOptions(str(file if HAPPENS else OUT / "run"), use_cpu=True, ddp_timeout=300))
 GRPOTrainer("no/such/model", "accuracy_reward", args, [{"prompt": "1"}])

@@ -9,6 +9,7 @@ FAULTS = {
     "tracker": "UnavailableError: got report_to='wandb', which is not installed",
     "options": "InputError: got beta=-1.0",
     "environment": "UnsupportedError: got ACCELERATE_DYNAMO_BACKEND='inductor'",
+    "train": "CheckpointError: got ",
     "backend": "InputError: got ddp_backend='nccl' on a CPU, want gloo",
 }
 

@@ -8,6 +8,7 @@ from mpmath import exp, mp, mpf
 
 from fused_grpo._maths import formulas
 from fused_grpo.config import TokenTerms
+from fused_grpo.integrations.liger import LigerFusedLinearGRPOLoss
 from fused_grpo.kernels import grpo_token_loss, token_statistics
 
 FAR = [0.0, 1e-4, 0.3, 1.9, 2.1, 5.0, 10.0, 15.9, 16.1, 25.0, 60.0, 87.0, 95.0, 180.0]
@@ -43,6 +44,16 @@ def by_kernel(inputs, change=None):
     return [loss.item(), *(grad.item() for grad in gradients if grad is not None)]
 
 
+def by_liger(inputs, change=None):
+    level = "token" if change is None else "sequence"
+    loss = LigerFusedLinearGRPOLoss(use_bias_correction_kl=True, importance_sampling_level=level)
+    leaves = [inputs["logprobs"].clone().requires_grad_()]
+    leaves += [] if change is None else [change.clone().requires_grad_()]
+    log_ratio = leaves[0] - inputs["old_logprobs"] if change is None else leaves[1]
+    kl = CONFIG["beta"] * loss._kl(leaves[0], log_ratio, inputs["ref_logprobs"], inputs["old_logprobs"])
+    return [kl.item(), *(grad.item() for grad in torch.autograd.grad(kl, leaves))]
+
+
 def exact(inputs, change=None):
     """The loss and its gradients in log p, and in log r where that is given; and how far rounded inputs move each."""
     mp.prec = 400
@@ -60,7 +71,7 @@ def exact(inputs, change=None):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, under the interpreter, of the exp that is not used
 @pytest.mark.parametrize("of_sequence", [False, True])
-@pytest.mark.parametrize("compute", [by_formulas, by_kernel])
+@pytest.mark.parametrize("compute", [by_formulas, by_kernel, by_liger])
 def test_a_policy_far_from_the_reference_has_every_digit(compute, of_sequence):
     wrong = []
     for q, change in PLACES:
