@@ -150,8 +150,10 @@ class _Scorer:
                 )
             if "use_cache" in signature.parameters or hasattr(self.causal_lm.config, "use_cache"):
                 named["use_cache"] = False
-            given = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
-            check_tensors(**given)
+            name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+            check_tensors(**{name: given})
+            if given.dtype != torch.int64:
+                raise InputError(f"got {name} of dtype {given.dtype}, want torch.int64; fix: {name}.long()")
             check_plan(self.options["impl"], ignore_index=ignored)  # what pads the shifted labels
             targets = pad(labels[..., 1:], (0, 1), value=ignored) if shift_labels is None else shift_labels
             return self._score(own, named, _Call(targets, ignored, shifted=shift_labels is not None), count)
@@ -323,5 +325,13 @@ def _output_class(base: Any) -> Any:
 
     ours = ("log_probs", "entropy", "unrounded")
     fields = [(name, Any, dataclasses.field(default=None, repr=name != "unrounded")) for name in ours]
-    namespace = {"__post_init__": restore, "__module__": __name__}
+
+    def reduce(self: Any) -> Any:  # for pickle, which does not find a class that is made here
+        return _made, (base, {field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
+    namespace = {"__post_init__": restore, "__module__": __name__, "__reduce__": reduce}
     return dataclasses.make_dataclass(f"{base.__name__}WithLogProbs", fields, bases=(base,), namespace=namespace)
+
+
+def _made(base: Any, values: dict[str, Any]) -> Any:
+    return _output_class(base)(**values)

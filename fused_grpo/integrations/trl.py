@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fused_grpo.config import CLIPPED, GRPOLossConfig
 from fused_grpo.errors import InputError
-from fused_grpo.head.checks import HeadOptions, LossArguments, loss_inputs, outside_graphs
+from fused_grpo.head.checks import HeadOptions, LossArguments, check_plan, loss_inputs, outside_graphs
 from fused_grpo.head.head import flatten_head
 from fused_grpo.integrations._peers import check_version
 from fused_grpo.integrations.model_modes import replaced
@@ -116,6 +116,7 @@ class _Ops:
     """Replaces TRL's autograd function, with the same call."""
 
     def __init__(self, chunk_bytes: int | None) -> None:
+        check_plan("auto", chunk_bytes)
         self.chunk_bytes = chunk_bytes
 
     @outside_graphs

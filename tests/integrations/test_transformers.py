@@ -7,6 +7,7 @@ Refusals are tested in `test_transformers_refused.py`, the logit transforms of m
 import copy
 import importlib.util
 import inspect
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -203,6 +204,17 @@ def test_fsdp_may_not_round_them_either(model, batch):
     for name in ("log_probs", "entropy", "loss"):
         assert torch.equal(cast[name], expected[name])
     assert cast.keys() == out.keys() == {"loss", "log_probs", "entropy", "hidden_states"}
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_an_output_can_be_copied_and_pickled(model, batch, copied):
+    with torch.no_grad():
+        out = called(model, batch | {"output_hidden_states": True})
+    again = copied(out)
+    assert type(again) is type(out)
+    assert again.keys() == out.keys() == {"loss", "log_probs", "entropy", "hidden_states"}
+    for name in ("loss", "log_probs", "entropy"):
+        assert torch.equal(again[name], out[name])
 
 
 # What it leaves as it was

@@ -117,6 +117,15 @@ def test_arguments_that_cannot_be_right_are_refused(model, batch):
         ({"labels": batch["labels"][0]}, {}, r"got labels \(11,\) and hidden states \(3, 11, 32\)"),
         ({"labels": batch["labels"].tolist()}, {}, "got labels of type list, want a torch.Tensor"),
         ({"shift_labels": batch["labels"].tolist()}, {}, "got shift_labels of type list, want a torch.Tensor"),
+        *(
+            (
+                {name: batch["labels"].to(dtype)},
+                {},
+                f"got {name} of dtype {dtype}, want torch.int64; fix: {name}.long()",
+            )
+            for name in ("labels", "shift_labels")
+            for dtype in (torch.int32, torch.uint8, torch.bool, torch.float32)
+        ),
         ({"ignore_index": "none"}, {}, "got ignore_index='none', want a whole number"),
         ({"ignore_index": 2**70}, {}, "got ignore_index=1180591620717411303424, want a whole number"),
         ({"return_dict": False}, {}, "got a tuple from Qwen2ForCausalLM"),

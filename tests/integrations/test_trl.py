@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_grpo.config import LEVELS, TRL_LOSS_TYPES
-from fused_grpo.errors import UnavailableError
+from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.integrations import speculative
 
 pytestmark = pytest.mark.grid
@@ -115,6 +115,15 @@ def test_the_budget_reaches_the_op(ours, monkeypatch):
         trl_runs.run(ours.GRPOTrainer, max_steps=1)
     trl_runs.run(type("Tight", (ours.FusedGRPOTrainer,), {"chunk_bytes": 8192}), max_steps=1)
     assert budgets == {4096, 8192}
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, -1, 1.5, "4096"])
+def test_a_budget_that_cannot_be_is_refused_at_once(ours, chunk_bytes):
+    with (
+        pytest.raises(InputError, match=f"got chunk_bytes={chunk_bytes!r}, want"),
+        ours.patched(chunk_bytes=chunk_bytes),
+    ):
+        pass
 
 
 @pytest.mark.usefixtures("on_tensors")
