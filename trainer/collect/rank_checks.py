@@ -92,10 +92,7 @@ def given(start: Start, optimizers: Optimizers) -> dict[str, str]:
         config = getattr(start, name)
         facts |= {name: type(config).__name__} | ({} if config is None else fields_of(name, config.to_dict()))
     for name, one in zip(("optimizer", "schedule"), optimizers, strict=True):
-        groups = getattr(one, "param_groups", None)
-        facts[name] = (
-            f"{type(one).__name__}, {digest(vars(one) if groups is None else groups_of(groups))}" if one else "None"
-        )
+        facts[name] = settings_of(one) if one else "None"
     return facts
 
 
@@ -220,5 +217,10 @@ def _instructions(code: CodeType) -> list[Any]:
     return [code.co_code, list(code.co_names), constants]
 
 
-def groups_of(groups: list[dict[str, Any]]) -> list[Any]:
-    return [{**group, "params": [[*one.shape] for one in group["params"]]} for group in groups]
+def settings_of(one: Any) -> str:
+    """An optimizer by the options of its groups, a schedule by its attributes."""
+    groups = getattr(one, "param_groups", None)
+    if groups is None:
+        return f"{type(one).__name__}, {digest(plain(vars(one)))}"
+    shapes = [{**group, "params": [[*weight.shape] for weight in group["params"]]} for group in groups]
+    return f"{type(one).__name__}, {digest(plain(shapes))}"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fused_grpo.trainer.collect.rank_checks import held_by_functions, plain, warn_of_other_values
+from fused_grpo.trainer.collect.rank_checks import held_by_functions, plain, settings_of, warn_of_other_values
 from fused_grpo.trainer.common.warnings import warn_once
 
 
@@ -109,3 +109,19 @@ def test_options_are_compared_by_all_numbers_of_an_array(make):
     assert repr(first) == repr(second)
     assert plain({"a": [first]}) != plain({"a": [second]})
     assert plain({"a": [first]}) == plain({"a": [make(long_array())]})
+
+
+@pytest.mark.parametrize("as_given", [float, torch.tensor, np.float32])
+def test_optimizers_and_schedules_are_compared_by_their_values(as_given):
+    def both(rate, factor):
+        weights = [torch.zeros(2, requires_grad=True)]
+        optimizer = torch.optim.AdamW(weights, lr=1e-3)
+        optimizer.param_groups[0]["betas"] = (as_given(rate), 0.9)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        schedule.factors = [as_given(factor)]
+        return settings_of(optimizer), settings_of(schedule)
+
+    first = both(0.5, 0.1)
+    assert first == both(0.5, 0.1)
+    assert [one == other for one, other in zip(first, both(0.25, 0.1), strict=True)] == [False, True]
+    assert [one == other for one, other in zip(first, both(0.5, 0.2), strict=True)] == [True, False]
