@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerControl, TrainerState, trainer_pt_utils
 
 from fused_grpo.errors import DataError, InputError, UnsupportedError
 from fused_grpo.trainer.batching.micro_batch_metrics import quantile
-from fused_grpo.trainer.checkpoint.checkpoint import remove_old_checkpoints, save_checkpoint, weights_stay
+from fused_grpo.trainer.checkpoint.checkpoint import changing, remove_old_checkpoints, save_checkpoint, weights_stay
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.scoring import Scored
 from fused_grpo.trainer.collect.start_checks import Start
@@ -124,7 +124,8 @@ class TransformersFace:
         weights, directory, saver = self.learner.weights(), Path(output_dir), saver_of(self.model)
         with all_ranks_succeed(self.accelerator, "saving the model"), without_bars():
             if self.accelerator.is_main_process:
-                directory.mkdir(parents=True, exist_ok=True)
+                with changing(directory):
+                    directory.mkdir(parents=True, exist_ok=True)
                 with weights_stay(directory, saver, weights):
                     saver.save_pretrained(str(directory), state_dict=weights)
                     self.processing_class.save_pretrained(str(directory))

@@ -13,8 +13,9 @@ from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as schedules
 from transformers import TrainerCallback
 
-from fused_grpo.errors import FusedGRPOError, InputError
+from fused_grpo.errors import FusedGRPOError, InputError, UnsupportedError
 from fused_grpo.trainer import GRPOTrainer
+from fused_grpo.trainer.logging.run_output import EQUAL_STEPS
 from fused_grpo.trainer.models.optimizer import TRIED_STEPS, try_schedule
 
 
@@ -273,3 +274,55 @@ def test_a_reward_that_cannot_be_called_is_refused_at_the_start(tmp_path: Path, 
     function, message = UNUSABLE[name]
     with pytest.raises(InputError, match=message):
         trainer_in(tmp_path, reward=function)
+
+
+LEFT = {
+    "autocast": lambda *given: torch.set_autocast_enabled("cpu", True),
+    "no gradients": lambda *given: torch.set_grad_enabled(False),
+}
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin", "on_substep_end", "on_step_end", "on_log"])
+@pytest.mark.parametrize("name", LEFT)
+def test_what_a_callback_leaves_of_the_process_changes_no_step(tmp_path, name, event):
+    weights = list[dict[str, torch.Tensor]]()
+    options = {"gradient_accumulation_steps": 2, "max_steps": 3, "logging_steps": 1}
+    try:
+        for callbacks in ([], [at(event, LEFT[name])]):
+            trainer = trainer_in(tmp_path, callbacks=callbacks, **options)
+            trainer.train()
+            weights.append(trainer.model.state_dict())
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+        torch.set_grad_enabled(True)
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+
+
+def test_a_trainer_inside_of_autocast_is_refused_by_that_name(tmp_path):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match=r"inside torch.autocast\(\)"):
+        trainer_in(tmp_path)
+    trainer = trainer_in(tmp_path)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match="fix: bf16=True"):
+        trainer.train()
+    assert trainer.train().steps == 2
+
+
+@pytest.mark.parametrize("kind", ["hook", "detach"])
+def test_steps_without_a_gradient_are_said(tmp_path, capsys, kind):
+    model = model_of()
+    if kind == "hook":
+        for parameter in model.parameters():
+            parameter.register_hook(torch.zeros_like)
+    else:
+        model.model.norm.register_forward_hook(lambda layer, given, states: states.detach() + 0 * layer.weight)
+        model.lm_head.requires_grad_(False)
+    trainer_in(tmp_path, model, max_steps=EQUAL_STEPS).train()
+    assert "the gradient was 0, although rewards differ" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_is_not_saved_to_the_place_of_a_file(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FusedGRPOError, match="file, which cannot be written"):
+        trainer_in(tmp_path).save_model(tmp_path / "file")

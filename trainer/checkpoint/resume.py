@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 
 from fused_grpo.errors import CheckpointError
@@ -50,6 +51,7 @@ class Rule(NamedTuple):
 _IN_STATE = "it is in the state of the optimizer, which is loaded; for another one, start a new run from this model"
 _BATCHES = "the position in the data and the rollouts in progress are counted in such batches"
 _SCHEDULE = "the schedule goes on from this step as if it had been so from the first"
+_SCHEDULED = ("max_steps", "num_train_epochs", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 _SAMPLED = "from the next generated batch on"
 _RULES: tuple[tuple[str, Rule], ...] = (
     ("resume_from_checkpoint overwrite_output_dir output_dir", Rule("none", "it says where and how a run starts")),
@@ -63,7 +65,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
     ("loss_type beta sync_ref_model", Rule("refused", "it is another objective, or another reference model")),
     ("optim", Rule("refused", "the state of the optimizer is that of another one")),
     ("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon optim_args", Rule("checkpoint", _IN_STATE)),
-    ("max_steps num_train_epochs lr_scheduler_type lr_scheduler_kwargs warmup_steps", Rule("new", _SCHEDULE)),
+    (" ".join(_SCHEDULED), Rule("new", _SCHEDULE)),
     ("max_completion_length top_p top_k min_p repetition_penalty generation_kwargs", Rule("new", _SAMPLED)),
     ("score_centering_topk", Rule("new", _SAMPLED)),
     ("router_replay", Rule("new", "rollouts in progress without experts are trained without them")),
@@ -138,7 +140,7 @@ def training_state(
     everything_else = {
         **_numbers(learner, place, state, schedule),
         "run": identity(learner),
-        "options": saved_options(learner.args),
+        "options": saved_options(learner.args) | collector.described(),
         "eval_before": eval_before,
         **(windows or {window: {} for window in files.WINDOWS}),
         "buffers": {str(rank): numbers for rank, (_, numbers) in ranks},
@@ -168,14 +170,18 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     process_file, of_torch = files.PROCESS_FILE.format(rank=rank), type(optimizer).__module__.startswith("torch.")
     # Collectives are outside of `all_ranks_succeed`.
     moves = files.model_state(learner.reference.model, full=False) if _reference_moves(learner) else {}
-    own = optimizer_state(learner.policy, optimizer, full=False)
+    own, options = optimizer_state(learner.policy, optimizer, full=False), saved_options(learner.args)
     here = _numbers(learner, collector.state(wait=False)[0], {}, learner.scheduler.state_dict())
     with all_ranks_succeed(accelerator, f"reading {checkpoint}"):
         numbers = files.read_numbers(checkpoint, learner.max_steps)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
             saved, names = numbers["buffers"].get(str(rank)), numbers["tensors"]
             packed = {name: numbers[name] for name in ("optimizer", "scheduler")}
-            changed = differences(learner, numbers, checkpoint, mid_batch=saved is not None)
+            described = collector.described()
+            changed = differences(learner, numbers, checkpoint, mid_batch=saved is not None, described=described)
+            kind, lambdas = "lr_scheduler_type", here["scheduler"].get("lr_lambdas")
+            if numbers["options"].get(kind) != options[kind] and lambdas is not None:
+                packed["scheduler"]["lr_lambdas"] = lambdas  # of another formula
         weights = files.read_weights(_model(learner), checkpoint)
         with files.tensors_of(checkpoint, files.OPTIMIZER_FILE, names) as tensors:
             left = dict(tensors)
@@ -205,6 +211,8 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     _set_weights(learner, weights)
     with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
         load_optimizer_state(learner.policy, optimizer, packed["optimizer"], tensors)
+        if any(numbers["options"].get(name) != options[name] for name in _SCHEDULED):
+            _set_rates(learner.scheduler, optimizer)
     if _reference_moves(learner):
         with refuse_unusable(checkpoint, files.REFERENCE_FILE):
             set_model_state_dict(learner.reference.model, reference, options=_FULL)
@@ -216,6 +224,15 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     if lines and accelerator.is_main_process:
         _log.warning("resuming from %s with other options:\n  %s", checkpoint, "\n  ".join(lines))
     return Restored(buffer, numbers["eval_before"], {name: numbers[name] for name in files.WINDOWS}, state)
+
+
+def _set_rates(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
+    """The learning rates of this step by the schedule of this run: those of the checkpoint are by another one."""
+    if isinstance(schedule, LambdaLR):  # as all that options ask for
+        each = zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        for group, rate, factor in each:
+            group["lr"] = rate * factor(schedule.last_epoch)
+        schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def load_model_of(checkpoint: Path, learner: Any) -> None:
@@ -253,6 +270,8 @@ def rule_of(name: str, args: GRPOConfig, *, mid_batch: bool) -> Rule:
         return Rule("refused", "another order of the data is refused")
     if name == "entropy_coef" and args.use_adaptive_entropy:
         return Rule("checkpoint", "use_adaptive_entropy has moved it since")
+    if name.startswith("model.config."):
+        return Rule("new", "the weights are the checkpoint's, what is computed with them is not")
     return RULES.get(name, Rule("new", "from the next step on"))
 
 
@@ -278,14 +297,17 @@ def identity(learner: Any) -> dict[str, Any]:
     }
 
 
-def differences(learner: Any, saved: dict[str, Any], checkpoint: Path, *, mid_batch: bool) -> list[str]:
+def differences(
+    learner: Any, saved: dict[str, Any], checkpoint: Path, *, mid_batch: bool, described: dict[str, Any]
+) -> list[str]:
     """A line for each option that differs from the checkpoint's: both values, which one counts, and why.
 
-    CheckpointError where one of them has to be as it was. `saved` is the content of training.json.
+    CheckpointError where one of them has to be as it was. `saved` is the content of training.json, `described` are the
+    model's config, tokenizer and rewards of this run.
     """
     here, there = identity(learner), saved["run"]
     refused = [(name, there.get(name), here[name]) for name in here if there.get(name) != here[name]]
-    options, before, lines = saved_options(learner.args), saved["options"], list[str]()
+    options, before, lines = saved_options(learner.args) | described, saved["options"], list[str]()
     for name in sorted(name for name in options.keys() & before.keys() if options[name] != before[name]):
         wins, why = rule_of(name, learner.args, mid_batch=mid_batch)
         if wins == "refused":

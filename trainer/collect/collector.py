@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, compress, islice, pairwise
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from fused_grpo.trainer.batching.micro_batches import balanced, of_all_ranks, sk
 from fused_grpo.trainer.batching.rollout_buffer import GREEDY, RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.collect.advantages import Scores, multi_objective_advantages, spread, token_advantages
 from fused_grpo.trainer.collect.batch_queue import BatchQueue, Complete, Drawn, Pace, Prefetched
+from fused_grpo.trainer.collect.rank_checks import described
 from fused_grpo.trainer.collect.scoring import (
     Evaluation,
     RolloutFacts,
@@ -79,6 +80,7 @@ class Collector:
         self.queue = BatchQueue()
         self.pace = self._pace()
         self.sync_metrics: Mapping[str, float] = {}  # of the sync whose weights sampled what was drawn last
+        self.described = cache(partial(described, start))  # a tokenizer's digest takes a while
         self.rules, self.longest_prompt = start.rules, start.longest_prompt  # of episodes; None: no tools
 
     def collect(self, engine: RolloutEngine, phases: Phases, *, sync: Sync = lambda: None) -> Scored:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
@@ -47,7 +47,9 @@ _OF_FIRST_RANK = re.compile(
     "|vllm_gpu_memory_utilization"  # of its own GPU
 )
 # Of configurations and arguments of `from_pretrained`.
-_OF_ONE_MACHINE = {"_name_or_path", "base_model_name_or_path", "transformers_version", "device_map"}
+_OF_ONE_MACHINE = frozenset({"_name_or_path", "base_model_name_or_path", "transformers_version", "device_map"})
+# What loading and a run set in a configuration.
+_OF_ONE_RUN = _OF_ONE_MACHINE | {"dtype", "architectures", "use_cache", "pad_token_id"}
 
 
 def check_ranks(start: Start, optimizers: Optimizers) -> None:
@@ -155,6 +157,16 @@ def warn_of_other_values(ranks: Sequence[Mapping[str, str]]) -> None:
             return
 
 
+def described(start: Start) -> dict[str, Any]:
+    """What a checkpoint names beside the options: a resumed run goes on with its own. JSON."""
+    config = plain(start.config.to_dict(), but=_OF_ONE_RUN)
+    of_tokens, of_rewards = tokenizer_of(start.tokenizer), ", ".join(map(function_of, start.rewards.functions))
+    return {f"model.config.{name}": value for name, value in config.items()} | {
+        "processing_class": of_tokens,
+        "reward_funcs": of_rewards,
+    }
+
+
 def digest(value: Any) -> str:
     return f"sha256 {hashlib.sha256(spelled(value).encode(errors='backslashreplace')).hexdigest()[:16]}"
 
@@ -171,12 +183,12 @@ def fields_of(name: str, values: Mapping[str, Any]) -> dict[str, str]:
     return {f"{name}.{key}": spelled(one) for key, one in plain(values).items()}
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, *, but: Set[str] = _OF_ONE_MACHINE) -> Any:
     """A value without what differs between processes: the order of a set, and where an object lies in memory."""
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items() if key not in _OF_ONE_MACHINE}
+        return {str(key): plain(one, but=but) for key, one in value.items() if key not in but}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [plain(one, but=but) for one in value]
     if isinstance(value, set | frozenset):
         return sorted(map(spelled, map(plain, value)))
     if isinstance(value, str | int | float | None):

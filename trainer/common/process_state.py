@@ -9,7 +9,7 @@ import locale
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from typing import Any
@@ -74,13 +74,14 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 @contextmanager
-def process_kept() -> Iterator[None]:
-    """Around calls of a user's functions: what is in KEPT is as it was afterwards."""
-    before = {name: get() for name, (get, _) in KEPT.items()}
+def process_kept(names: Collection[str] = KEPT.keys()) -> Iterator[None]:
+    """Around calls of a user's functions: what is in KEPT under these names is as it was afterwards."""
+    kept = {name: KEPT[name] for name in names}
+    before = {name: get() for name, (get, _) in kept.items()}
     try:
         yield
     finally:
-        for name, (get, put) in KEPT.items():
+        for name, (get, put) in kept.items():
             if get() != before[name]:
                 put(before[name])
 

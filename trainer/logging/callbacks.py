@@ -18,6 +18,7 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, T
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from fused_grpo.errors import InputError, quoted
+from fused_grpo.trainer.common.process_state import process_kept
 from fused_grpo.trainer.common.redaction import to_json
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, StepMetrics
@@ -103,7 +104,8 @@ class Events:
         InputError where one returns something else than nothing or the control, or leaves another kind of value in a
         field of the state.
         """
-        control = getattr(self.handler, name)(self.args, self.state, self.control, **values)
+        with process_kept(("gradients", "autocast")):  # what else it changes may be meant to stay
+            control = getattr(self.handler, name)(self.args, self.state, self.control, **values)
         if not isinstance(control, TrainerControl):
             raise InputError(
                 f"got {quoted(control, 200)} from the {name} of a callback, want None or the control; fix: return "

@@ -326,7 +326,7 @@ class Advice:
     def __init__(self, args: GRPOConfig) -> None:
         self.args, self.given = args, set[str]()
         self.truncated = deque[float](maxlen=TRUNCATED_STEPS)
-        self.equal_steps = 0
+        self.equal_steps = self.idle_steps = 0
         self.first_differences = list[float]()
         self.differences = deque[float](maxlen=GROWTH_STEPS)
 
@@ -334,7 +334,8 @@ class Advice:
         """The warnings that this step is the first to justify."""
         warnings = {
             "truncated": self._truncated(metric(metrics, "completions/clipped_ratio")),
-            "equal": self._equal(metric(metrics, "groups_with_equal_rewards")),
+            "equal": self._equal(equal := metric(metrics, "groups_with_equal_rewards")),
+            "gradient": self._gradient(metric(metrics, "grad_norm"), equal),
             "difference": self._difference(metric(metrics, "sampling/sampling_logp_difference/mean")),
         }
         new = {name: text for name, text in warnings.items() if text is not None and name not in self.given}
@@ -361,6 +362,16 @@ class Advice:
             f"in {EQUAL_STEPS} steps all completions of each prompt got the same reward, so nothing was learnt; fix: "
             "look at rollouts.jsonl: is the reward what it should be, are prompts too easy or too hard? Then "
             "dynamic_sampling=2 draws others in their place"
+        )
+
+    def _gradient(self, norm: float | None, equal: float | None) -> str | None:
+        """Of rewards that differ a step may have no gradient, where all is clipped; not several in a row."""
+        self.idle_steps = self.idle_steps + 1 if norm == 0.0 and equal is not None and equal < 1.0 else 0
+        if self.idle_steps < EQUAL_STEPS:
+            return None
+        return (
+            f"in {EQUAL_STEPS} steps the gradient was 0, although rewards differ, so nothing was learnt; fix: look for "
+            "a detach(), a torch.no_grad() or a hook in the model's forward, and at loss_type and its clipping"
         )
 
     def _difference(self, mean: float | None) -> str | None:

@@ -136,12 +136,20 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
 
 
 def check_gradients(model: Any) -> None:
-    """Raise UnsupportedError where nothing gets a gradient: in torch.no_grad, or in or of torch.inference_mode."""
+    """Raise UnsupportedError where nothing gets a gradient: in torch.no_grad, or in or of torch.inference_mode.
+
+    And in torch.autocast, which is not the run's own.
+    """
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     if not torch.is_grad_enabled() or any(parameter.is_inference() for parameter in parameters):
         raise UnsupportedError(
             "got a trainer inside torch.no_grad() or torch.inference_mode(), or a model that was made there, want "
             "gradients; fix: make the model and the trainer, and call train(), outside of it"
+        )
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise UnsupportedError(
+            "got a trainer inside torch.autocast(), which would round the trainer's log-probs where its checks want "
+            "more, want no context around it; fix: bf16=True, and the trainer and train() outside of it"
         )
 
 
