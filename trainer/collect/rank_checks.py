@@ -49,7 +49,7 @@ _OF_FIRST_RANK = re.compile(
 # Of configurations and arguments of `from_pretrained`.
 _OF_ONE_MACHINE = frozenset({"_name_or_path", "base_model_name_or_path", "transformers_version", "device_map"})
 # What loading and a run set in a configuration.
-_OF_ONE_RUN = _OF_ONE_MACHINE | {"dtype", "architectures", "use_cache", "pad_token_id"}
+_OF_ONE_RUN = _OF_ONE_MACHINE | {"dtype", "architectures", "use_cache", "pad_token_id", "id2label", "label2id"}
 
 
 def check_ranks(start: Start, optimizers: Optimizers) -> None:
@@ -161,7 +161,10 @@ def described(start: Start) -> dict[str, Any]:
     """What a checkpoint names beside the options: a resumed run goes on with its own. JSON."""
     config = plain(start.config.to_dict(), but=_OF_ONE_RUN)
     of_tokens, of_rewards = tokenizer_of(start.tokenizer), ", ".join(map(function_of, start.rewards.functions))
-    return {f"model.config.{name}": value for name, value in config.items()} | {
+    return {
+        f"model.config.{name}": spelled(value) if isinstance(value, dict | list) else value
+        for name, value in config.items()
+    } | {
         "processing_class": of_tokens,
         "reward_funcs": of_rewards,
     }
