@@ -91,7 +91,7 @@ def fused_linear_grpo_loss(
             Tokens are padded (hidden [B, T, D]) or packed (hidden [N, D] with `cu_seqlens`).
         advantages, mask, cu_seqlens, old_logprobs, ref_logprobs, sampling_logprobs, entropy_threshold, num_tokens,
             num_sequences, num_entropy_tokens, covariance_selected, config: as in `grpo_loss`. Rows whose target is
-            `ignore_index` are masked.
+            `ignore_index` are masked; the targets of others are in [0, V), masked or not.
         sampling_topk_ids: [..., K] int64 or int32, for `config.score_centering`: for each token the sampler's likeliest
             tokens, or all that it kept, each once, in any order; -1 where there are fewer. None with a support.
         sampling_topk_logprobs: [..., K], the sampler's log-probs of these, from the distribution that it drew from;

@@ -8,6 +8,7 @@ REMAX_RESUMED = ["tests/trainer/collect/test_prefetch.py", "-k", "stopped and re
 REMAX_EPISODES = ["tests/trainer/episodes/test_environments.py", "-k", "greedy"]
 COVARIANCE = ["tests/trainer/batching/test_covariance_selection.py"]
 LOSS_KERNEL = ["tests/kernels/test_grpo_loss.py", "-k", "every_variant"]
+NOTHING = ["tests/kernels/test_grpo_loss.py", "-k", "without_an_advantage and (dppo_tv or bounds)"]
 EXTREMES = ["--full", "tests/kernels/test_grpo_loss.py", "-k", "infinite_logprobs and (clipped or cispo) and 1.0"]
 
 BUGS = {
@@ -34,6 +35,24 @@ BUGS = {
         "terms.log_ratio_penalty / 2 *",
         "terms.log_ratio_penalty *",
         AUTHORS,
+    ),
+    "a token without an advantage is left in": (
+        "fused_grpo/_maths/formulas.py",
+        " | ((advantages == 0) & ~log_ratio.detach().isnan())",
+        "",
+        NOTHING,
+    ),
+    "the slope of what is left out is infinite": (
+        "fused_grpo/_maths/formulas.py",
+        "policy_term(moving, moving_ratio,",
+        "policy_term(logprobs, moving_ratio,",
+        NOTHING,
+    ),
+    "the kernel multiplies infinity by a weight of 0": (
+        KERNEL,
+        "tl.where(factor == 0.0, 0.0, rho * factor)",
+        "rho * factor",
+        NOTHING,
     ),
     "the kernel's penalty leads away": (
         KERNEL,
