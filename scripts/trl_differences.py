@@ -105,8 +105,8 @@ BEHAVIOURS = [
         "prompts of 1 to 4 tokens: parameters 2.5e-3; of one length: 1.9e-9",
     ),
     Behaviour(
-        "`eval_loss` is a mean over batches, with the correction for vLLM",
-        "the loss of one step with the whole evaluation, on policy; of one completion per prompt, the KL term alone",
+        "`eval_loss` is a mean over batches, with the correction for vLLM; `eval_kl`, `eval_entropy`, clip ratios",
+        "the loss of one on-policy step; of one completion per prompt, the KL term alone; none of the others",
         "evaluations only",
     ),
     Behaviour("old log-probs cost another forward pass with vLLM", "on policy they are those of the step", "none"),

@@ -45,7 +45,7 @@ PROJECTS = {"wandb": "WANDB_PROJECT", "comet_ml": "COMET_PROJECT_NAME", "swanlab
 NAMES = {"wandb": "WANDB_NAME", "swanlab": "SWANLAB_EXP_NAME"}
 # Thresholds of the warnings.
 TRUNCATED_STEPS, TRUNCATED_SHARE = 3, 0.5
-EQUAL_STEPS = 10
+EQUAL_STEPS = CALLS_STEPS = 10
 GROWTH_STEPS, GROWTH, LEAST_DIFFERENCE = 10, 3.0, 0.01  # steps of each mean, factor between them, nats
 FAR_DIFFERENCE = 0.3  # nats; stale rollouts that a run learnt from as well as from its own stayed below 0.2
 THINKING_TOKENS = 2048  # fewer are seldom enough
@@ -326,7 +326,7 @@ class Advice:
     def __init__(self, args: GRPOConfig) -> None:
         self.args, self.given = args, set[str]()
         self.truncated = deque[float](maxlen=TRUNCATED_STEPS)
-        self.equal_steps = self.idle_steps = 0
+        self.equal_steps = self.idle_steps = self.uncalled_steps = self.failed_steps = 0
         self.first_differences = list[float]()
         self.differences = deque[float](maxlen=GROWTH_STEPS)
 
@@ -336,6 +336,7 @@ class Advice:
             "truncated": self._truncated(metric(metrics, "completions/clipped_ratio")),
             "equal": self._equal(equal := metric(metrics, "groups_with_equal_rewards")),
             "gradient": self._gradient(metric(metrics, "grad_norm"), equal),
+            "calls": self._calls(metric(metrics, "tools/call_frequency"), metric(metrics, "tools/failure_frequency")),
             "difference": self._difference(metric(metrics, "sampling/sampling_logp_difference/mean")),
         }
         new = {name: text for name, text in warnings.items() if text is not None and name not in self.given}
@@ -373,6 +374,23 @@ class Advice:
             f"in {EQUAL_STEPS} steps the gradient was 0, although rewards differ, so nothing was learnt; fix: look for "
             "a detach(), a torch.no_grad() or a hook in the model's forward, and at loss_type and its clipping"
         )
+
+    def _calls(self, calls: float | None, failed: float | None) -> str | None:
+        """Of a run with tools, where `calls` is not None: a policy that does not call them, or wrongly, is no error."""
+        self.uncalled_steps = self.uncalled_steps + 1 if calls == 0 else 0
+        self.failed_steps = self.failed_steps + 1 if calls and failed == 1.0 else 0
+        if self.uncalled_steps >= CALLS_STEPS:
+            return (
+                f"in {CALLS_STEPS} steps no completion called a tool; fix: look at rollouts.jsonl, ask for a call in "
+                "the prompt, with an example in the form of the chat template, or take a model that was trained to "
+                "call tools"
+            )
+        if self.failed_steps >= CALLS_STEPS:
+            return (
+                f"in {CALLS_STEPS} steps every call of a tool failed; fix: `tool_calls` in rollouts.jsonl has "
+                "arguments and results: does the tool raise, or do names and arguments need a better docstring?"
+            )
+        return None
 
     def _difference(self, mean: float | None) -> str | None:
         if mean is None:

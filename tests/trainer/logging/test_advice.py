@@ -11,6 +11,8 @@ DIFFERENCE = "sampling/sampling_logp_difference/mean"
 HEALTHY = {
     "completions/clipped_ratio": 0.1,
     "groups_with_equal_rewards": 0.3,
+    "tools/call_frequency": 1.2,
+    "tools/failure_frequency": 0.4,
     DIFFERENCE: 0.01,
 }
 
@@ -25,6 +27,8 @@ def warnings_of(records) -> list[str]:
     [
         ("completions/clipped_ratio", [0.9] * 6, "90% of the completions of 3 steps .*max_completion_length=2048"),
         ("groups_with_equal_rewards", [1.0] * 25, "in 10 steps all completions .*dynamic_sampling=2"),
+        ("tools/call_frequency", [0.0] * 25, "in 10 steps no completion called a tool.*chat template"),
+        ("tools/failure_frequency", [1.0] * 25, "in 10 steps every call of a tool failed.*tool_calls"),
         (DIFFERENCE, [0.01] * 10 + [0.05] * 30, r"\(0.010 in the first steps\).*mask_threshold=0.05"),
         (DIFFERENCE, [0.5] * 12, "differ by 0.500 nats .*mask_threshold=0.05"),
     ],
@@ -52,8 +56,13 @@ def test_groups_with_equal_rewards_learn_from_a_teacher():
 def test_what_passes_is_not_warned_of():
     one_bad = [HEALTHY | {"completions/clipped_ratio": 1.0}, *[HEALTHY] * 5]
     nine_equal = ([HEALTHY | {"groups_with_equal_rewards": 1.0}] * 9 + [HEALTHY]) * 2
+    one_called = ([HEALTHY | {"tools/call_frequency": 0.0, "tools/failure_frequency": 0.0}] * 9 + [HEALTHY]) * 2
+    some_right = ([HEALTHY | {"tools/failure_frequency": 1.0}] * 9 + [HEALTHY]) * 2
     rounding = [HEALTHY | {DIFFERENCE: 1e-7 * step} for step in range(40)]
-    assert warnings_of(one_bad + nine_equal) == warnings_of(rounding) == warnings_of([{"reward": 1.0}] * 20) == []
+    without_tools = [{"reward": 1.0}] * 20
+    assert [warnings_of(run) for run in (one_bad + nine_equal, one_called, some_right, rounding, without_tools)] == [
+        []
+    ] * 5
 
 
 def test_options_are_warned_of_at_the_start():
