@@ -46,6 +46,7 @@ _OF_FIRST_RANK = re.compile(
     "log_|logging_|report_to|run_name|project|num_completions_to_print|rollouts_kept|hub_"
     "|vllm_gpu_memory_utilization"  # of its own GPU
 )
+MANY = 10_000  # entries of what a function holds, of which the number counts alone
 # Of configurations and arguments of `from_pretrained`.
 _OF_ONE_MACHINE = frozenset({"_name_or_path", "base_model_name_or_path", "transformers_version", "device_map"})
 # What loading and a run set in a configuration.
@@ -114,6 +115,8 @@ def held_by_functions(start: Start) -> dict[str, str]:
 
 
 def _held(value: Any) -> str:
+    if isinstance(value, list | tuple | set | frozenset | Mapping) and len(value) > MANY:
+        return f"{len(value)} of a {type(value).__name__}"  # a table takes seconds to read
     try:
         return digest(plain(value))
     except Exception:  # of somebody's array, or of a list that is in itself

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fused_grpo.trainer.collect.rank_checks import held_by_functions, plain, settings_of, warn_of_other_values
+from fused_grpo.trainer.collect.rank_checks import MANY, held_by_functions, plain, settings_of, warn_of_other_values
 from fused_grpo.trainer.common.warnings import warn_once
 
 
@@ -92,6 +92,15 @@ def test_another_value_that_a_function_holds_on_a_rank_is_named(name, kind, capl
     warn_of_other_values([same, same, other])
     assert f"got another value of {name.partition(' of ')[0]} of " in caplog.text
     assert "on rank 2 than on rank 0" in caplog.text
+
+
+def test_of_a_long_table_the_number_of_entries_counts(caplog):
+    warn_once.cache_clear()
+    tables = [[0] * MANY + [rank] for rank in range(2)]
+    warn_of_other_values([held(of_closure(table)) for table in tables])
+    assert caplog.text == ""
+    warn_of_other_values([held(of_closure(table)) for table in (tables[0], tables[1] + [2])])
+    assert "got another value of value of reward on rank 1" in caplog.text
 
 
 def test_values_that_have_no_text_of_their_own_count_by_their_type(caplog):
