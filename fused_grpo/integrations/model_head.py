@@ -115,7 +115,7 @@ def weight_of(head: Any) -> Tensor:
     if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point():
         raise UnsupportedError(
             f"got a {type(weight).__name__} of {weight.dtype} as the weight of the head, want a plain floating tensor; "
-            "fix: leave the head out of what quantises it or shards it along the vocabulary"
+            "fix: leave the head out of what quantises it, shards it along the vocabulary or makes its tensors fake"
         )
     if hasattr(head, "lora_A") and not head.disable_adapters and not head.merged:
         with torch.autocast(weight.device.type, enabled=False):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import ProphetNetConfig, ProphetNetForCausalLM, Qwen2ForCausalLM
 
 from fused_grpo.errors import InputError, UnsupportedError
@@ -141,3 +142,10 @@ def test_arguments_that_cannot_be_right_are_refused(model, batch):
     model.z_loss_coefficient = 0.1
     with pytest.raises(UnsupportedError, match=r"want z_loss_coefficient=0\.0"):
         called(model, batch)
+
+
+def test_a_model_of_fake_tensors_is_refused(model):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake, ids = Qwen2ForCausalLM(model.config), torch.zeros(2, 3, dtype=torch.long)
+        with return_logprobs(fake), pytest.raises(UnsupportedError, match=r"got a FakeTensor .*; fix: .* tensors fake"):
+            fake(ids, labels=ids)
