@@ -26,6 +26,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from fused_grpo.config import check_ranges, has_type
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.common.packages import installed
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.derived_options import mapping
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, changed_options, own_fields
@@ -220,7 +221,16 @@ def parse_train_options(arguments: Sequence[str]) -> TrainOptions:
 
 
 def check_combination(options: TrainOptions) -> None:
-    """Raise InputError where some of model, data and rewards are missing that no teacher or environment replaces."""
+    """Raise InputError where some of model, data and rewards are missing that no teacher or environment replaces.
+
+    Logs a warning of options that nothing reads here.
+    """
+    changed = changed_options(options, TrainOptions, but=())
+    of_adapter = [name for name in changed if name.startswith("lora_") and not options.use_peft]
+    of_eval = [name for name in ("eval_limit",) if name in changed and options.model and not options.task]
+    for names, fix in ((of_adapter, "--use-peft"), (of_eval if not options.eval_dataset else [], "--eval-dataset")):
+        if names:
+            warn_once(f"got {', '.join(f'{name}={changed[name]}' for name in names)} without {fix}: nothing reads it")
     if options.task is not None:
         _check_task(options, options.task)
         return

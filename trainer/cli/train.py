@@ -168,11 +168,13 @@ def load_prompts(options: TrainOptions, *, held_out: bool) -> Any:
 def load_source(source: str, split: str, config: str | None) -> Any:
     """The rows of a file, a hub dataset or a function."""
     disable_progress_bars()  # a file of prompts is read quickly
+    if "://" in source:
+        raise DataError(f"got the dataset {source}, want a file, a hub id or module:name; fix: download it first")
     if ":" in source and not Path(source).exists():
-        function: Any = load_reward(source)  # loads any function by its name
+        function: Any = load_reward(source, what="dataset")  # loads any function by its name
         try:
             return function(split)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f"got the dataset {source}, which raised {type(error).__name__}: {error}") from error
     return load_rows(source, split=split, config=config)
 
@@ -187,6 +189,8 @@ def named_columns(rows: Any, options: TrainOptions, source: str) -> Any:
     names = {"prompt": options.prompt_column}
     if options.answer_column is not None:
         names["answer"] = options.answer_column
+    if options.answer_column == options.prompt_column:
+        raise DataError(f"got {options.prompt_column!r} as --prompt-column and --answer-column, want two columns")
     for option, column in zip(("--prompt-column", "--answer-column"), names.values(), strict=False):
         if column not in columns:
             raise DataError(f"got {source} with the columns {listed}, want {column!r}; fix: {option} with one of them")

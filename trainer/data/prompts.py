@@ -6,7 +6,9 @@ says what becomes of those that leave no room for a completion.
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -198,10 +200,22 @@ class PromptLimit:
                 f"got max_completion_length={args.max_completion_length} and {self._by}={length}, want room for a "
                 "prompt; fix: a smaller max_completion_length"
             )
+        self._warn_of_unread(args.chat_template_kwargs or {})
         for name in ("eos_token", "pad_token"):  # the model's config gets the latter, and could not be loaded again
             token = getattr(tokenizer, f"{name}_id")
             if vocabulary is not None and token >= vocabulary:
                 self._refuse(token, f"the tokenizer's {name}")
+
+    def _warn_of_unread(self, given: Mapping[str, Any]) -> None:
+        """Of variables that the chat template has not, a typo or of another model: they would change nothing."""
+        template = str(given.get("chat_template") or getattr(self._tokenizer, "chat_template", None) or "")
+        known = SET_HERE | inspect.signature(getattr(self._tokenizer, "apply_chat_template", len)).parameters.keys()
+        read = known | set(re.findall(r"\w+", template))
+        if template and (unread := [name for name in given if name not in read]):
+            warn_once(
+                f"got chat_template_kwargs with {', '.join(unread)}, which the chat template does not read; fix: the "
+                "names that it has, or leave it out"
+            )
 
     def fits(self, row: Mapping[str, Any], number: int) -> bool:
         """Whether the prompt of row `number` of a stream is short enough; raises what `encode` raises."""
@@ -220,10 +234,19 @@ class PromptLimit:
             self.encode(list(islice(read_rows(dataset, name=name), 1)), [0], name, drops=self._drops)
             return dataset
         kept, prompts = list[int](), dataset.select_columns(["prompt"]) if is_plain_arrow(dataset) else dataset
-        numbered = enumerate(read_rows(prompts, name=name))
+        numbered, texts, seen = enumerate(read_rows(prompts, name=name)), set[str](), set[tuple[int, ...]]()
         while batch := list(islice(numbered, _ROWS_AT_ONCE)):
             numbers, rows = zip(*batch, strict=True)
-            kept += compress(numbers, self.encode(rows, numbers, name, drops=self._drops))
+            encoded = self.encode(rows, numbers, name, drops=self._drops)
+            kept += compress(numbers, encoded)
+            if len(seen) < 2:
+                texts |= {message_text(row["prompt"]) for row, ids in zip(rows, encoded, strict=True) if ids}
+                seen |= set(map(tuple, filter(None, encoded)))
+        if len(texts) > len(seen) == 1:
+            warn_once(
+                f"got {len(kept)} prompts of {name} that differ and have the same tokens, so that a model cannot tell "
+                "them apart; fix: the chat template, or the tokenizer of the model"
+            )
         if len(kept) == len(dataset):
             return dataset
         got = f"got {len(dataset) - len(kept)} of {len(dataset)} prompts of {name} {self._too_long}"

@@ -259,8 +259,9 @@ def load_reward(name: str, *, what: str = "reward function") -> RewardFunction:
         else:
             module = importlib.import_module(source)
         function: Any = getattr(module, attribute)
-    except Exception as error:  # anything that the module raises when it is imported
-        raise InputError(f"got {what} {name!r}, which cannot be loaded: {error}") from error
+    except (Exception, SystemExit) as error:  # anything that the module raises when it is imported
+        reason = f"it exits with {error}" if isinstance(error, SystemExit) else error
+        raise InputError(f"got {what} {name!r}, which cannot be loaded: {reason}") from error
     if not callable(function):
         raise InputError(f"got {what} {name!r}, which is a {type(function).__name__}, want something callable")
     return cast(RewardFunction, function)
