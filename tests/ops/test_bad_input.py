@@ -258,7 +258,7 @@ EVERY_ARGUMENT = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.* support is experimental", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=pytest.mark.full)])
 @pytest.mark.parametrize("call", EVERY_ARGUMENT)
 def test_any_dtype_of_any_argument_is_taken_or_refused_by_name(call, impl):
