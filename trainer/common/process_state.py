@@ -37,20 +37,11 @@ def _set_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)  # None: without a mode around every call
 
 
-def _autocast() -> list[tuple[str, bool, torch.dtype]]:
-    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-    return [(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices]
-
-
 def _set_autocast(before: list[tuple[str, bool, torch.dtype]]) -> None:
     for device, enabled, dtype in before:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
     torch.clear_autocast_cache()
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _set_deterministic(before: tuple[bool, bool]) -> None:
@@ -66,9 +57,18 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (torch.get_default_device, _set_device),
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "autocast": (_autocast, _set_autocast),
+    "autocast": (
+        lambda: [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")[: 2 if torch.cuda.is_initialized() else 1]
+        ],
+        _set_autocast,
+    ),
     "precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "deterministic algorithms": (_deterministic, _set_deterministic),
+    "deterministic algorithms": (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        _set_deterministic,
+    ),
     "threads": (torch.get_num_threads, torch.set_num_threads),
 }
 

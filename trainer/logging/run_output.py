@@ -332,11 +332,12 @@ class Advice:
 
     def __call__(self, metrics: Mapping[str, object]) -> list[str]:
         """The warnings that this step is the first to justify."""
+        calls = metric(metrics, "tools/call_frequency")  # None: of a run without tools
         warnings = {
             "truncated": self._truncated(metric(metrics, "completions/clipped_ratio")),
             "equal": self._equal(equal := metric(metrics, "groups_with_equal_rewards")),
             "gradient": self._gradient(metric(metrics, "grad_norm"), equal),
-            "calls": self._calls(metric(metrics, "tools/call_frequency"), metric(metrics, "tools/failure_frequency")),
+            "calls": None if calls is None else self._calls(calls, metric(metrics, "tools/failure_frequency")),
             "difference": self._difference(metric(metrics, "sampling/sampling_logp_difference/mean")),
         }
         new = {name: text for name, text in warnings.items() if text is not None and name not in self.given}
@@ -375,8 +376,8 @@ class Advice:
             "a detach(), a torch.no_grad() or a hook in the model's forward, and at loss_type and its clipping"
         )
 
-    def _calls(self, calls: float | None, failed: float | None) -> str | None:
-        """Of a run with tools, where `calls` is not None: a policy that does not call them, or wrongly, is no error."""
+    def _calls(self, calls: float, failed: float | None) -> str | None:
+        """Of a run with tools: a policy that does not call them, or wrongly, is no error."""
         self.uncalled_steps = self.uncalled_steps + 1 if calls == 0 else 0
         self.failed_steps = self.failed_steps + 1 if calls and failed == 1.0 else 0
         if self.uncalled_steps >= CALLS_STEPS:
