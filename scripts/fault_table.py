@@ -22,7 +22,7 @@ AREAS = {
     "reward functions": ["tests/faults/test_rewards.py", "tests/trainer/rewards"],
     "tools and environments": ["tests/faults/test_tools.py", "tests/trainer/episodes/test_isolated_tools.py"],
     "dataset rows": ["tests/faults/test_rows.py", "tests/hostile/test_data.py"],
-    "options": ["tests/hostile/test_config.py"],
+    "options": [f"tests/hostile/test_{name}.py" for name in ("config", "commands", "models", "scripts")],
     "rollout engines and servers": [
         *("tests/faults/test_engines.py", "tests/faults/test_leftovers.py"),
         *("tests/trainer/engines/test_vllm_server.py", "tests/trainer/collect/test_rollout_failures.py"),
@@ -31,7 +31,7 @@ AREAS = {
     "one of several processes": [f"tests/faults/test_{name}.py" for name in ("peers", "alike", "starts")],
     "checkpoints and disks": [
         *("tests/faults/test_checkpoints.py", "tests/faults/test_disk_full.py"),
-        "tests/faults/test_hostile_checkpoints.py",
+        *("tests/faults/test_hostile_checkpoints.py", "tests/hostile/test_resumed.py"),
     ],
     "kills and signals": [
         *("tests/faults/test_kills.py", "tests/faults/test_episode_kills.py"),

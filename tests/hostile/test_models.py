@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, Qwen2ForSequenceClassification, Qwen2M
 
 from fused_grpo.errors import FusedGRPOError, InputError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
@@ -153,3 +154,24 @@ def test_a_second_trainer_has_the_adapter_of_now_as_its_reference(make):
 def test_a_config_that_does_not_fit_the_model_is_refused_by_name(make, config, message):
     with pytest.raises(InputError, match=message):
         make(model_of(), LoraConfig(**{**LORA, **config}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "is_said"),
+    [
+        (24, {}, True),
+        (16, {}, False),
+        (24, {"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+        (24, {"modules_to_save": ["norm"]}, True),
+    ],
+)
+@pytest.mark.parametrize("is_given", [True, False], ids=["a PeftModel", "a config"])
+def test_rows_that_an_adapter_does_not_save_are_said(make, tmp_path, caplog, rows, more, is_said, is_given):
+    warn_once.cache_clear()
+    model_of().save_pretrained(tmp_path / "base")
+    model = type(model_of()).from_pretrained(tmp_path / "base")
+    if rows != 16:
+        model.resize_token_embeddings(rows)
+    config = LoraConfig(**{**LORA, **more})
+    make(*((get_peft_model(model, config),) if is_given else (model, config)))
+    assert ("rows of the embedding that were added are lost" in caplog.text) is is_said

@@ -61,6 +61,7 @@ from fused_grpo.trainer.models.loading import (
     loading_options,
     positions,
     tokenizer_for,
+    warn_of_added_rows,
     warn_of_other_weights,
 )
 from fused_grpo.trainer.models.memory_estimate import ModelShape, planned_shape
@@ -356,6 +357,7 @@ def check_saving(start: Start) -> None:
         if (found := copy.deepcopy(generation_config(start.model, start.args))) is not None:
             found.pad_token_id = start.tokenizer.pad_token_id  # a run sets it; some are saved only as they were loaded
             parts |= {"the generation_config": found}
+    warn_of_added_rows(start.model, start.peft_config)
     remove_abandoned(directory := gettempdir())  # of a process that was killed here
     for name, part in parts.items():
         try:

@@ -17,7 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError, UnsupportedError, WrongTypeError
@@ -210,6 +210,24 @@ def warn_of_other_weights(model: Any) -> None:
             f"got a {type(model).__name__} whose {', '.join(differ[:8])} are not those of its config, or tied "
             "otherwise: from_pretrained will load what is saved as another model; fix: a class of your own for it, or "
             "config.tie_word_embeddings as it is"
+        )
+
+
+def warn_of_added_rows(model: Any, peft_config: Any) -> None:
+    """A warning for a module whose embedding has other rows than the path that it came from: an adapter has none."""
+    config = peft_config or getattr(model, "active_peft_config", None)
+    if config is None or not isinstance(model, nn.Module):
+        return
+    base, before = base_model(model), None
+    embedding, source = base.get_input_embeddings(), base.config._name_or_path
+    with suppress(Exception):  # without a path, or of a hub id that is not cached
+        before = AutoConfig.from_pretrained(source, local_files_only=True).get_text_config().vocab_size
+    name = next((name for name, one in base.named_modules() if one is embedding), "").rpartition(".")[2]
+    if before not in (None, len(embedding.weight)) and name not in (getattr(config, "modules_to_save", None) or ()):
+        warn_once(
+            f"got a model with {len(embedding.weight)} tokens, of which {source} has {before}, and an adapter, which "
+            f"is saved alone: rows of the embedding that were added are lost; fix: modules_to_save={[name, 'lm_head']} "
+            "in its config, or save the model and pass its new path"
         )
 
 
