@@ -274,6 +274,7 @@ class Learner:
         """
         batch, packed, options, of_uncertain = self._prepared(batch)
         self.policy.train()
+        self.policy.zero_grad()  # of gradients that a reward or a callback has left
         try:
             outputs: list[GRPOLossOutput] = []
             for part in packed:

@@ -261,10 +261,20 @@ class Reward:
         return places(completions)
 
 
+def _one_by_one(completions: list[str], **columns: Any) -> Any:
+    yield from places(completions)
+
+
+async def _one_by_one_later(completions: list[str], **columns: Any) -> Any:
+    yield 1.0
+
+
 UNUSABLE: dict[str, Any] = {
     "a class": (Reward, r"got the class Reward as a reward function.* fix: Reward\(\)"),
     "parameters without names": (lambda prompts, completions, /: [0.0], "with the parameters .prompts, completions, /"),
     "one without a name": (lambda completions, /, **columns: [0.0], "want some that are given by name"),
+    "a generator": (_one_by_one, "got reward function '_one_by_one', which is a generator, want a list"),
+    "an async generator": (_one_by_one_later, "'_one_by_one_later', which is a generator, want a list"),
     "any without names": (lambda *given: [0.0], "with the parameters .*given"),
 }
 
@@ -326,3 +336,52 @@ def test_a_model_is_not_saved_to_the_place_of_a_file(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(FusedGRPOError, match="file, which cannot be written"):
         trainer_in(tmp_path).save_model(tmp_path / "file")
+
+
+class Late(TrainerCallback):
+    async def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Would be called after hours, and never run."""
+
+
+class OneByOne(TrainerCallback):
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        yield 1
+
+
+@pytest.mark.parametrize("callback", [Late(), OneByOne(), Late])
+def test_a_callback_that_would_never_run_is_refused_at_the_start(tmp_path, callback):
+    with pytest.raises(InputError, match=r"whose on_\w+ cannot be called .it is a coroutine or a generator"):
+        trainer_in(tmp_path, callbacks=[callback])
+
+
+@pytest.mark.parametrize("place", ["reward", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "before"])
+def test_gradients_that_are_left_on_the_model_are_no_part_of_a_step(tmp_path, place):
+    model = model_of()
+
+    def leave(*given: Any) -> None:
+        with torch.enable_grad():
+            model(input_ids=torch.tensor([[2, 3, 4]])).logits.square().sum().backward()
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        leave()
+        return places(completions)
+
+    options = {"max_steps": 3, "reward": reward if place == "reward" else places}
+    trainer = trainer_in(tmp_path, model, callbacks=[at(place, leave)] if place.startswith("on_") else None, **options)
+    if place == "before":
+        leave()
+    trainer.train()
+    plain = trainer_in(tmp_path / "plain", max_steps=3)
+    plain.train()
+    assert all(torch.equal(value, plain.model.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_pair_that_accelerate_has_prepared_is_taken(tmp_path, both):
+    from accelerate import Accelerator
+
+    model, accelerator = model_of(), Accelerator(cpu=True)
+    optimizer = adamw(model)
+    schedule = constant(optimizer)
+    prepared = accelerator.prepare_optimizer(optimizer)
+    trainer_in(tmp_path, model, optimizers=(prepared, accelerator.prepare_scheduler(schedule) if both else schedule))

@@ -41,6 +41,9 @@ BESIDE = {"on_log": ("logs",), "on_evaluate": ("metrics",)}
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_") and name != "on_predict")
 
 
+_SUSPENDED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
+
 def check_callback(callback: Any) -> None:
     """InputError unless every event can be called as transformers' handler does; most are called after hours."""
     for event in EVENTS:
@@ -48,6 +51,8 @@ def check_callback(callback: Any) -> None:
         try:
             signature = inspect.signature(method)  # type: ignore[arg-type]
             signature.bind(None, None, None, **dict.fromkeys((*GIVEN, *BESIDE.get(event, ()))))
+            if any(kind(method) for kind in _SUSPENDED):
+                raise TypeError("it is a coroutine or a generator, which would not run")
         except ValueError:  # of a function that does not say what it takes
             continue
         except TypeError as error:

@@ -69,7 +69,8 @@ def check_pair(given: Any) -> None:
             f"got {got} as optimizers, want an optimizer and its schedule; fix: (optimizer, schedule), with None for "
             "what the options ask for"
         )
-    if getattr(schedule, "optimizer", optimizer) is not optimizer:
+    inner = getattr(optimizer, "optimizer", optimizer)  # of one that Accelerate has wrapped
+    if getattr(schedule, "optimizer", inner) not in (inner, optimizer):
         raise InputError(
             f"got optimizers with a {type(schedule).__name__} of another optimizer, whose learning rate would never "
             "move, want one of the same pair; fix: make the schedule of the optimizer that is passed"

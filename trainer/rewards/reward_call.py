@@ -119,6 +119,11 @@ class RewardCaller:
 
     def check_columns(self, names: Iterable[str]) -> None:
         """InputError where the function has a parameter without a default that none of these columns fills."""
+        if inspect.isgeneratorfunction(self.function) or inspect.isasyncgenfunction(self.function):
+            raise InputError(
+                f"got reward function {self.name!r}, which is a generator, want a list for all completions; fix: "
+                "return it, instead of a yield"
+            )
         if self.nameless is not None:
             raise InputError(
                 f"got reward function {self.name!r} with the parameters {self.nameless}, want some that are given by "
