@@ -214,4 +214,16 @@ BUGS = {
         "",
         FAILURE,
     ),
+    "a thread that samples puts back generators of the trainer": (
+        "trainer/engines/transformers_generate.py",
+        "generators=beams > 1 or not self.samples_in_background",
+        "generators=True",
+        ["tests/trainer/engines/test_transformers_generate.py", "-k", "thread_of_its_own"],
+    ),
+    "calls that fail are none": (
+        "trainer/logging/run_output.py",
+        "self.failed_steps + 1 if calls and failed == 1.0 else 0",
+        "self.failed_steps + 1 if calls and not failed else 0",
+        ["tests/trainer/logging/test_advice.py", "-k", "warned_of_once"],
+    ),
 }
