@@ -297,6 +297,8 @@ class GRPOTrainer(TransformersFace):
             if is_main:  # keeps other runs out, before anything there is cut, moved or removed
                 self.lock.acquire(self.output_dir)
         checkpoint = agreed_checkpoint(self.accelerator, self.output_dir, resume) if resume else None
+        # With gradients that the model brings along, torch would make a state of the optimizer that it does not have.
+        self.learner.policy.zero_grad()
         self._begin_again()
         with all_ranks_succeed(self.accelerator, "making the output directory"):
             if is_main:

@@ -119,3 +119,29 @@ def test_prompts_that_a_model_cannot_tell_apart_are_said(tmp_path, caplog, templ
     warn_once.cache_clear()
     trainer_in(tmp_path, rows=CONVERSATIONS, processing_class=chat_tokenizer(template))
     assert ("differ and have the same tokens" in caplog.text) is is_said
+
+
+def ending(tokenizer):
+    """It puts an end of sequence behind every text."""
+    from tokenizers import processors
+
+    template = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = template
+    return tokenizer
+
+
+ENDS = {
+    "a tokenizer's": (lambda: (ROWS, ending(build_tokenizer())), True),
+    "a template's": (lambda: (CONVERSATIONS, chat_tokenizer("{{ messages[0].content + eos_token }}")), True),
+    "of the user's turn": (lambda: (CONVERSATIONS, chat_tokenizer("{{ messages[0].content + eos_token }}=")), False),
+    "of one prompt": (lambda: ([{"prompt": "1+1=<eos>"}, *({"prompt": row["prompt"]} for row in ROWS)], None), False),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_prompts_that_have_ended_already_are_said(tmp_path, caplog, name):
+    warn_once.cache_clear()
+    make, is_said = ENDS[name]
+    rows, tokenizer = make()
+    trainer_in(tmp_path, rows=rows, processing_class=tokenizer or build_tokenizer())
+    assert ("that end with the end-of-sequence token" in caplog.text) is is_said

@@ -235,10 +235,12 @@ class PromptLimit:
             return dataset
         kept, prompts = list[int](), dataset.select_columns(["prompt"]) if is_plain_arrow(dataset) else dataset
         numbered, texts, seen = enumerate(read_rows(prompts, name=name)), set[str](), set[tuple[int, ...]]()
+        last = set[int]()
         while batch := list(islice(numbered, _ROWS_AT_ONCE)):
             numbers, rows = zip(*batch, strict=True)
             encoded = self.encode(rows, numbers, name, drops=self._drops)
             kept += compress(numbers, encoded)
+            last |= {ids[-1] for ids in encoded if ids}
             if len(seen) < 2:
                 texts |= {message_text(row["prompt"]) for row, ids in zip(rows, encoded, strict=True) if ids}
                 seen |= set(map(tuple, filter(None, encoded)))
@@ -246,6 +248,12 @@ class PromptLimit:
             warn_once(
                 f"got {len(kept)} prompts of {name} that differ and have the same tokens, so that a model cannot tell "
                 "them apart; fix: the chat template, or the tokenizer of the model"
+            )
+        if last == {self._tokenizer.eos_token_id}:
+            warn_once(
+                f"got {len(kept)} prompts of {name} that end with the end-of-sequence token, behind which a model has "
+                "learnt to begin another text; fix: tokenizer.add_eos_token = False, or a chat template that begins "
+                "the assistant's message"
             )
         if len(kept) == len(dataset):
             return dataset
