@@ -175,3 +175,13 @@ def test_rows_that_an_adapter_does_not_save_are_said(make, tmp_path, caplog, row
     config = LoraConfig(**{**LORA, **more})
     make(*((get_peft_model(model, config),) if is_given else (model, config)))
     assert ("rows of the embedding that were added are lost" in caplog.text) is is_said
+
+
+class HalfATokenizer:
+    eos_token_id, pad_token_id = 1, 0
+
+
+@pytest.mark.parametrize("given", [HalfATokenizer(), HalfATokenizer, "a/name", 3, object()])
+def test_what_is_no_tokenizer_is_refused_by_name(make, given):
+    with pytest.raises(FusedGRPOError, match="as processing_class, want a tokenizer of transformers"):
+        make(model_of(), processing_class=given)

@@ -123,7 +123,7 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
         if not source:
             raise InputError("got a model without a path and no tokenizer; fix: pass processing_class=<tokenizer>")
         processing_class = AutoTokenizer.from_pretrained(source, **_of_tokenizer(loading_options(args)))
-    if not hasattr(processing_class, "eos_token_id"):
+    if not all(hasattr(processing_class, name) for name in ("eos_token_id", "get_vocab", "batch_decode")):
         raise WrongTypeError(
             f"got a {type(processing_class).__name__} as processing_class, want a tokenizer of transformers; fix: "
             "AutoTokenizer.from_pretrained(...)"
