@@ -199,7 +199,7 @@ def parts_text(output_dir: Path) -> str:
     functions = named_series(_read_steps(output_dir), REWARD_FUNCTION)
     ends = {name: _first_and_last_tenth(values) for name, (_, values) in functions.items() if values}
     parts = (f"{name} {short_number(first)} -> {short_number(last)}" for name, (first, last) in ends.items())
-    return f"rewards: {', '.join(parts)}" if len(ends) > 1 else ""
+    return f"training rewards: {', '.join(parts)}" if len(ends) > 1 else ""
 
 
 def _read_steps(output_dir: Path) -> Columns:
