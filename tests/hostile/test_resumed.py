@@ -10,9 +10,12 @@ import torch
 from peft import LoraConfig
 from small_runs import model_of, places, trainer_in
 
+from fused_grpo.trainer.checkpoint.checkpoint import sha256_of
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
 WARNING = "with other options"
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+KINDS = ["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"]
 
 
 def scores(completions: list[str], **columns: Any) -> list[float]:
@@ -61,37 +64,48 @@ CHANGES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> Callable[..., Any]:
+    """The trainer of a run with these options, which ran once for all tests and has checkpoints of all its steps."""
+    made: dict[str, Any] = {}
+
+    def run(name: str, **options: Any) -> Any:
+        if name not in made:
+            made[name] = trainer_in(tmp_path_factory.mktemp("first"), **SAVES, **options)
+            made[name].train()
+        return made[name]
+
+    return run
+
+
 def warnings_of(caplog: Any) -> list[str]:
     return [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
 
 
 @pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules=["q_proj"])], ids=["whole", "adapter"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_not_as_in_the_checkpoint_is_said(tmp_path, caplog, name, adapter):
+def test_what_is_not_as_in_the_checkpoint_is_said(first, tmp_path, caplog, name, adapter):
     change, said = CHANGES[name]
-    options = {"save_strategy": "steps", "save_steps": 1, "peft_config": copy.deepcopy(adapter)}
-    trainer_in(tmp_path, **options).train()
-    options["peft_config"] = copy.deepcopy(adapter)
-    trainer_in(tmp_path, **options | change()).train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-1")
+    before = first("whole" if adapter is None else "adapter", peft_config=copy.deepcopy(adapter))
+    resumed = trainer_in(tmp_path, **SAVES, **{"peft_config": copy.deepcopy(adapter)} | change())
+    resumed.train(resume_from_checkpoint=before.output_dir / "checkpoint-1")
     (warning,) = warnings_of(caplog)
     assert said in warning
 
 
 @pytest.mark.parametrize("by_path", [False, True])
-def test_the_same_run_says_nothing(tmp_path, caplog, by_path):
+def test_the_same_run_says_nothing(first, tmp_path, caplog, by_path):
     """A model that is loaded, and one by its path, have configs that differ in what loading sets."""
     model_of().save_pretrained(tmp_path / "model")
-    options = {"save_strategy": "steps", "save_steps": 1}
-    trainer_in(tmp_path, **options).train()
     given = str(tmp_path / "model") if by_path else model_of()
-    trainer_in(tmp_path, given, **options).train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-1")
+    resumed = trainer_in(tmp_path, given, **SAVES)
+    resumed.train(resume_from_checkpoint=first("whole", peft_config=None).output_dir / "checkpoint-1")
     assert warnings_of(caplog) == []
 
 
 def test_a_checkpoint_that_does_not_name_them_is_resumed(tmp_path, caplog):
     """Of an earlier version."""
-    options = {"save_strategy": "steps", "save_steps": 1}
-    trainer_in(tmp_path, **options).train()
+    trainer_in(tmp_path, **SAVES).train()
     folder = tmp_path / "run" / "checkpoint-1"
     content = json.loads((folder / "training.json").read_text())
     named = [name for name in content["options"] if name.startswith(("model.config.", "processing_", "reward_funcs"))]
@@ -99,22 +113,17 @@ def test_a_checkpoint_that_does_not_name_them_is_resumed(tmp_path, caplog):
     content["options"] = {name: value for name, value in content["options"].items() if name not in named}
     (folder / "training.json").write_text(json.dumps(content))
     manifest = json.loads((folder / "manifest.json").read_text())
-    from fused_grpo.trainer.checkpoint.checkpoint import sha256_of
-
     path = folder / "training.json"
     manifest["files"]["training.json"] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    trainer_in(tmp_path, **options).train(resume_from_checkpoint=folder)
+    trainer_in(tmp_path, **SAVES).train(resume_from_checkpoint=folder)
     assert warnings_of(caplog) == []
-
-
-KINDS = ["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_a_longer_run_the_next_step_has_the_longer_schedules_rate(tmp_path, kind):
     """The last step of the shorter one may have a rate of 0."""
-    options = {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": kind, "warmup_steps": 0.3}
+    options = {**SAVES, "lr_scheduler_type": kind, "warmup_steps": 0.3}
     trainer_in(tmp_path, max_steps=2, **options).train()
     resumed = trainer_in(tmp_path, max_steps=5, **options)
     resumed.train(resume_from_checkpoint=True)
@@ -126,13 +135,10 @@ def test_of_a_longer_run_the_next_step_has_the_longer_schedules_rate(tmp_path, k
 
 @pytest.mark.parametrize("before", KINDS)
 @pytest.mark.parametrize("after", KINDS)
-def test_another_schedule_goes_on_as_if_it_had_been_so(tmp_path, before, after):
-    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    trainer_in(tmp_path, lr_scheduler_type=before, **options).train()
-    resumed = trainer_in(tmp_path, lr_scheduler_type=after, **options)
-    resumed.train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-1")
-    whole = trainer_in(tmp_path / "whole", lr_scheduler_type=after, **options)
-    whole.train()
+def test_another_schedule_goes_on_as_if_it_had_been_so(first, tmp_path, before, after):
+    cut, whole = (first(kind, lr_scheduler_type=kind, max_steps=3) for kind in (before, after))
+    resumed = trainer_in(tmp_path, lr_scheduler_type=after, max_steps=3, **SAVES)
+    resumed.train(resume_from_checkpoint=cut.output_dir / "checkpoint-1")
     rates = [[entry["learning_rate"] for entry in one.state.log_history[-3:-1]] for one in (resumed, whole)]
     assert rates[0] == pytest.approx(rates[1])
     assert torch.isfinite(next(resumed.model.parameters())).all()
