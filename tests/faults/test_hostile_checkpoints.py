@@ -174,6 +174,28 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [at] * bool(at) + [way for key, one in inside for way in places(one, (*at, key))]
 
 
+@pytest.mark.parametrize("name", ["scheduler", "skipped", "collector", "entropy", "step"])
+def test_a_number_or_flag_near_the_true_one_is_refused_or_changes_nothing(outcome, copy, name):
+    """Which a draw from all values seldom is. A count of calls may be larger or smaller: groups may be sampled again."""
+    whole = json.loads((copy("whole") / "training.json").read_bytes())
+    changed = list[tuple[Any, ...]]()
+    for way in (way for way in places(whole) if way[0] == name and not set(way) & {*FREE, "generate_calls"}):
+        directory = copy("-".join(map(str, way)))
+        content = json.loads((directory / "training.json").read_bytes())
+        node = content
+        for key in way[:-1]:
+            node = node[key]
+        true = node[way[-1]]
+        if not isinstance(true, bool | int | float):
+            continue
+        for value in [not true] if isinstance(true, bool) else {0, true + 1, abs(true - 1), true * 2} - {true}:
+            node[way[-1]] = value
+            replace(directory / "training.json", json.dumps(content).encode())
+            if outcome(resign(directory)) not in ("refused", "said", "unaffected"):
+                changed.append((*way, value))
+    assert changed == []
+
+
 SLOW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 

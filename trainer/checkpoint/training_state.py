@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainerState
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -46,6 +47,7 @@ WINDOWS = ("unlogged", "unshown")  # metrics since the last entry of the log, an
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 Tensors = Mapping[str, Tensor]
+_WITHIN_A_CALL = ("_is_initial", "_get_lr_called_within_step")  # when torch sets them, of a schedule
 _GROUP = re.compile(r"(random|prefetched(?:\.\d+)?|buffer\.\d+)\.(.*)", re.DOTALL)
 
 
@@ -323,10 +325,13 @@ def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
     waiting = 0.0 if saved is None else prompts * (1 - saved["done"] / steps)
     learned = calls * prompts if rows is None else round(epoch * rows + waiting)
     jumped = rows is not None and epoch > step * prompts / steps / rows + 1e-6
+    counters = ("last_epoch", *["_step_count"] * (type(learner.scheduler).step is LRScheduler.step))
     consistent = {
         "skipped": skips["in_a_row"] <= skips["total"] <= step,
-        "scheduler": "last_epoch" not in beginning
-        or schedule["last_epoch"] - beginning["last_epoch"] == step - skips["total"],
+        "scheduler": all(
+            name not in beginning or schedule[name] - beginning[name] == step - skips["total"] for name in counters
+        )
+        and all(schedule.get(name, value) == value for name, value in beginning.items() if name in _WITHIN_A_CALL),
         "epoch": rows is None or epoch <= math.ceil(used / rows) + 1e-6,
         "generate_calls": calls * steps >= step,
         "prompts": used >= learned and (jumped or used in (learned, calls * prompts)),
