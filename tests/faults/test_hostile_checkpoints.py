@@ -176,7 +176,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("name", ["scheduler", "skipped", "collector", "entropy", "step"])
 def test_a_number_or_flag_near_the_true_one_is_refused_or_changes_nothing(outcome, copy, name):
-    """Which a draw from all values seldom is. A count of calls may be larger or smaller: groups may be sampled again."""
+    """Which a draw from all values seldom is. A count of calls may be another: groups are sampled again."""
     whole = json.loads((copy("whole") / "training.json").read_bytes())
     changed = list[tuple[Any, ...]]()
     for way in (way for way in places(whole) if way[0] == name and not set(way) & {*FREE, "generate_calls"}):
