@@ -59,6 +59,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+# By name: importing them imports the compiler.
 _OF_FAKE_TENSORS = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 

@@ -70,8 +70,9 @@ def adapt(
         keep_reference: whether there is a reference for another reason than `beta`.
 
     Raises:
-        InputError: a PeftModel and a `peft_config`, an adapter that is frozen, merged, on tied embeddings or not all
-            that is trained, prompt tuning without its task type, a quantised model without an adapter, ....
+        InputError: a PeftModel and a `peft_config`; an adapter that is frozen, merged, on tied embeddings, called
+            "ref" beside a reference, or not all that is trained; a config that PEFT refuses; prompt tuning without its
+            task type; a quantised model without an adapter, or trained biases that it rounds.
         UnsupportedError: another kind of adapter, an option of LoraConfig, `sync_ref_model`, virtual tokens under FSDP.
         UnavailableError: PEFT is not installed.
     """
