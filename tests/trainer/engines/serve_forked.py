@@ -1,4 +1,4 @@
-"""`python -m vllm.entrypoints.openai.api_server`, whose engine and worker are forked, as they are beside a GPU.
+"""`python -m` with a module of vLLM that serves and its arguments; engine and worker are forked, as they are on a GPU.
 
 On a CPU vLLM spawns them: each imports everything anew, which takes most of the half minute of a start. Here they come
 from Python's fork server, itself a fork of this process before it has a thread: forked from a process with threads, one
@@ -9,6 +9,8 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import sys
+import warnings
 from multiprocessing import forkserver, resource_tracker, util
 
 from vllm.v1.engine import utils
@@ -33,4 +35,6 @@ if __name__ == "__main__":
     forkserver.ensure_running()
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("forkserver")
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    warnings.filterwarnings("error", message=".*api_server.*deprecated")
+    module, *sys.argv[1:] = sys.argv[1:]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

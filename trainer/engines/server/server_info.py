@@ -138,7 +138,7 @@ async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wante
         models = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
     except NoRouteError:
         got, want = "without /v1/models, as that of `trl vllm-serve` is", "vLLM's own"
-        raise _unusable(replica, got, want, fix="as docs/engines.md says: python -m vllm.entrypoints...") from None
+        raise _unusable(replica, got, want, fix="as docs/engines.md says: vllm serve ...") from None
     limit = models[0].max_model_len if models else None
     if limit is None:
         raise RequestError("no model in /v1/models")
