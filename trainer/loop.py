@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import distributed
 from transformers import PreTrainedModel
 
 from fused_grpo.errors import causes_shown
@@ -38,13 +37,14 @@ from fused_grpo.trainer.checkpoint.checkpoint import STATE_FILE, refuse_unusable
 from fused_grpo.trainer.checkpoint.output_dir import RunLock, prepare_output_dir
 from fused_grpo.trainer.checkpoint.resume import agreed_checkpoint, load_model_of, restore, training_state
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
+from fused_grpo.trainer.collect.best_metric import check_best_metric
 from fused_grpo.trainer.collect.collector import Collector
 from fused_grpo.trainer.collect.plan import Plan
 from fused_grpo.trainer.collect.rank_checks import check_ranks
-from fused_grpo.trainer.collect.scoring import LOSS_METRICS, Scored, check_best_metric
+from fused_grpo.trainer.collect.scoring import LOSS_METRICS, Scored
 from fused_grpo.trainer.collect.start_checks import Start, check_given, check_given_sets, make_learner
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.trl_names import check_replaced
+from fused_grpo.trainer.config.trl_names import check_replaced, replaces
 from fused_grpo.trainer.data.datasets import chosen_eval_sets
 from fused_grpo.trainer.distributed.failures import (
     StopOnSignal,
@@ -154,6 +154,7 @@ class GRPOTrainer(TransformersFace):
             )
         # Everything is checked before anything is loaded, started or written.
         check_replaced(self, {}, {})
+        start.adds_metrics = replaces(self, "evaluate", "log")
         start.accelerator = accelerator = make_accelerator(start.args)
         with report_failure(accelerator):  # checks, models and engines may fail on one rank alone
             with all_ranks_succeed(accelerator, "checking the arguments"):
@@ -278,15 +279,6 @@ class GRPOTrainer(TransformersFace):
             with progress("evaluating"):
                 check_best_metric(self.args.metric_for_best_model, metrics := self.evaluate())
         return metrics
-
-    def end(self) -> None:
-        """End the trackers, the engine and the process group: the last call of a script. Harmless a second time."""
-        self.engine.close()
-        self.output.close()
-        if distributed.is_initialized():
-            with report_failure(self.accelerator):
-                barrier(self.accelerator, "in end()")
-            distributed.destroy_process_group()
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import Trainer, TrainerControl, TrainerState, trainer_pt_utils
 
@@ -29,7 +29,8 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, prompt_sampler
 from fused_grpo.trainer.data.prompts import as_completion
-from fused_grpo.trainer.distributed.failures import all_ranks_succeed, reported
+from fused_grpo.trainer.distributed.failures import all_ranks_succeed, barrier, report_failure, reported
+from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import without_bars
@@ -56,6 +57,7 @@ class TransformersFace:
     """Callbacks, log, saving, data loaders and copied options, under transformers' and TRL's names."""
 
     eval_dataset: Any  # as the user gave it
+    engine: RolloutEngine
     _training_state: Callable[[], TrainingFiles]  # of the loop, as a checkpoint has it
 
     def __init__(self, start: Start, model: Any, learner: Learner) -> None:
@@ -100,6 +102,15 @@ class TransformersFace:
         if added := {name: value for name, value in logs.items() if name not in written}:
             self.output.write(added | {"step": self.state.global_step})
         self.events.add_entry(logs)
+
+    def end(self) -> None:
+        """End the trackers, the engine and the process group: the last call of a script. Harmless a second time."""
+        self.engine.close()
+        self.output.close()
+        if distributed.is_initialized():
+            with report_failure(self.accelerator):
+                barrier(self.accelerator, "in end()")
+            distributed.destroy_process_group()
 
     # As in transformers' own Trainer.
     log_metrics, metrics_format = trainer_pt_utils.log_metrics, staticmethod(trainer_pt_utils.metrics_format)

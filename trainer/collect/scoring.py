@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.trainer_utils import speed_metrics
 
-from fused_grpo.errors import InputError, RewardError, shown
+from fused_grpo.errors import RewardError, shown
 from fused_grpo.trainer.collect.advantages import nanstd, scaled_in_batch, spread, total_rewards
 from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.common.warnings import warn_once
@@ -392,19 +392,3 @@ class Evaluation(NamedTuple):
         keys = ["reward", *(f"rewards/{name}/mean" for name in names)]
         keys += [name for name in self.metrics if name.startswith("pass@")]
         return {f"{of_set}_{key}" if of_set else key: self.metrics[key] for key in keys}
-
-
-def check_best_metric(name: str | None, metrics: Any) -> None:
-    """InputError unless an evaluation has the metric of that name, `metric_for_best_model`, with or without "eval_".
-
-    `metrics` is what `evaluate` returned, which may be a subclass's.
-    """
-    if name is None:
-        return
-    found = metrics if isinstance(metrics, Mapping) else {}
-    if not any(isinstance(found.get(one), int | float) for one in (name, f"eval_{name}")):
-        choice = ", ".join(one for one in found if "reward" in one or "length" in one) or f"eval_{name}"
-        raise InputError(
-            f"got metric_for_best_model={name!r}, want a metric of an evaluation: {choice}; fix: "
-            f"metric_for_best_model={choice.partition(',')[0]!r}, greater_is_better=True"
-        )

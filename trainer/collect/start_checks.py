@@ -28,8 +28,7 @@ from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpo
 from fused_grpo.trainer.checkpoint.optimizer_states import check_optimizer
 from fused_grpo.trainer.checkpoint.output_dir import check_output_dir, check_space
 from fused_grpo.trainer.checkpoint.training_state import read_numbers
-from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, rollout_metrics
-from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.collect.best_metric import check_best_name
 from fused_grpo.trainer.config.checks import check_arguments, check_evaluates, warn_of_no_best
 from fused_grpo.trainer.config.derived_options import fill_loader_options, whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, check_options, own_fields
@@ -97,6 +96,7 @@ class Start:
     tools: Any = None
     environment_factory: Any = None
     accelerator: Accelerator | None = field(default=None, init=False)  # None: of a dry run
+    adds_metrics: bool = field(default=False, init=False)  # a subclass, to an evaluation
     evals: Mapping[str, Any] = field(init=False)  # eval sets by name
     config: Any = field(init=False)  # of the model
     engine_name: EngineName = field(init=False)
@@ -170,6 +170,7 @@ class Start:
         check_gradients(model)
         check_options(self.args)
         check_evaluates(self.args, eval_dataset)
+        check_best_name(self.args, self.rewards, eval_sets(eval_dataset), is_overridden=self.adds_metrics)
         check_hub(self.args)
         self.check_unchanged()
         if self.rules is not None and self.rules.environments is not None:
@@ -406,18 +407,10 @@ def check_rewards(start: Start) -> None:
     environments = None if start.rules is None else start.rules.environments
     start.rewards = make_rewards(start, [] if environments is None else environments.rewards())
     check_columns(start, start.sets)
-    names, best, args = start.rewards.names, start.args.metric_for_best_model, start.args
+    args = start.args
     last = start.epochs.total if args.eval_strategy == "epoch" else start.max_steps
     warn_of_no_best(args, has_sets=bool(start.evals), last=float(last))
-    nothing = RolloutFacts.of(Scored(samples=[], weight_version=0, reward_names=names))
-    found = rollout_metrics([nothing], args, start.rewards.weights, evaluated=True)
-    prefixes = [f"eval_{eval_set}_" if eval_set else "eval_" for eval_set in start.evals]
-    evaluated = {prefix + name for prefix in prefixes for name in (*found, "loss", "num_tokens")}
-    if best is not None and start.evals and evaluated.isdisjoint({best, f"eval_{best}"}):
-        warn_once(
-            f"got metric_for_best_model={best!r}, which no evaluation gives unless a reward function logs it: the "
-            f"first one will say so; fix: one of {', '.join(sorted(name for name in evaluated if 'reward' in name))}"
-        )
+    check_best_name(args, start.rewards, start.evals, is_overridden=start.adds_metrics)
 
 
 def check_given_sets(start: Start, sets: Mapping[str, Any]) -> None:

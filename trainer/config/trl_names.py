@@ -55,6 +55,11 @@ def check_replaced(trainer: object, made: Mapping[str, Any], moves: Mapping[str,
             ) from error
 
 
+def replaces(trainer: object, *names: str) -> bool:
+    """Whether a subclass, or a script that patched ours, has one of these methods of its own."""
+    return not all(_is_ours(getattr(type(trainer), name)) for name in names)
+
+
 def _replaced_methods(kind: type, made: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(what a class, or one between it and ours, has in the place of a name of TRL's or ours, that name)."""
     own = {name for base in kind.__mro__ if _is_ours(base) for name in vars(base)} | made.keys()

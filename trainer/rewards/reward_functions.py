@@ -107,6 +107,11 @@ class Rewards:
         self.failure, self.retries = failure, retries
         self._callers = [RewardCaller(*each, timeout=timeout) for each in zip(self.functions, self.names, strict=True)]
 
+    @property
+    def can_log(self) -> bool:
+        """Whether a function may log metrics of its own: it takes `log_metric`, or any argument."""
+        return any(one.accepted is None or "log_metric" in one.accepted for one in self._callers)
+
     def check_columns(self, columns: Iterable[str]) -> None:
         """InputError unless a dataset with these columns has what the functions need."""
         names = {"prompts", "completions", "completion_ids", *columns} - {"prompt"}

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from fused_grpo.errors import DataError, InputError
-from fused_grpo.trainer.collect.scoring import check_best_metric
+from fused_grpo.trainer.collect.best_metric import check_best_metric
 from fused_grpo.trainer.learner import Learner
 
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(5)]

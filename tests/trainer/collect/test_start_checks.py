@@ -24,10 +24,9 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from fused_grpo.errors import FusedGRPOError, InputError, RewardError
+from fused_grpo.errors import FusedGRPOError, RewardError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.cli.main import main
-from fused_grpo.trainer.collect.scoring import check_best_metric
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.models.loading import positions
 
@@ -396,23 +395,6 @@ def test_a_map_style_dataset_is_as_long_as_it_says(start):
 
     trainer = start(rows=Endless(), eval_dataset=Endless(), max_steps=-1, num_train_epochs=2)
     assert (trainer.sampler.num_prompts, trainer.max_steps, trainer.start.limit.longest) == (6, 12, 4)
-
-
-def test_a_metric_that_no_evaluation_gives_is_a_warning_at_the_start(start, caplog):
-    warn_once.cache_clear()
-    options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
-    for best, sets in (("reward", ROWS), ("eval_hard_reward", {"hard": ROWS}), ("rewards/reward/mean", ROWS)):
-        start(eval_dataset=sets, metric_for_best_model=best, **options)
-    assert "metric_for_best_model" not in caplog.text
-    start(eval_dataset={"hard": ROWS}, metric_for_best_model="reward", **options)
-    assert "got metric_for_best_model='reward', which no evaluation gives" in caplog.text
-    assert "fix: one of eval_hard_frac_reward_zero_std" in caplog.text
-
-
-def test_the_first_evaluation_names_metrics_of_its_own_sets():
-    found = {"eval_hard_loss": 0.0, "eval_hard_reward": 1.0, "eval_hard_reward_std": 0.0}
-    with pytest.raises(InputError, match=r"fix: metric_for_best_model='eval_hard_reward', greater"):
-        check_best_metric("reward", found)
 
 
 def test_a_stream_shows_its_first_prompt(start, tokenizer, tmp_path):
