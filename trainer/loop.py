@@ -44,7 +44,7 @@ from fused_grpo.trainer.collect.rank_checks import check_ranks
 from fused_grpo.trainer.collect.scoring import LOSS_METRICS, Scored
 from fused_grpo.trainer.collect.start_checks import Start, check_given, check_given_sets, make_learner
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.trl_names import check_replaced, replaces
+from fused_grpo.trainer.config.trl_names import check_not_given, check_replaced, replaces
 from fused_grpo.trainer.data.datasets import chosen_eval_sets
 from fused_grpo.trainer.distributed.failures import (
     StopOnSignal,
@@ -185,12 +185,19 @@ class GRPOTrainer(TransformersFace):
         self._made = dict(vars(self))
 
     @reported
-    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainResult:
+    def train(
+        self,
+        resume_from_checkpoint: bool | str | Path | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainResult:
         """Run all steps. Metrics, rollouts, the report and a checkpoint are in `args.output_dir` afterwards.
 
         Args:
             resume_from_checkpoint: replaces the option of that name. None and False: another run there is moved aside,
                 that of an earlier `train` too, and this one begins with step 1 and the weights as they are now.
+            trial: as in transformers, None: there is no search of hyperparameters.
+            ignore_keys_for_eval: as `ignore_keys` of `evaluate`.
 
         Raises:
             RewardError: a reward function raised, or returned something unusable.
@@ -201,6 +208,7 @@ class GRPOTrainer(TransformersFace):
             CheckpointError: the checkpoint to resume from is damaged or of another run, or a run is alive there.
             SystemExit: with status 143, after SIGTERM, SIGHUP or SIGUSR1: the step was finished and a checkpoint saved.
         """
+        check_not_given("train", {"trial": trial}, want="trial=None: there is no search of hyperparameters")
         try:
             with self.stop, self.learner.run_modes():
                 self._start(resume_from_checkpoint or self.start.resume)

@@ -26,6 +26,7 @@ from fused_grpo.trainer.collect.scoring import Scored
 from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.common.formatting import has_arrays, whole_repr
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.config.trl_names import check_not_given
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, prompt_sampler
 from fused_grpo.trainer.data.prompts import as_completion
@@ -173,18 +174,24 @@ class TransformersFace:
         Raises:
             UnavailableError: no network, no login, or no right to write there.
         """
+        facts = self._card(**card)
         self.events("on_push_begin")
-        final = self._save_final(self._card(**card))
+        final = self._save_final(facts)
         options = {"commit_message": commit_message, "revision": revision, "run_as_future": not blocking}
         return self._upload(final, token=token, **options)
 
     def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | Sequence[str] | None = None
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+        **others: Any,
     ) -> None:
-        """Write README.md into `args.output_dir`."""
+        """Write README.md into `args.output_dir`. `others` of transformers' arguments are refused, unless None."""
+        card = self._card(model_name, dataset_name, tags, **others)
         if self.is_world_process_zero():
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            write_model_card(self.output_dir, self._card(model_name, dataset_name, tags), self.args)
+            write_model_card(self.output_dir, card, self.args)
 
     def _save(self, directory: Path, write_more: Callable[[Path], object] | None = None) -> Path:
         """A directory of the run: with a manifest, and replaced as a whole. `write_more` adds to its files."""
@@ -228,8 +235,13 @@ class TransformersFace:
         return commit
 
     def _card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | Sequence[str] | None = None
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+        **others: Any,
     ) -> CardFacts:
+        check_not_given("create_model_card", others, want="model_name, dataset_name and tags alone, as TRL's has")
         return CardFacts(
             name=model_name or self.args.hub_model_id or self.output_dir.name,
             rewards=self.rewards.names,

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError, quoted
 
 _FILE: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 REASONS = {name: why for why, names in _FILE.items() for name in names}
@@ -53,6 +53,13 @@ def check_replaced(trainer: object, made: Mapping[str, Any], moves: Mapping[str,
                 f"called as this trainer does ({error}), want the signature of transformers' own; fix: "
                 f"{name}(self, *args, **kwargs)"
             ) from error
+
+
+def check_not_given(method: str, given: Mapping[str, Any], *, want: str) -> None:
+    """UnsupportedError for arguments of transformers' own method that are not None, which is their default."""
+    if values := {name: value for name, value in given.items() if value is not None}:
+        listed = ", ".join(f"{name}={quoted(value)}" for name, value in values.items())
+        raise UnsupportedError(f"got {method}({listed}), want {want}; fix: leave {' and '.join(values)} out")
 
 
 def replaces(trainer: object, *names: str) -> bool:
