@@ -35,8 +35,8 @@ from fused_grpo.trainer.batching.micro_batch_metrics import (
     correction_weights,
     evidence,
     per_sequence,
-    quantile,
     step_metrics,
+    threshold_of_uncertain,
     with_covariance_selection,
 )
 from fused_grpo.trainer.batching.micro_batches import Packing, can_skip, micro_batches
@@ -450,7 +450,7 @@ class Learner:
         """
         own_entropies = torch.cat(self._measured(self._unwrapped, "entropies", packed)).cpu()
         entropies = torch.cat(gather_objects("joining entropies", own_entropies))
-        threshold = quantile(entropies, 1.0 - self.loss_config.top_entropy_quantile)
+        threshold = threshold_of_uncertain(entropies, self.loss_config.top_entropy_quantile)
         uncertain = entropies[entropies >= threshold]
         options: dict[str, Any] = {"entropy_threshold": threshold.to(self.accelerator.device)}
         options["num_entropy_tokens"] = max(1.0, float(len(uncertain)))

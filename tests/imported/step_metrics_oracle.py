@@ -76,7 +76,9 @@ class Step:
     def _entropy_least(self) -> float:
         share = self.args.top_entropy_quantile
         every = torch.cat([one.entropy.detach() for one in self.forward])
-        return -math.inf if share == 1.0 or not len(every) else float(torch.quantile(every, 1 - share))
+        if share == 1.0 or not len(every):
+            return -math.inf
+        return float(torch.quantile(every, 1 - share)) - 1e-9  # first tokens of a prompt have one entropy, but for bits
 
     def own(self, one: Sequence) -> dict[str, Tensor]:
         """Of the tokens of a sequence: ratio, clipped from below and above, factor and value of the policy term, KL."""

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fused_grpo.errors import InputError, NonFiniteError, RewardError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.batching.micro_batch_metrics import quantile
+from fused_grpo.trainer.batching.micro_batch_metrics import quantile, threshold_of_uncertain
 from fused_grpo.trainer.learner import Learner
 
 
@@ -231,6 +231,20 @@ def test_a_quantile_is_that_of_torch_and_nothing_has_one_too():
     for share in (0.0, 0.2, 0.5, 0.8, 0.999):
         assert quantile(values, share) == torch.quantile(values.double(), share).float()
     assert quantile(torch.zeros(0), 0.5) == 0
+    assert threshold_of_uncertain(torch.zeros(0), 0.5) == 0
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.25, 0.4, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("equal", [1, 4, 64])
+def test_rounding_moves_no_token_over_the_threshold_of_uncertain_ones(share, equal):
+    """Of 81 tokens the quantile is the entropy of one of them; where `equal` begin alike, of several."""
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.rand(81, generator=generator, dtype=torch.float64) * 3
+    exact[:equal] = exact[:equal].mean()
+    is_uncertain = exact >= torch.quantile(exact, 1 - share) - 1e-12
+    for _ in range(20):
+        measured, of_the_loss = ((exact * (1 + 2e-7 * torch.randn(81, generator=generator))).float() for _ in range(2))
+        assert torch.equal(of_the_loss >= threshold_of_uncertain(measured, share), is_uncertain)
 
 
 def test_a_long_run_does_not_keep_every_step_in_memory(make_trainer):

@@ -246,6 +246,20 @@ def quantile(values: Tensor, share: float) -> Tensor:
     return torch.tensor(np.quantile(values.double().cpu(), share) if len(values) else 0.0, dtype=torch.float32)
 
 
+def threshold_of_uncertain(entropies: Tensor, share: float) -> Tensor:
+    """The least entropy of the `share` of the [N] tokens with the largest, 0-d fp32 on the CPU.
+
+    It is half-way between the last of these tokens and the next one, so that the loss, whose entropies are rounded in
+    another order, takes the same tokens. A group's first tokens have equal entropies: all of them are in, or none.
+    """
+    least = quantile(entropies, 1.0 - share)
+    least = least - 1e-5 * least.abs()
+    inside, outside = entropies[entropies >= least], entropies[entropies < least]
+    if not len(inside):
+        return least
+    return (inside.min() + (outside.max() if len(outside) else -1.0)) / 2
+
+
 def per_sequence(packed: Sequence[MicroBatch], values: Sequence[Tensor], total: int) -> list[Tensor]:
     """[N] of each micro-batch as one tensor for each of `total` sequences, on the CPU; empty for those in no batch."""
     rows = [torch.zeros(0)] * total

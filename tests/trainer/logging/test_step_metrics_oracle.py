@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
         **{"entropy_coef_min": 0.09, "entropy_coef_max": 0.13},
     },
     "uncertain tokens": {"top_entropy_quantile": 0.4, "entropy_coef": 0.05},
+    "uncertain tokens, of which one has the least entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.05},
     "masked by tokens": {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.2},
     "masked by sequences": {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 1.5},
     "truncated sequences": {"vllm_importance_sampling_mode": "sequence_truncate"},

@@ -98,7 +98,8 @@ def test_a_run_is_that_on_the_dequantised_base(start, make_model, in_4bit, base)
         lines = (trainer.output_dir / "metrics.jsonl").read_text().splitlines()
         logs.append([json.loads(line) for line in lines])
         assert max((before[name] - value).abs().max() for name, value in trained(trainer).items()) > 1e-2
-    torch.testing.assert_close(trained(runs[0]), trained(runs[1]), rtol=0, atol=1e-6)
+    # The same bits where bitsandbytes calls the GEMM of PyTorch. Its own rounds otherwise: 5e-6 for some last bits.
+    torch.testing.assert_close(trained(runs[0]), trained(runs[1]), rtol=0, atol=2e-5)
     for ours, expected in zip(*logs, strict=True):
         for name in ("loss", "kl", "entropy", "grad_norm"):
             assert ours[name] == pytest.approx(expected[name], abs=1e-5), name
