@@ -26,7 +26,7 @@ from fused_grpo.trainer.common.formatting import message_text
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, is_conversational
-from fused_grpo.trainer.data.prompts import as_completion, has_own_parser, parsed_reply
+from fused_grpo.trainer.data.prompts import as_completion, decoded, has_own_parser, parsed_reply
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, with_fields
 
@@ -117,7 +117,7 @@ def score_rollouts(
     """
     size = len(samples) // max(1, len(rows))
     rows = [row for row in rows for _ in range(size)]
-    texts = tokenizer.batch_decode([sample.completion_ids for sample in samples], skip_special_tokens=True)
+    texts = decoded(tokenizer, [sample.completion_ids for sample in samples])
     # A group that was sampled again may have other columns.
     shared = [name for name in samples[0].extra if all(name in sample.extra for sample in samples)]
     columns = [row | {name: one.extra[name] for name in shared} for row, one in zip(rows, samples, strict=True)]

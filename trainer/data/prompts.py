@@ -86,6 +86,26 @@ def rendered(row: Mapping[str, Any], tokenizer: Any, chat_template_kwargs: Mappi
     return str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
+def decoded(tokenizer: Any, sampled: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
+    """The texts of sampled tokens. One that the tokenizer does not have is no text, as in vLLM.
+
+    A head may have more rows than the tokenizer has tokens. Rust's tokenizers skip such an id, Python's may raise.
+    """
+    ids = [list(one) for one in sampled]
+    try:
+        return list(tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens))
+    except Exception:
+        tokens = set(tokenizer.get_vocab().values())
+        if all(one in tokens for each in ids for one in each):
+            raise
+    warn_once(
+        f"got sampled token ids that the tokenizer does not have, want those of its {len(tokens)} tokens, the largest of "
+        f"which is {max(tokens)}: others are left out of texts; fix: the tokenizer of this model, if it is another's"
+    )
+    ids = [[one for one in each if one in tokens] for each in ids]
+    return list(tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens))
+
+
 def encode_prompts(
     rows: Sequence[Mapping[str, Any]],
     tokenizer: Any,

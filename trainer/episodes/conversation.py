@@ -12,12 +12,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from fused_grpo.errors import DataError, UnsupportedError, shown
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.data.prompts import (
+    decoded,
     encode_prompts,
     has_chat_template,
     has_own_parser,
@@ -94,7 +94,7 @@ class Template:
             return (self._parsed if self._has_own_parser else self._by_family)(ids, prefix, tools)
         text = ""
         with suppress(Exception):  # of ids that are none, which the check of completions names
-            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+            (text,) = decoded(self._tokenizer, [ids])
         return {"role": "assistant", "content": text}
 
     def _parsed(self, ids: list[int], prefix: Sequence[int], tools: Sequence[Any]) -> Message:
@@ -107,8 +107,8 @@ class Template:
         last = len(ids) - (1 if ids and ids[-1] in self._stops else 0)
         start = next((place for place in range(len(prefix), 0, -1) if prefix[place - 1] in self._stops), 0)
         # Special tokens too: a family may mark its calls, and a thought, with one.
-        read = partial(self._tokenizer.decode, skip_special_tokens=False)
-        return self._family.message(read(ids[:last]), tools, before=read(prefix[start:]))
+        text, before = decoded(self._tokenizer, [ids[:last], prefix[start:]], skip_special_tokens=False)
+        return self._family.message(text, tools, before=before)
 
     def _rendered(self, messages: list[Message], **options: Any) -> Any:
         # Without an option that lets the model continue a prompt's last message: here a whole turn is over.
