@@ -99,8 +99,8 @@ def decoded(tokenizer: Any, sampled: Sequence[Sequence[int]], *, skip_special_to
         if all(one in tokens for each in ids for one in each):
             raise
     warn_once(
-        f"got sampled token ids that the tokenizer does not have, want those of its {len(tokens)} tokens, the largest of "
-        f"which is {max(tokens)}: others are left out of texts; fix: the tokenizer of this model, if it is another's"
+        f"got sampled token ids that the tokenizer does not have, want those of its {len(tokens)} tokens, at most "
+        f"{max(tokens)}: others are left out of texts; fix: the tokenizer of this model, if it is another's"
     )
     ids = [[one for one in each if one in tokens] for each in ids]
     return list(tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens))
