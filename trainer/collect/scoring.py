@@ -155,7 +155,7 @@ def score_rollouts(
     if unscored:
         example = {**columns[unscored[0]], "completion": given[unscored[0]]}
         _log.warning(_UNSCORED, shown(example), unscored_is, len(unscored), len(columns))
-    scores = {
+    scores: dict[str, Sequence[Any]] = {
         "row": rows,
         "text": texts,
         "rewards": per_function.tolist(),

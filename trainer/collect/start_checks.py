@@ -51,6 +51,7 @@ from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted
 from fused_grpo.trainer.models.loading import (
     SELF,
     check_gradients,
+    check_init_kwargs,
     check_source,
     generation_config,
     known_tokens,
@@ -243,6 +244,8 @@ def check_processes(start: Start) -> None:
 def check_names(start: Start) -> None:
     """Paths and hub ids of models, and names of rewards."""
     args, given, teacher = start.args, start.reward_funcs, start.teacher_model
+    for name in ("model_init_kwargs", "teacher_model_init_kwargs"):
+        check_init_kwargs(name, getattr(args, name))
     check_source("model", start.model, args.model_init_kwargs)
     check_source("teacher_model", None if teacher == SELF else teacher, args.teacher_model_init_kwargs)
     for name in given if isinstance(given, list | tuple) else [given]:

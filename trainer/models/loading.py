@@ -17,7 +17,14 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError, UnsupportedError, WrongTypeError
@@ -32,6 +39,8 @@ from fused_grpo.trainer.models.quantized import check_quantization, keep_exact, 
 
 SELF = "self"  # the reference model
 FINGERPRINT_VALUES = 256  # of each parameter
+_SET_HERE = {"cls", "pretrained_model_name_or_path", "return_unused_kwargs", "state_dict"}  # of `from_pretrained`
+_NOWHERE = {"disk", "meta"}  # of `device_map`
 
 
 @contextmanager
@@ -83,6 +92,22 @@ def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> Non
             f"got {what} {str(name)!r}, {problem}; want a folder with a model in it, or the name of one on the hub; "
             "fix: the path, or save or download the model again"
         )
+
+
+def check_init_kwargs(name: str, given: Mapping[str, Any] | None) -> None:
+    """InputError for options of `from_pretrained` that are set here, or with which it returns no model to train."""
+    options, problem = given or {}, None
+    places = options.get("device_map")
+    if taken := sorted(_SET_HERE & options.keys()):
+        problem = f"{taken[0]!r} in {name}, which is set here, want other options; fix: leave it out"
+    elif options.get("output_loading_info"):
+        problem = f"output_loading_info in {name}, want a model without such a report; fix: leave it out"
+    elif not isinstance(config := options.get("config"), PreTrainedConfig | None):
+        problem = f"config={config!r} in {name}, want a PreTrainedConfig; fix: AutoConfig.from_pretrained(...)"
+    elif _NOWHERE & {str(place) for place in (places.values() if isinstance(places, Mapping) else [places])}:
+        problem = f"device_map={places!r} in {name}, want weights that can be trained in memory; fix: leave it out"
+    if problem:
+        raise InputError(f"got {problem}")
 
 
 def _problem_of_folder(folder: Path, plain: bool) -> str | None:

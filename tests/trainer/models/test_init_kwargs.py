@@ -1,0 +1,55 @@
+"""Options of `from_pretrained` with which there is no model to train are errors before anything is loaded."""
+
+import pytest
+from small_runs import model_of, trainer_in
+from transformers import Qwen2Config
+
+from fused_grpo.errors import InputError
+from fused_grpo.trainer.models.loading import check_init_kwargs
+from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
+
+REFUSED = {
+    "a pair": ({"output_loading_info": True}, "got output_loading_info in {}, want a model without"),
+    "a path twice": ({"pretrained_model_name_or_path": "x"}, "got 'pretrained_model_name_or_path' in {}, which is set"),
+    "a class": ({"cls": 1}, "got 'cls' in {}, which is set here"),
+    "options left over": ({"return_unused_kwargs": False}, "got 'return_unused_kwargs' in {}, which is set here"),
+    "weights": ({"state_dict": {}}, "got 'state_dict' in {}, which is set here"),
+    "a config's path": ({"config": "x"}, "got config='x' in {}, want a PreTrainedConfig; fix: AutoConfig"),
+    "no weights": ({"device_map": "meta"}, "got device_map='meta' in {}, want weights"),
+    "weights on a disk": (
+        {"device_map": {"": "cpu", "lm_head": "disk"}},
+        "got device_map=.*disk.* in {}, want",
+    ),
+}
+TAKEN = [{}, None, {"output_loading_info": False, "config": Qwen2Config()}, {"device_map": "auto"}, {"device_map": {"": 0}}]
+    {},
+    None,
+    {"output_loading_info": False, "config": Qwen2Config(), "device_map": "auto"},
+    {"device_map": {"": 0}},
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model_of().save_pretrained(tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("option", ["model_init_kwargs", "teacher_model_init_kwargs"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_return_no_model_are_refused(folder, tmp_path, name, option):
+    given, message = REFUSED[name]
+    with pytest.raises(InputError, match=message.format(option)):
+        trainer_in(tmp_path, folder, **{option: given})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("given", TAKEN)
+def test_other_options_are_taken(given):
+    check_init_kwargs("model_init_kwargs", given)
+
+
+def test_a_run_loads_with_options_that_say_what_is_the_default(folder, tmp_path):
+    given = {"output_loading_info": False, "device_map": None, "config": model_of().config}
+    assert trainer_in(tmp_path, folder, model_init_kwargs=given).train().steps == 2
