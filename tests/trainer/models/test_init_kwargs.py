@@ -21,12 +21,8 @@ REFUSED = {
         "got device_map=.*disk.* in {}, want",
     ),
 }
-TAKEN = [{}, None, {"output_loading_info": False, "config": Qwen2Config()}, {"device_map": "auto"}, {"device_map": {"": 0}}]
-    {},
-    None,
-    {"output_loading_info": False, "config": Qwen2Config(), "device_map": "auto"},
-    {"device_map": {"": 0}},
-]
+TAKEN = [{}, None, {"output_loading_info": False, "config": Qwen2Config()}, {"device_map": "auto"}]
+TAKEN += [{"device_map": {"": 0}}]
 
 
 @pytest.fixture
