@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -115,7 +116,6 @@ class TransformersFace:
 
     # As in transformers' own Trainer.
     log_metrics, metrics_format = trainer_pt_utils.log_metrics, staticmethod(trainer_pt_utils.metrics_format)
-    save_metrics, save_state = trainer_pt_utils.save_metrics, trainer_pt_utils.save_state
     add_callback: Any = Trainer.add_callback
     pop_callback: Any = Trainer.pop_callback
     remove_callback: Any = Trainer.remove_callback
@@ -124,6 +124,21 @@ class TransformersFace:
     get_optimizer_group: Any = Trainer.get_optimizer_group
     get_learning_rates, num_examples = Trainer.get_learning_rates, Trainer.num_examples
     is_deepspeed_enabled, deepspeed = False, None
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write them to `<split>_results.json`, and with those of other splits to `all_results.json`."""
+        trainer_pt_utils.save_metrics(self._in_output_dir(), split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write `state` to `trainer_state.json`."""
+        trainer_pt_utils.save_state(self._in_output_dir())
+
+    def _in_output_dir(self) -> Any:
+        """What transformers' functions write for: `args.output_dir` is where it was when the trainer was made."""
+        args = SimpleNamespace(output_dir=str(self.output_dir))
+        if self.is_world_process_zero():
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+        return SimpleNamespace(args=args, state=self.state, is_world_process_zero=self.is_world_process_zero)
 
     @reported
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> Path:

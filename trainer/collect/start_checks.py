@@ -98,6 +98,8 @@ class Start:
     environment_factory: Any = None
     accelerator: Accelerator | None = field(default=None, init=False)  # None: of a dry run
     adds_metrics: bool = field(default=False, init=False)  # a subclass, to an evaluation
+    # Paths, absolute, and hub ids of models: the policy, a teacher, rewards; of rewards also names of functions.
+    models: set[str] = field(init=False)
     evals: Mapping[str, Any] = field(init=False)  # eval sets by name
     config: Any = field(init=False)  # of the model
     engine_name: EngineName = field(init=False)
@@ -119,12 +121,9 @@ class Start:
         self.model_path = str(self.model) if isinstance(self.model, str | Path) else None  # of one to be loaded
         self.output_dir, resume = Path(self.args.output_dir).absolute(), self.args.resume_from_checkpoint
         self.resume = Path(resume).absolute() if isinstance(resume, str) else resume  # callbacks may change folders
-
-    @property
-    def models(self) -> set[str]:
-        """Paths and hub ids of models: the policy, a teacher, rewards; of rewards also names of functions."""
         rewards = self.reward_funcs if isinstance(self.reward_funcs, list | tuple) else [self.reward_funcs]
-        return {str(given) for given in (self.model, self.teacher_model, *rewards) if isinstance(given, str | Path)}
+        named = [str(one) for one in (self.model, self.teacher_model, *rewards) if isinstance(one, str | Path)]
+        self.models = {str(Path(one).absolute()) if Path(one).exists() else one for one in named}
 
     def arguments(self) -> dict[str, Any]:
         """Those of `GRPOTrainer` that it was made from."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import uuid
 from collections.abc import Iterable, Sequence
@@ -138,7 +139,7 @@ class VLLMServerEngine(RolloutEngine):
             weight_transfer,
             self._replicas,
             configs,
-            directory=weights_directory,
+            directory=weights_directory and os.path.abspath(weights_directory),  # servers have another folder
             full_sync_interval=full_sync_interval,
         )
 
@@ -284,7 +285,7 @@ class VLLMServerAdapterEngine(VLLMServerEngine):
     _adapter: ServedAdapter
 
     def __init__(self, model: Any, tokenizer: Any, *, weights_directory: str | None = None, **options: Any) -> None:
-        self._adapter, self._directory = ServedAdapter(model), weights_directory
+        self._adapter, self._directory = ServedAdapter(model), weights_directory and os.path.abspath(weights_directory)
         super().__init__(base_model(model), tokenizer, weight_transfer="files", full_sync_interval=1, **options)
 
     def _transfer_weights(self, weights: WeightStream, server_version: str) -> None:
