@@ -63,7 +63,7 @@ def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=48, help="GEMMs differ by 2 %% from call to call")
     rounds = parser.parse_args().rounds
     torch.manual_seed(0)
     pairs = calls()

@@ -143,7 +143,7 @@ BUGS = {
         EXACT,
     ),
     "derivative of the soft cap": Bug(
-        "fused_grpo/passes/torch_passes/row_passes.py", "slopes = 1 - out.square()", "slopes = 1 - out.abs()", EXACT
+        "fused_grpo/passes/torch_passes/tile.py", "slopes = 1 - out.square()", "slopes = 1 - out.abs()", EXACT
     ),
     "sign of the entropy's gradient": Bug(
         "fused_grpo/passes/torch_passes/row_passes.py",
@@ -152,13 +152,13 @@ BUGS = {
         EXACT,
     ),
     "the target counts among the others": Bug(
-        "fused_grpo/passes/torch_passes/row_passes.py",
+        "fused_grpo/passes/torch_passes/tile.py",
         "self.targets - columns.start, -torch.inf)",
         "-1 - self.targets, -torch.inf)",
         EXACT,
     ),
     "the target counts among the others of plain logits": Bug(
-        "fused_grpo/passes/torch_passes/row_passes.py",
+        "fused_grpo/passes/torch_passes/tile.py",
         "put_at_targets_(self.raw, self.targets, -torch.inf)",
         "put_at_targets_(self.raw, -1 - self.targets, -torch.inf)",
         ROW_PASSES,
@@ -191,7 +191,7 @@ BUGS = {
         "fused_grpo/passes/torch_passes/row_passes.py", ".masked_fill_((factor == 0)[:, None], 0.0)", "", NO_NUMBERS
     ),
     "a tile that is only looked at is changed": Bug(
-        "fused_grpo/passes/torch_passes/row_passes.py",
+        "fused_grpo/passes/torch_passes/tile.py",
         "if out is None and self.is_plain:",
         "if False:",
         ["tests/kernels/test_row_passes.py::test_statistics_are_as_exact_as_torch[torch--1-1]"],

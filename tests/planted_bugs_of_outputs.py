@@ -2,7 +2,7 @@
 
 KERNEL = "kernels/torch-ext/fused_grpo_kernels/row_moments.py"
 MATHS = "fused_grpo/_maths/moments.py"
-PASS = "fused_grpo/passes/torch_passes/row_passes.py"
+PASS = "fused_grpo/passes/torch_passes/tile_moments.py"
 TESTS = "tests/ops/test_outputs.py"
 TRL = "tests/integrations/test_trl.py"
 VALUES = [TESTS, "-k", "exact_as_fp32 and trainable and torch-dtype0"]
@@ -51,25 +51,25 @@ BUGS = {
     ),
     "a tie in the target's own block is not looked at": (
         PASS,
-        "if len(tied):",
+        "if (tied := before == logits).any():",
         "if False:",
         TIES,
     ),
     "a tile after the target is before it": (
         PASS,
-        "largest.masked_fill(local < 0, -torch.inf)",
-        "largest.clone()",
+        "torch.where(self._tile.targets < self._tile.raw.shape[1], self._before, self._largest)",
+        "self._largest",
         MERGED,
     ),
     "the mean logit leaves the target out": (
         PASS,
-        "= at_target[rows]\n",
-        "= 0.0\n",
+        "z[rows, columns] = logits\n",
+        "z[rows, columns] = 0.0\n",
         VALUES,
     ),
     "the pass leaves the target's logit in the tile": (
         PASS,
-        "    z[rows, local[rows]] = -torch.inf\n",
+        "            z[rows, columns] = -torch.inf\n",
         "",
         VALUES,
     ),

@@ -53,9 +53,13 @@ def merge_moments(parts: Sequence[Moments]) -> Moments:
     if len(parts) == 1:
         return parts[0]
     shifts, squares, logits, *others = map(torch.stack, zip(*parts, strict=True))
+    return Moments(*merge_squares(shifts, squares), logits.sum(0), *(x.amax(0) for x in others))
+
+
+def merge_squares(shifts: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """(shift [N], s2 [N]) of rows from those of disjoint parts of their columns, [parts, N] each."""
     shift = shifts.amax(0)
-    rescaled = squares * torch.exp(2 * (shifts - finite(shift)))
-    return Moments(shift, rescaled.sum(0), logits.sum(0), *(x.amax(0) for x in others))
+    return shift, (squares * torch.exp(2 * (shifts - finite(shift)))).sum(0)
 
 
 def finish_moments(moments: Moments, statistics: Statistics, *, vocab_size: int) -> Tensor:

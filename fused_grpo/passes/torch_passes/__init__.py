@@ -18,7 +18,6 @@ from fused_grpo.passes.torch_passes.divergence import Divergence, divergence_gra
 from fused_grpo.passes.torch_passes.kept_tokens import entry_logits, weighted_rows_
 from fused_grpo.passes.torch_passes.row_passes import (
     clean_targets,
-    empty_tile,
     grpo_token_loss,
     logits_gradient_,
     row_statistics,
@@ -26,6 +25,7 @@ from fused_grpo.passes.torch_passes.row_passes import (
     scale_hidden,
     softmax_weights_,
 )
+from fused_grpo.passes.torch_passes.tile import empty_tile
 
 __all__ = [
     "Divergence",

@@ -29,7 +29,7 @@ from torch import Tensor
 from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.statistics import RowState, Statistics, finish_rows
 from fused_grpo.passes import buffers
-from fused_grpo.passes.torch_passes.row_passes import block_sums, empty_tile, exp, is_plain, narrow_memory, scratch
+from fused_grpo.passes.torch_passes.tile import block_sums, empty_tile, exp, is_plain, narrow_memory, scratch
 
 # For jsd, e^c is not smaller: it is not 0, and no quotient is out of range. Twice as far down it is 0.
 _LEAST = {torch.float32: -60.0, torch.float64: -600.0}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fused_grpo._maths import formulas
-from fused_grpo._maths.distributions import LogitTransform, cap_slope
-from fused_grpo._maths.moments import Moments, TakesMoments, merge_moments
+from fused_grpo._maths.distributions import LogitTransform
+from fused_grpo._maths.moments import TakesMoments
 from fused_grpo._maths.statistics import (
     HEADROOM,
     MOST_PARTS,
@@ -27,7 +25,8 @@ from fused_grpo._maths.statistics import (
 )
 from fused_grpo.config import TokenTerms
 from fused_grpo.errors import InputError
-from fused_grpo.passes import buffers
+from fused_grpo.passes.torch_passes.tile import RawTile, block_maxima, block_sums, exp, narrow_memory, put_at_targets_
+from fused_grpo.passes.torch_passes.tile_moments import TileMoments
 
 # Whether a transform of torch.func is active.
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -105,56 +104,31 @@ def _fold(
     tile: RawTile, *, entropy: bool, out: Tensor | None = None, moments: TakesMoments | None = None
 ) -> tuple[list[RowState], Tensor]:
     """(the states of a tile's rows, m [R]); with `out`, e^(z - m) times the soft cap's slope is left there."""
-    parts, of_blocks = list[RowState](), list[Moments]()
+    parts, seen = list[RowState](), None if moments is None else TileMoments(tile)
     # On a GPU, a test whether a shift is raised would synchronize: the largest logits are computed first.
     shift = tile.raw.new_full((len(tile.raw),), -torch.inf) if tile.on_cpu else tile.largest()
-    for block in tile.blocks(out, apart=entropy or (moments is not None and out is not None)):
+    for block in tile.blocks(out, apart=entropy):
         # With the entropy, sums are relative to the largest logit of the block: other errors would not cancel.
-        top = block_maxima(block.z) if entropy or moments is not None else None
+        top = block_maxima(block.z) if entropy or seen is not None else None
         if tile.on_cpu:
             shift = _raised(shift, block.z, top, None if out is None else out[:, : block.columns.start])
         centre = top if top is not None and entropy else shift
-        order = None if moments is None or top is None else _order(block, tile, top)
+        if seen is not None and top is not None:
+            seen.add_logits(block, top)
         centred = torch.sub(block.z, finite(centre)[:, None], out=block.centred if entropy else block.e)
         e = exp(centred, out=block.e)
+        if seen is not None:
+            seen.add_exponentials(e, centre)
         # Below -128 exp is 0 or almost 0: the clamp only avoids 0 * -inf.
         weighted = block_sums(block.centred.clamp_min_(-128.0).mul_(e)) if entropy else shift
         parts.append(RowState(centre, block_sums(e), weighted, tile.target_logit))
         if len(parts) == MOST_PARTS:
             parts = [merge_rows(parts)]
-        if order is not None:
-            squares = _square_sums(e, spare=e if out is None else block.centred)
-            of_blocks.append(Moments(centre, squares, *order, tile.target_logit))
-            if len(of_blocks) == MOST_PARTS:
-                of_blocks = [merge_moments(of_blocks)]
         if entropy and out is not None:
             e.mul_(torch.exp(centre - finite(shift))[:, None])
-    if moments is not None:
-        moments(merge_moments(of_blocks), tile.raw.shape[1])
+    if moments is not None and seen is not None:
+        moments(seen.finish(), tile.raw.shape[1])
     return parts, shift
-
-
-def _order(block: Block, tile: RawTile, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(the sum of the logits, the largest but the target's, the largest before the target), of a block [R, c]."""
-    z, local, at_target = block.z, tile.targets - block.columns.start, tile.target_logit
-    if not tile.on_cpu:
-        hidden = put_at_targets_(z, local, at_target[:, None])
-        sums = block_sums(z)
-        z.scatter_(1, *hidden)
-        return sums, largest, z.masked_fill(_columns(z) >= local[:, None], -torch.inf).amax(1)
-    rows = (local == local.clamp(0, z.shape[1] - 1)).nonzero()[:, 0]  # a share of all
-    z[rows, local[rows]] = at_target[rows]
-    sums = block_sums(z)
-    z[rows, local[rows]] = -torch.inf
-    # Which of the other logits is before the target is only asked where one ties with it.
-    before, tied = largest.masked_fill(local < 0, -torch.inf), rows[largest[rows] == at_target[rows]]
-    if len(tied):
-        before[tied] = z[tied].masked_fill(_columns(z) >= local[tied, None], -torch.inf).amax(1)
-    return sums, largest, before
-
-
-def _columns(z: Tensor) -> Tensor:
-    return torch.arange(z.shape[1], device=z.device)
 
 
 def _raised(shift: Tensor, z: Tensor, top: Tensor | None, before: Tensor | None) -> Tensor:
@@ -258,159 +232,3 @@ def grpo_token_loss(
     # In the mask and without a gradient: one operation on two bools.
     statistics["zero_gradient"] = (inputs["mask"] > (gradients["logprobs"] != 0)).sum().to(logprobs.dtype)
     return gradients["logprobs"], gradients.get("log_ratio"), statistics
-
-
-_PARTS = 4
-_LOG2E = math.log2(math.e)
-
-
-def empty_tile(rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[R, C] for the raw logits of the largest tile; smaller ones are its first rows and columns."""
-    stride = buffers.column_stride(rows)
-    return buffers.empty((columns, stride), dtype=dtype, device=device)[:, :rows].t()
-
-
-def scratch(tile: Tensor, count: int) -> tuple[int, list[Tensor]]:
-    """(the columns of a block of a tile, memory [R, c] for `count` blocks, column-major as the tile).
-
-    With powers of two, all blocks of a batch-invariant tile have the same width, and `block_sums` has equal parts.
-    """
-    most = max(1, buffers.BLOCK_BYTES // max(1, len(tile) * tile.element_size()))
-    width = 1 << (most.bit_length() - 1)
-    columns = max(2, min(width, tile.shape[1]))
-    return width, [tile.new_empty(columns, len(tile)).t() for _ in range(count)]
-
-
-class Block(NamedTuple):
-    """A block of columns of a tile, with their transformed logits, and where a pass computes; all are [R, c]."""
-
-    columns: slice
-    z: Tensor  # -inf at the targets; in the tile itself without a transform, else in scratch memory
-    centred: Tensor  # for z - m
-    e: Tensor  # for e^(z - m) and what becomes of it, which is then written to the output
-
-
-class RawTile:
-    """A tile [R, C], the transform of its raw logits, and the places of its targets."""
-
-    def __init__(
-        self,
-        raw: Tensor,
-        targets: Tensor,
-        *,
-        bias: Tensor | None = None,
-        temperature: Tensor,
-        logit_scale: float = 1.0,
-        softcap: float | None = None,
-    ) -> None:
-        self.raw, self.targets, self.bias, self.temperature = raw, targets, bias, temperature
-        self.logit_scale, self.softcap, self.on_cpu = logit_scale, softcap, raw.device.type == "cpu"
-        # At one temperature that equals the scale, the raw logits are the logits, which saves a pass.
-        self.is_plain = is_plain(bias, temperature, logit_scale, softcap)
-        has_target = (targets >= 0) & (targets < raw.shape[1])
-        column = torch.where(has_target, targets, 0)[:, None]
-        at_target = raw.gather(1, column) if bias is None else raw.gather(1, column) + bias[column]
-        z = at_target
-        if not self.is_plain:
-            z, _ = self._transformed(at_target, None, torch.empty_like(at_target), slope=False)
-        self.target_logit = torch.where(has_target, z[:, 0], -torch.inf)
-        self.slope_at_target = None if softcap is None else cap_slope(at_target[:, 0] * (logit_scale / softcap))
-
-    def blocks(self, out: Tensor | None, *, apart: bool = False) -> Iterator[Block]:
-        """One cache-sized block at a time. What a pass leaves in a block's `e` is written to `out`, times the slope.
-
-        `out` is in the memory of the tile; without it, the tile does not change. With `apart`, `e` is not in the memory
-        of `centred`.
-        """
-        in_out = out is not None and out.dtype == self.raw.dtype  # that of `e`; without a transform, that is all
-        needed = (apart or not (in_out and self.is_plain)) + (apart and not in_out)
-        width, memory = scratch(self.raw, needed)
-        shown = put_at_targets_(self.raw, self.targets, -torch.inf) if self.is_plain else ()
-        for columns in buffers.chunks(self.raw.shape[1], width):
-            z, slope = self.raw[:, columns], None
-            spare = [values[:, : z.shape[1]] for values in memory]
-            if not self.is_plain:
-                bias = None if self.bias is None else self.bias[columns]
-                z, slope = self._transformed(z, bias, spare[0], slope=out is not None)
-                put_at_targets_(z, self.targets - columns.start, -torch.inf)
-            e = out[:, columns] if out is not None and in_out else spare[-1]
-            yield Block(columns, z, spare[0] if apart else e, e)
-            if slope is not None:
-                e.mul_(slope)
-            if out is not None and not in_out:
-                out[:, columns].copy_(e)
-        if out is None and self.is_plain:
-            self.raw.scatter_(1, *shown)
-
-    def largest(self) -> Tensor:
-        """The largest logit of each row except the target's, [R]."""
-        return torch.stack([block.z.amax(1) for block in self.blocks(None)]).amax(0)
-
-    def _transformed(
-        self, raw: Tensor, bias: Tensor | None, out: Tensor, *, slope: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """(z, dz/dx of the soft cap if there is one and `slope`), from `raw` [R, c] into `out`."""
-        raw = raw if bias is None else torch.add(raw, bias, out=out)
-        temperature = self.temperature[:, None]
-        if self.softcap is None:
-            # If temperature and scale are equal, this is exactly 1: skipping the product gives the same bits.
-            return torch.mul(raw, self.logit_scale / temperature, out=out), None
-        torch.mul(raw, self.logit_scale / self.softcap, out=out).tanh_()
-        slopes = 1 - out.square() if slope else None
-        return out.mul_(self.softcap / temperature), slopes
-
-
-def put_at_targets_(z: Tensor, targets: Tensor, values: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Write values, one or [R, 1], at the targets [R] that are columns of z [R, c].
-
-    Returns the arguments of `z.scatter_(1, ...)` that restores what was there.
-    """
-    column = targets[:, None].clamp(0, z.shape[1] - 1)
-    kept = z.gather(1, column)
-    z.scatter_(1, column, torch.where(targets[:, None] == column, values, kept))
-    return column, kept
-
-
-def exp(x: Tensor, *, out: Tensor) -> Tensor:
-    """e^x by exp2, which PyTorch vectorises on every CPU. Its exp may be MKL's, which is slow on some."""
-    return torch.mul(x, _LOG2E, out=out).exp2_()
-
-
-def _over_columns(reduce: Callable[[Tensor, int], Tensor], values: Tensor) -> Tensor:
-    """[R] over the columns of a block [R, c], in parts: twice as fast as one sum over contiguous columns, and every
-    core reads the columns that it writes next.
-
-    (A product with ones would be as fast as a sum, but would add one column after the other: equal columns would all
-    round in the same direction.)
-    """
-    if values.shape[1] % _PARTS:
-        return reduce(values, 1)
-    return reduce(reduce(values.t().unflatten(0, (_PARTS, -1)), 1), 0)
-
-
-block_sums = functools.partial(_over_columns, torch.sum)
-block_maxima = functools.partial(_over_columns, torch.amax)
-
-
-def _square_sums(values: Tensor, *, spare: Tensor) -> Tensor:
-    """[R], the sums of squares over the columns of a block [R, c]; `spare` [R, c] is overwritten, and may be it."""
-    if values.shape[1] % _PARTS:
-        return block_sums(torch.mul(values, values, out=spare))
-    # Of each four consecutive columns one, so that a core reads those that it has written.
-    first, *others = values.t().unflatten(0, (-1, _PARTS)).unbind(1)
-    sums = torch.mul(first, first, out=spare.t().unflatten(0, (-1, _PARTS))[:, 0])
-    for part in others:
-        sums.addcmul_(part, part)
-    return block_sums(sums.t())
-
-
-def narrow_memory(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """`logits` [R, C] as memory for [R, C] of a narrower `dtype`: the front of each row or column."""
-    if logits.stride(0) == 1:
-        return logits.t().view(dtype)[:, : len(logits)].t()
-    return logits.view(dtype)[:, : logits.shape[1]]
-
-
-def is_plain(bias: Tensor | None, temperature: Tensor, logit_scale: float, softcap: float | None) -> bool:
-    """Whether raw logits are known to be the logits. On a GPU, the values of temperatures would synchronize."""
-    return bias is None and softcap is None and temperature.is_cpu and bool((temperature == logit_scale).all())
