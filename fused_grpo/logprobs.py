@@ -243,7 +243,9 @@ def _linear_logprobs(
         )
     else:
         tensors, transform = (head.hidden, head.weight, head.bias, head.targets), (head.logit_scale, head.softcap)
-        computed = ignore_index, entropy, impl, chunk_bytes, batch_invariant, [*Wanted.of(head)]
+        # A graph of any number of rows cannot have an output whose shape depends on how many fit into memory.
+        keeps, wanted = not torch.compiler.is_exporting(), [*Wanted.of(head)]
+        computed = ignore_index, entropy, impl, chunk_bytes, batch_invariant, keeps, wanted
         logprobs, entropies, _, _, _, moments = torch.ops.fused_grpo.linear_logprobs.default(
             *tensors, head.temperature, bool(outputs), *transform, *computed
         )

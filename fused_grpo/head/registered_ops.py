@@ -29,7 +29,7 @@ from fused_grpo.passes import choice
 
 _OPTIONS = (
     "float logit_scale, float? softcap, int ignore_index, bool entropy, str impl, int? chunk_bytes, "
-    "bool batch_invariant, bool[] wanted"
+    "bool batch_invariant, bool keeps, bool[] wanted"
 )
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor temperature"
 
@@ -62,13 +62,15 @@ def _linear_logprobs(
     impl: str,
     chunk_bytes: int | None,
     batch_invariant: bool,
+    keeps: bool,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(log p [N], entropy [N], m and s of `statistics.py` [2, N], what is kept, largest targets [N], moments [3, N]).
 
     The entropy is [0] unless `entropy`, and m and s are [0] if no gradient is `wanted`. If, of (hidden, weight, bias),
     only the gradient of hidden is, d log p / d hidden [N, D] is kept, with the targets it is of. If `keeps_weights`,
-    softmax weights [N, V] are, those of rows that are not ignored first, and their scale is beside m and s: [3, N].
+    and `keeps` allows it, softmax weights [N, V] are, those of rows that are not ignored first, and their scale is
+    beside m and s: [3, N].
     With `moments` and targets [N], the last are those of `finish_moments`, else [0].
     The largest targets are [0] if nothing is kept, and beside the weights of one target per row.
 
@@ -89,7 +91,7 @@ def _linear_logprobs(
     options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted), seen)
     if _takes_gradient(wanted, batch_invariant):
         statistics, memory, largest = logprob_plans.forward_with_gradient(head.select(index), passes, options)
-    elif may_synchronize(targets) and logprob_plans.keeps_weights(head, passes, options):
+    elif keeps and may_synchronize(targets) and logprob_plans.keeps_weights(head, passes, options):
         memory = logprob_plans.memory_to_keep(head, passes)
         statistics, scale, largest = logprob_plans.forward_with_weights(head.select(index), passes, options, memory)
     else:
@@ -130,10 +132,10 @@ def _fake(
 ) -> tuple[Tensor, ...]:
     # len() would specialise the compiled graph to this number of rows.
     count, dtype = targets.shape[0], compute_dtype(hidden)
-    moments, logit_scale, softcap, _, entropy, impl, chunk_bytes, batch_invariant, wanted = options
+    moments, logit_scale, softcap, _, entropy, impl, chunk_bytes, batch_invariant, keeps, wanted = options
     frozen, keeps_weights = _takes_gradient(wanted, batch_invariant), False
     kept = torch.empty_like(hidden, dtype=dtype) if frozen else hidden.new_empty(0, dtype=dtype)
-    if not frozen and any(wanted):
+    if keeps and not frozen and any(wanted):
         head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
         passes = choice.passes(choice.choose(impl, hidden))
         seen = RowsMoments(len(weight)) if moments else None
@@ -170,6 +172,7 @@ def _linear_logprobs_backward(
     impl: str,
     chunk_bytes: int | None,
     batch_invariant: bool,
+    keeps: bool,
     wanted: list[bool],
 ) -> list[Tensor]:
     """The gradients of hidden, weight and bias, in that order, without those that are not wanted."""

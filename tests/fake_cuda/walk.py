@@ -68,7 +68,7 @@ def call_logprobs(
     temperature = torch.empty(len(tensors["targets"]), device="cuda")
     flags = [wanted != "no_grad", wanted == "trainable", wanted == "trainable" and "bias" in given]
     inputs = (tensors["hidden"], tensors["weight"], given.get("bias"), tensors["targets"], temperature)
-    rest = (given.get("logit_scale", 1.0), given.get("softcap"), -100, entropy, "auto", None, False, flags)
+    rest = (given.get("logit_scale", 1.0), given.get("softcap"), -100, entropy, "auto", None, False, True, flags)
 
     def call() -> Any:
         *out, _ = registered_ops._linear_logprobs(*inputs, False, *rest)

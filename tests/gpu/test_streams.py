@@ -220,7 +220,7 @@ def test_opcheck_finds_nothing(plan):
     temperature = torch.full((N,), 0.7, device=DEVICE)
     wanted = [True, plan == "trainable", False]
     inputs = (leaves["hidden"], leaves["weight"], None, problem.targets, temperature)
-    options = (1.5, 4.0, -100, True, "triton", None, False, wanted)
+    options = (1.5, 4.0, -100, True, "triton", None, False, True, wanted)
     # Not its comparison with a compiled call: that is the test above.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(OPS.linear_logprobs.default, (*inputs, True, *options), test_utils=utils)

@@ -43,7 +43,7 @@ def test_opcheck_finds_nothing(monkeypatch, moments, entropy, frozen, bias, ids)
     hidden, weight, b = leaves(frozen=frozen)
     inputs = (hidden, weight, b if bias else None, ids, torch.full((N,), 0.7))
     wanted = [True, not frozen, bias and not frozen]
-    options = (1.5, 4.0, -100, entropy, "torch", None, False, wanted)
+    options = (1.5, 4.0, -100, entropy, "torch", None, False, True, wanted)
     torch.library.opcheck(OPS.linear_logprobs.default, (*inputs, moments, *options))
     saved = [x.detach() for x in OPS.linear_logprobs(*inputs, moments, *options)[:5]]
     inputs = [None if x is None else x.detach() for x in inputs]
@@ -68,7 +68,7 @@ def test_no_output_of_an_op_shares_memory(impl, ids):
     every = product([N, 0], [False, True], [False, True], GRADIENTS)
     for count, entropy, invariant, wanted in list(every)[:: 1 if impl == "torch" else 5]:
         inputs = (hidden[:count], weight, bias, ids()[:count], torch.full((count,), 0.7))
-        options = (1.5, 4.0, -100, entropy, impl, None, invariant, wanted)
+        options = (1.5, 4.0, -100, entropy, impl, None, invariant, True, wanted)
         *saved, moments = OPS.linear_logprobs(*inputs, inputs[3].ndim == 1, *options)
         assert_apart(inputs, [*saved, moments])
         upstream = torch.ones(saved[0].shape), torch.ones(count) if entropy else None
@@ -82,7 +82,7 @@ def test_opcheck_finds_nothing_without_a_gradient_or_rows():
     for count in (N, 0):
         inputs = (hidden[:count], weight, bias, targets()[:count], torch.full((count,), 0.7))
         torch.library.opcheck(
-            OPS.linear_logprobs.default, (*inputs, True, 1.5, 4.0, -100, True, "torch", None, False, [False] * 3)
+            OPS.linear_logprobs.default, (*inputs, True, 1.5, 4.0, -100, True, "torch", None, False, True, [False] * 3)
         )
 
 
@@ -120,8 +120,9 @@ def test_a_compiled_call_equals_an_eager_one(assert_as_exact, backend, frozen, i
         assert_as_exact(ours, eager, exact, what=str(tuple(exact.shape)))
 
 
-def test_another_number_of_rows_does_not_compile_again():
-    weight, graphs = torch.randn(V, D), []
+@pytest.mark.parametrize("trainable", [False, True])
+def test_another_number_of_rows_does_not_compile_again(trainable):
+    weight, graphs = torch.randn(V, D, requires_grad=trainable), []
 
     def backend(graph, _):
         graphs.append(graph)
@@ -130,7 +131,7 @@ def test_another_number_of_rows_does_not_compile_again():
     compiled = torch.compile(
         lambda hidden, ids: linear_logprobs(hidden, weight, ids), fullgraph=True, dynamic=True, backend=backend
     )
-    for count in (5, 6, 64, 1000):
+    for count in (5, 6, 64, 200, 1000):
         hidden, ids = torch.randn(count, D), targets(count)
         torch.testing.assert_close(compiled(hidden, ids), linear_logprobs(hidden, weight, ids))
     assert len(graphs) == 1
@@ -138,18 +139,36 @@ def test_another_number_of_rows_does_not_compile_again():
 
 @pytest.mark.parametrize("ids", [targets, several])
 @pytest.mark.parametrize("with_gradient", [False, True])
-def test_an_exported_call_takes_any_number_of_rows(with_gradient, ids):
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_call_takes_any_number_of_rows(with_gradient, ids, frozen, strict):
     class Scorer(torch.nn.Module):
         def forward(self, hidden, ids):
-            return linear_logprobs_and_entropy(hidden, weight, ids, bias=bias, temperature=0.7)
+            return linear_logprobs_and_entropy(hidden, self.weight, ids, bias=self.bias, temperature=0.7)
 
-    hidden, weight, bias = leaves(frozen=True)
-    rows = {0: torch.export.Dim("rows")}
+    hidden, weight, bias = leaves(frozen=frozen)
+    module, shapes = Scorer(), {name: {0: torch.export.Dim("rows")} for name in ("hidden", "ids")}
+    module.weight, module.bias = (torch.nn.Parameter(x.detach(), x.requires_grad) for x in (weight, bias))
     with torch.set_grad_enabled(with_gradient):
-        exported = torch.export.export(Scorer(), (hidden, ids()), dynamic_shapes={"hidden": rows, "ids": rows}).module()
-        for count in (N, 4):
-            given = hidden[:count], ids()[:count]
-            torch.testing.assert_close(exported(*given), tuple(Scorer()(*given)))
+        exported = torch.export.export(module, (hidden, ids()), dynamic_shapes=shapes, strict=strict).module()
+        for index in (torch.arange(N), torch.arange(4), torch.arange(95) % N, torch.arange(300) % N):
+            given = hidden[index], ids()[index]
+            torch.testing.assert_close(exported(*given), tuple(module(*given)))
+
+
+def test_an_exported_head_learns_as_an_eager_one():
+    """Though it keeps no softmax weights, whose memory depends on the number of rows."""
+
+    class Scorer(torch.nn.Linear):
+        def forward(self, hidden, ids):
+            return linear_logprobs(hidden, self.weight, ids)
+
+    hidden, module = torch.randn(200, D), Scorer(D, V)
+    shapes = {name: {0: torch.export.Dim("rows")} for name in ("hidden", "ids")}
+    exported = torch.export.export(module, (hidden[:9], targets(9)), dynamic_shapes=shapes).module()
+    for one in (exported, module):
+        one(hidden, targets(200)).sum().backward()
+    torch.testing.assert_close(exported.weight.grad, module.weight.grad)
 
 
 def test_a_compiled_call_still_names_a_bad_target():
