@@ -66,7 +66,8 @@ def grpo_loss(
 
     Args:
         logprobs: padded [B, T], or packed [N] with `cu_seqlens`. Floating; computed in fp32 (fp64 for fp64).
-        advantages: [B], one per sequence, or the shape of `logprobs`.
+        advantages: [B], one per sequence, or the shape of `logprobs`, one per token. Packed, they are one per sequence
+            where B = N, which differs if a sequence is empty: [N, 1] is always one per token.
         mask: shape of `logprobs`, non-zero for tokens in the loss. It is 0 for padding, for tool outputs, and for
             truncated completions that should not count. None: all tokens are in the loss.
         cu_seqlens: [B+1] int32, the start of each packed sequence, and N.

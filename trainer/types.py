@@ -323,7 +323,7 @@ class MicroBatch:
     targets: Tensor  # [N] int64, those tokens
     cu_seqlens: Tensor  # [b+1] int32, where each sequence's completion starts among the N
     sequence_index: Tensor  # [b] int64, which sequence of the effective batch each of these is; on the CPU
-    advantages: Tensor  # [b] fp32, or of each token [N]
+    advantages: Tensor  # [b] fp32, or of each token [N, 1]
     sampling_logprobs: Tensor | None = None  # [N] fp32; None: the engine does not say
     old_logprobs: Tensor | None = None  # [N] fp32; None: on policy
     ref_logprobs: Tensor | None = None  # [N] fp32; None: no KL term

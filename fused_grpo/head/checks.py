@@ -401,7 +401,7 @@ def loss_inputs(
         raise InputError(f"got advantages of dtype {advantages.dtype}, want a floating dtype; fix: advantages.float()")
     if advantages.shape == (sequences.count,):
         advantages = sequences.spread(advantages, shape.numel())
-    elif advantages.shape != shape:
+    elif advantages.shape != shape and (len(shape) == 2 or advantages.shape != (*shape, 1)):
         raise InputError(
             f"got advantages {tuple(advantages.shape)}, want [B] = ({sequences.count},), one per sequence, "
             f"or {tuple(shape)}, one per token"

@@ -178,9 +178,7 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
             rows = [sample.own(row) for sample, row in zip(samples, rows, strict=True)]
         return torch.cat([torch.zeros(0), *(torch.as_tensor(row, dtype=torch.float32) for row in rows)])
 
-    advantages = per_token("token_advantages")
-    if advantages is None:
-        advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
+    of_tokens, of_sequences = per_token("token_advantages"), [sample.advantage for sample in samples]
     has_lists = any(sample.listed_tokens is not None for sample in batch)
     support, centering = _support(batch, chosen) if has_lists else (None, None)
     has_experts = any(sample.routed_experts is not None for sample in batch)
@@ -193,7 +191,7 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
         targets=torch.tensor(list(chain.from_iterable(targets)), dtype=torch.int64),
         cu_seqlens=torch.tensor([0, *accumulate(s.num_own for s in samples)], dtype=torch.int32),
         sequence_index=torch.tensor(chosen, dtype=torch.int64),
-        advantages=advantages,
+        advantages=torch.tensor(of_sequences, dtype=torch.float32) if of_tokens is None else of_tokens[:, None],
         sampling_logprobs=per_token("sampling_logprobs"),
         old_logprobs=per_token("old_logprobs"),
         ref_logprobs=per_token("ref_logprobs"),

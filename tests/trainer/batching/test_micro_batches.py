@@ -10,6 +10,7 @@ from hypothesis.strategies import booleans, integers, lists
 from transformers import modeling_flash_attention_utils as flash
 
 from fused_grpo import GRPOLossConfig
+from fused_grpo.head.checks import LossArguments, loss_inputs
 from fused_grpo.trainer.batching import micro_batches as packing
 from fused_grpo.trainer.batching.micro_batches import Packing, cut_by_length, cut_by_tokens, micro_batches, pack, place
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
@@ -38,6 +39,17 @@ def test_packing_keeps_every_token_and_what_predicts_it(batch):
     assert packed.targets.tolist() == packed.input_ids[0, packed.predictors + 1].tolist() == [8, 9, 1, 1, 10, 11, 12, 1]
     assert packed.cu_seqlens.tolist() == [0, 3, 4, 8]
     assert packed.sampling_logprobs.tolist() == [-1, -2, -3, -4, -5, -6, -7, -8]
+
+
+def test_advantages_of_tokens_stay_those_of_tokens(batch):
+    """Where a completion has no token of its own, there may be as many tokens as sequences."""
+    masks = [[False] * 3, [True], [True, False, False, True]]
+    fields = {"completion_mask": masks, "token_advantages": [torch.zeros(0), torch.ones(1), torch.tensor([2.0, 3.0])]}
+    packed = pack(with_fields(batch, fields), [[0], [1], [2]], Packing(one_row=True), device=CPU)
+    given = LossArguments(advantages=packed.advantages, cu_seqlens=packed.cu_seqlens)
+    options = {"dtype": torch.float32, "device": CPU}
+    inputs = loss_inputs(given, packed.targets.shape, GRPOLossConfig(), **options)
+    assert inputs.tokens.advantages.tolist() == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 8}, {"one_row": True, "max_tokens": 8}], ids=str)
