@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import FrozenInstanceError, dataclass
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, dataclass_transform, get_args, get_origin
 
@@ -20,6 +22,28 @@ Options = TypeVar("Options")
 Ranges = tuple[tuple[str, Callable[[Any], bool], str], ...]
 # The largest integer range that fp64 represents exactly, and the largest fp32 number. Larger values would be changed.
 EXACT, LARGEST = 2**53, 3.4028234663852886e38
+
+
+def plain_number(value: Any) -> Any:
+    """NumPy's numbers, and any `numbers.Integral`, as Python's, in a list or tuple too; other values as they are."""
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, Integral):
+        return operator.index(value)
+    if isinstance(value, Real) and hasattr(value, "dtype"):  # and not a Fraction
+        return float(value)
+    if type(value) in (list, tuple) and any(plain_number(one) is not one for one in value):
+        return type(value)(map(plain_number, value))
+    return value
+
+
+def take_plain_numbers(options: Any) -> None:
+    """Replace numbers of NumPy in a dataclass of options, frozen or not: JSON, torch and vLLM take Python's alone."""
+    if torch.compiler.is_compiling():
+        return
+    for entry in dataclasses.fields(options):
+        if (plain := plain_number(value := getattr(options, entry.name))) is not value:
+            object.__setattr__(options, entry.name, plain)
 
 
 def check_option_types(options: Any, *, but: Collection[str] = (), other: Mapping[str, Any] | None = None) -> None:
@@ -242,6 +266,7 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
     """"dr_grpo": the constant length that it divides by."""
 
     def __post_init__(self) -> None:
+        take_plain_numbers(self)
         check_option_types(self)
         for name, values in _CHOICES.items():  # again, for a compiler
             if getattr(self, name) not in values:

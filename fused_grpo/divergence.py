@@ -111,7 +111,7 @@ def fused_linear_divergence(
 
     Source: On-Policy Distillation of Language Models, Agarwal et al. 2023, https://arxiv.org/abs/2306.13649, eq. 1.
     """
-    check_plan(impl, chunk_bytes)
+    chunk_bytes, _ = check_plan(impl, chunk_bytes)
     check_kind(kind, beta)
     student_options = HeadOptions(student_bias, temperature, student_logit_scale, student_softcap)
     teacher_options = HeadOptions(teacher_bias, temperature, teacher_logit_scale, teacher_softcap)

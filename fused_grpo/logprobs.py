@@ -224,7 +224,9 @@ def _linear_logprobs(
     """(log p [N], of K targets [N, K], entropy [N] if that is asked for, moments [3, N] for outputs)."""
     ignore_index, group, chunk_bytes, batch_invariant, impl, outputs = plan
     head = flatten_head(hidden, weight, targets, options, sharded=group is not None, several=True)
-    check_plan(impl, chunk_bytes, ignore_index=ignore_index, process_group=group, batch_invariant=batch_invariant)
+    chunk_bytes, ignore_index = check_plan(
+        impl, chunk_bytes, ignore_index=ignore_index, process_group=group, batch_invariant=batch_invariant
+    )
     if outputs is not None:
         _check_outputs(outputs, head, process_group=group)
     kept, moments = None, None
@@ -243,8 +245,9 @@ def _linear_logprobs(
         )
     else:
         tensors, transform = (head.hidden, head.weight, head.bias, head.targets), (head.logit_scale, head.softcap)
+        wanted = [*Wanted.of(head)]
         # A graph of any number of rows cannot have an output whose shape depends on how many fit into memory.
-        keeps, wanted = not torch.compiler.is_exporting(), [*Wanted.of(head)]
+        keeps = True in wanted and not torch.compiler.is_exporting()
         computed = ignore_index, entropy, impl, chunk_bytes, batch_invariant, keeps, wanted
         logprobs, entropies, _, _, _, moments = torch.ops.fused_grpo.linear_logprobs.default(
             *tensors, head.temperature, bool(outputs), *transform, *computed

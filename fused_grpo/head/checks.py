@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fused_grpo._maths.formulas import LossInputs, Sequences, TokenInputs, token_weights
-from fused_grpo.config import EXACT, LARGEST, GRPOLossConfig
+from fused_grpo.config import EXACT, LARGEST, GRPOLossConfig, plain_number
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.passes.torch_passes.row_passes import transformed
 
@@ -234,10 +234,11 @@ def check_plan(
     process_group: Any = None,
     score: str = "all",
     **flags: bool,
-) -> None:
+) -> tuple[int | None, int]:
     """Check the arguments that do not change the result: implementation, memory budget, process group and flags.
 
-    Every op calls this. It also refuses a call that torch.func or forward-mode AD would differentiate.
+    Every op calls this. It also refuses a call that torch.func or forward-mode AD would differentiate. Returns
+    `chunk_bytes` and `ignore_index` as Python's integers, which NumPy's are taken for, as in torch.
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -250,6 +251,10 @@ def check_plan(
     traced = forward and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     if traced or (impl != "reference" and (forward or transformed())):  # the tangents would be 0
         _refuse_transforms(impl)
+    if type(ignore_index) is not int:
+        ignore_index = plain_number(ignore_index)
+    if chunk_bytes is not None and type(chunk_bytes) is not int:
+        chunk_bytes = plain_number(chunk_bytes)
     if not isinstance(ignore_index, int) or not -INT64 <= ignore_index < INT64:
         raise InputError(f"got ignore_index={ignore_index!r}, want a whole number of 64 bits")
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
@@ -259,6 +264,7 @@ def check_plan(
         )
     if chunk_bytes is not None and not (isinstance(chunk_bytes, int) and 0 < chunk_bytes < INT64):
         raise InputError(f"got chunk_bytes={chunk_bytes!r}, want a whole number of bytes > 0, or None for the default")
+    return chunk_bytes, ignore_index
 
 
 @outside_graphs  # the compiler of torch 2.10 cannot trace an exception

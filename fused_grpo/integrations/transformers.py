@@ -154,7 +154,7 @@ class _Scorer:
             check_tensors(**{name: given})
             if given.dtype != torch.int64:
                 raise InputError(f"got {name} of dtype {given.dtype}, want torch.int64; fix: {name}.long()")
-            check_plan(self.options["impl"], ignore_index=ignored)  # what pads the shifted labels
+            _, ignored = check_plan(self.options["impl"], ignore_index=ignored)  # what pads the shifted labels
             targets = pad(labels[..., 1:], (0, 1), value=ignored) if shift_labels is None else shift_labels
             return self._score(own, named, _Call(targets, ignored, shifted=shift_labels is not None), count)
 

@@ -116,8 +116,7 @@ class _Ops:
     """Replaces TRL's autograd function, with the same call."""
 
     def __init__(self, chunk_bytes: int | None) -> None:
-        check_plan("auto", chunk_bytes)
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes, _ = check_plan("auto", chunk_bytes)
 
     @outside_graphs
     def apply(

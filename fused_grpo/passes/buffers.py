@@ -154,9 +154,11 @@ def tile_shape(sizes: Sizes, chunk_bytes: int | None = None) -> tuple[int, int]:
 
 def column_stride(rows: int) -> int:
     """The stride between contiguous columns on a CPU: an odd number of cache lines in fp32, so that columns do not
-    compete for one set of the cache. Without a branch, which would limit a compiled graph to fewer rows, or to more."""
-    is_aligned: int = torch.sym_min(1, rows // _LEAST_ALIGNED)
-    return rows + (_LINE - rows) % (2 * _LINE) * is_aligned
+    compete for one set of the cache."""
+    more = (_LINE - rows) % (2 * _LINE)
+    if type(rows) is not int:  # symbolic: a branch would limit a compiled graph to fewer rows, or to more
+        return rows + more * torch.sym_min(1, rows // _LEAST_ALIGNED)  # type: ignore[no-any-return]
+    return rows if rows < _LEAST_ALIGNED else rows + more
 
 
 def _evened(total: int, most: int) -> int:

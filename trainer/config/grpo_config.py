@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from fused_grpo.config import BOUNDED, GRPOLossConfig, LossOptions, check_option_types
+from fused_grpo.config import BOUNDED, GRPOLossConfig, LossOptions, check_option_types, take_plain_numbers
 from fused_grpo.errors import FusedGRPOError, WrongTypeError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_config
@@ -462,6 +462,7 @@ def check_options(args: Any) -> None:
             "fused_grpo.trainer import GRPOConfig, which has TRL's"
         )
     normalise(args, MAPPINGS)
+    take_plain_numbers(args)
     check_option_types(args, but=("report_to", *MISSING), other=PYTHON_TYPES)
     for name in MISSING:
         refuse_unless_harmless(name, getattr(args, name))
