@@ -135,9 +135,7 @@ def fused_linear_grpo_loss(
             all ranks where the ranks differ in the number of tokens, D, `chunk_bytes` or whether dH is wanted.
     """
     config = DEFAULT_LOSS if config is None else checked_config(config)
-    chunk_bytes, ignore_index = check_plan(
-        impl, chunk_bytes, ignore_index=ignore_index, process_group=process_group, score=score, entropy=entropy
-    )
+    chunk_bytes, ignore_index = check_plan(impl, chunk_bytes, ignore_index, process_group, score=score, entropy=entropy)
     options = HeadOptions(bias, temperature, logit_scale, softcap)
     head = flatten_head(hidden, weight, targets, options, sharded=process_group is not None)
     # Arguments that one rank alone may have wrong are checked before the first collective.

@@ -224,9 +224,7 @@ def _linear_logprobs(
     """(log p [N], of K targets [N, K], entropy [N] if that is asked for, moments [3, N] for outputs)."""
     ignore_index, group, chunk_bytes, batch_invariant, impl, outputs = plan
     head = flatten_head(hidden, weight, targets, options, sharded=group is not None, several=True)
-    chunk_bytes, ignore_index = check_plan(
-        impl, chunk_bytes, ignore_index=ignore_index, process_group=group, batch_invariant=batch_invariant
-    )
+    chunk_bytes, ignore_index = check_plan(impl, chunk_bytes, ignore_index, group, batch_invariant=batch_invariant)
     if outputs is not None:
         _check_outputs(outputs, head, process_group=group)
     kept, moments = None, None

@@ -12,6 +12,7 @@ Every `check_...`, `checked_config` and `loss_inputs` raise InputError for the f
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
@@ -32,7 +33,8 @@ R = TypeVar("R")
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, which breaks the graph where a call of it is compiled. Eager calls do not change.
 
-    UnsupportedError in torch.export, which takes no break, and for fake tensors whose values are read.
+    UnsupportedError in torch.export, which takes no break, and for fake tensors, or wrappers around others, whose
+    values are read.
     """
     told = (
         f"got {function.__name__} in torch.export or with fake tensors, want tensors with values, by which it plans "
@@ -52,15 +54,21 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
-            if type(error).__name__ not in _OF_FAKE_TENSORS:
+            if type(error).__name__ in _OF_FAKE_TENSORS:
+                raise UnsupportedError(told) from error
+            if _OF_WRAPPERS.search(str(error)) is None:
                 raise
-            raise UnsupportedError(told) from error
+            raise UnsupportedError(
+                f"got {function.__name__} with a tensor of a class that wraps others, whose values cannot be read "
+                f"({str(error).partition(' at ')[0]}), want plain tensors; fix: what it wraps"
+            ) from error
 
     return call
 
 
 # By name: importing them imports the compiler.
 _OF_FAKE_TENSORS = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
+_OF_WRAPPERS = re.compile(r"^\.?tolist\(\) |/RegisterFunctionalization")  # of subclasses, and of functional tensors
 
 
 _GREEDY = "fix: greedy sampling has no log-probs to train on; pass the temperature that sampling used"
@@ -229,9 +237,9 @@ def saved_tensors(ctx: Any) -> Sequence[Any]:
 def check_plan(
     impl: str,
     chunk_bytes: int | None = None,
-    *,
     ignore_index: int = -100,
     process_group: Any = None,
+    *,
     score: str = "all",
     **flags: bool,
 ) -> tuple[int | None, int]:
