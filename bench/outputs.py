@@ -2,8 +2,8 @@
 
 GPT-2's head and 2,048 tokens in fp32: log-probs with and without all `outputs=`, and the loss with and without
 `squared_gradients=` and score centering of 128 tokens, in interleaved rounds. It writes
-bench/results/<machine>/outputs-cost-<date>.json and prints the ratio of the medians, and the median of the rounds'
-ratios.
+bench/results/<machine>/outputs-cost-<date>.json and prints the ratio of the medians, and the quartiles of the
+rounds' ratios.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def main() -> None:
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(path)
     for name, both in seconds.items():
-        of_rounds = statistics.median(b / a for a, b in zip(both["without"], both["with"], strict=True))
-        print(f"{name}: medians {quotient(both, 'with', 'without'):.4f}, of rounds {of_rounds:.4f}")
+        of_rounds = [b / a for a, b in zip(both["without"], both["with"], strict=True)]
+        low, median, high = statistics.quantiles(of_rounds, n=4)
+        print(f"{name}: medians {quotient(both, 'with', 'without'):.4f}, of rounds {median:.4f} ({low:.4f}-{high:.4f})")
 
 
 if __name__ == "__main__":
