@@ -64,8 +64,16 @@ BY_SHARES = {"eval_strategy": "steps", "eval_steps": 0.5, "save_steps": 0.4, "ev
 BY_EPOCHS = {"eval_strategy": "epoch", "save_strategy": "best", "logging_strategy": "epoch", "eval_delay": 1}
 
 
+def rising(completions, trainer_state, **columns):
+    """Which evaluation is the best does not depend on what was sampled."""
+    return [float(trainer_state.global_step + place) for place, _ in enumerate(completions)]
+
+
 @pytest.mark.filterwarnings("ignore")  # of TRL's, about versions
-@pytest.mark.parametrize("options", [BY_STEPS, {**BY_SHARES, "logging_first_step": True}, BY_EPOCHS])
+@pytest.mark.parametrize(
+    "options",
+    [BY_STEPS, {**BY_SHARES, "logging_first_step": True}, BY_EPOCHS, {**BY_EPOCHS, "greater_is_better": False}],
+)
 def test_events_entries_and_checkpoints_are_those_under_trl(make_model, tokenizer, tmp_path, options):
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     rows = pytest.importorskip("datasets").Dataset.from_list([{"prompt": f"{a}+{b}="} for a in (1, 2) for b in (1, 2)])
@@ -74,7 +82,7 @@ def test_events_entries_and_checkpoints_are_those_under_trl(make_model, tokenize
         recorder = Recorder()
         trainer = trainer_class(
             model=make_model(),
-            reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+            reward_funcs=rising,
             args=config_class(output_dir=str(tmp_path / trainer_class.__module__), **OPTIONS, **options, **more),
             train_dataset=rows,
             eval_dataset=rows,

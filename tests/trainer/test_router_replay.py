@@ -62,19 +62,19 @@ def routed_engine(served_engine):
     return RoutedEngine
 
 
-def learned(model, *, parts=1, teacher=None, **options):
+def learned(model, *, count=8, parts=1, teacher=None, **options):
     """(model, samples, metrics) of a step on what a bf16 copy of the model sampled, of two prompts."""
     sampler, generator = copy.deepcopy(model).bfloat16(), torch.Generator().manual_seed(3)
-    ids = torch.randint(2, 22, (8, 24), generator=generator).tolist()
+    ids = torch.randint(2, 22, (count, 24), generator=generator).tolist()
     pairs = [(ids[place // 4][:8], row[8:]) for place, row in enumerate(ids)]
     batch = batch_of(
         prompt_ids=[prompt for prompt, _ in pairs],
         completion_ids=[completion for _, completion in pairs],
         sampling_logprobs=[logprobs_of(sampler, *pair, 1.0) for pair in pairs],
         routed_experts=[experts_of(sampler, *pair) for pair in pairs],
-        advantage=torch.linspace(-1, 1, 8),
+        advantage=torch.linspace(-1, 1, count),
     )
-    shared = {"per_device_train_batch_size": 8 // parts, "gradient_accumulation_steps": parts, "bf16": False}
+    shared = {"per_device_train_batch_size": count // parts, "gradient_accumulation_steps": parts, "bf16": False}
     shared |= {"use_cpu": True, "gradient_checkpointing": False, "learning_rate": 1e-3}
     args = GRPOConfig(num_generations=8, **shared | options)
     return model, *Learner(model, args, Accelerator(cpu=True), max_steps=1, teacher=teacher).learn(batch)
@@ -85,10 +85,11 @@ def same_weights(one, other, **bounds):
 
 
 def test_replay_takes_the_routing_out_of_the_difference_to_the_sampler(make_model):
-    _, _, off = learned(make_model())
-    _, _, on = learned(make_model(), router_replay=True)
-    assert off[METRIC] > 0.01
-    assert 0.01 < on[METRIC] <= off[METRIC] * 1.5
+    # Which choices bf16 changes is chance, and of many tokens their share is not.
+    _, _, off = learned(make_model(), count=32)
+    _, _, on = learned(make_model(), count=32, router_replay=True)
+    assert off[METRIC] > 0.005
+    assert 0.005 < on[METRIC] <= off[METRIC] * 1.5
     for kind in ("mean", "max"):
         assert on[f"sampling_difference_{kind}"] < 0.6 * off[f"sampling_difference_{kind}"]
 

@@ -123,7 +123,7 @@ PLAIN_STEPS = {"optim": "sgd", "learning_rate": 3.0, "max_grad_norm": 1e9, "skip
 
 @pytest.mark.parametrize("name", ["kept", "topk", "topk of a truncated sampler"])
 def test_two_iterations_are_those_of_a_plain_loop_with_the_formula(make_trainer, make_model, name):
-    options, rules = KINDS[name], {"num_iterations": 2, "max_steps": 2, **PLAIN_STEPS}
+    options, rules = KINDS[name], {"num_iterations": 2, "max_steps": 2, **PLAIN_STEPS, "learning_rate": 0.1}
     trainer = make_trainer(**options, **rules)
     trainer.train()
     model, (rollouts,) = make_model(), trainer.engine.recorded
@@ -152,8 +152,8 @@ def test_two_iterations_are_those_of_a_plain_loop_with_the_formula(make_trainer,
 
 @pytest.mark.parametrize("name", ["kept", "topk"])
 def test_completions_without_an_advantage_leave_the_update_as_it_is(make_trainer, make_model, calls, name):
-    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        return [len(text) * (prompt[0] in "02") for prompt, text in zip(prompts, completions, strict=True)]
+    def reward(prompts: list[str], **_: Any) -> list[float]:
+        return [float(place * (prompt[0] in "02")) for place, prompt in enumerate(prompts)]
 
     ends, sizes = [], {"per_device_train_batch_size": 16, "num_iterations": 2, "max_steps": 2}
     for skip in (True, False):

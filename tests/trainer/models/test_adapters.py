@@ -146,7 +146,7 @@ def test_loss_and_gradients_are_those_of_pefts_logits(make_lora_trainer, kind):
     )
     torch.testing.assert_close(torch.cat(column(batch, "old_logprobs")), logprobs.detach(), rtol=1e-5, atol=1e-5)
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # of up to 20
     assert min(gradient.abs().max() for gradient in expected.values()) > 1e-4
 
 

@@ -130,7 +130,7 @@ def test_logprobs_and_gradients_are_those_of_forced_routers(name, rows):
     (found.double() @ coefficients).backward()
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
     gradients = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
-    torch.testing.assert_close(gradients, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients, wanted, rtol=1e-5, atol=1e-5)  # of up to 20, from a loss in fp32
     router = "router" if name == "GptOss" else "gate"
     assert gradients[f"model.layers.1.mlp.{router}.weight"].abs().max() > 1e-4
 
