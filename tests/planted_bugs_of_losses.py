@@ -201,7 +201,7 @@ BUGS = {
     "what a greedy completion logs is that of a batch": (
         "trainer/collect/scoring.py",
         "        failure=scored.failure or result.failure,",
-        "        failure=scored.failure or result.failure,\n        logged=result.logged,",
+        "        failure=scored.failure or result.failure,\n        logged=result.counted().logged,",
         ["tests/trainer/collect/test_remax.py::test_what_the_functions_log_of_greedy_completions_is_not_in_the_log"],
     ),
     "greedy completions are prefetched, and not saved": (

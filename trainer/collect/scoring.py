@@ -28,6 +28,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, is_conversational
 from fused_grpo.trainer.data.prompts import as_completion, decoded, has_own_parser, parsed_reply
 from fused_grpo.trainer.rewards import Rewards
+from fused_grpo.trainer.rewards.reward_functions import logged_means
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, with_fields
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,10 @@ class Scored:
     has_support: bool = False  # whether the sampler's kept tokens are known
     reward_names: list[str]  # F
     seconds: dict[str, float] = field(default_factory=dict)  # by reward function
-    logged: list[tuple[dict[str, float], int]] = field(default_factory=list)  # by round: means, of so many completions
+    # What reward functions logged in each call, with its places in `samples`; after `counted`, by round: means, of so
+    # many completions.
+    calls: list[tuple[list[int], dict[str, list[float]]]] = field(default_factory=list)
+    logged: list[tuple[dict[str, float], int]] = field(default_factory=list)
     failure: RewardError | None = None  # the first one of a reward function, where groups were dropped
     sampled: list[tuple[float, ...]] = field(default_factory=list)  # `facts_of` these and those that they replace
     metrics: dict[str, float] = field(default_factory=dict)  # of all ranks
@@ -70,6 +74,13 @@ class Scored:
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in rounds[0].seconds},
             logged=[of_round for part in rounds for of_round in part.logged],
         )
+
+    def counted(self) -> Scored:
+        """With the means of what was logged, without the calls for completions that are dropped by now, on any rank."""
+        if not self.calls:
+            return self
+        means = logged_means(self.calls, [sample.dropped for sample in self.samples])
+        return replace(self, calls=[], logged=[*self.logged, (means, len(self.kept()))])
 
     def kept(self) -> list[Sample]:
         """The samples of all groups but the dropped ones."""
@@ -145,8 +156,8 @@ def score_rollouts(
             environments=None if all(one is None for one in environments) else environments,
         )
         per_function[sound], dropped[sound] = output.per_function, output.dropped
-        logs = [(output.metrics, int((~output.dropped).sum()))]
-        said = {"seconds": output.seconds, "logged": logs, "failure": output.failure}
+        calls = [([sound[place] for place in places], values) for places, values in output.calls]
+        said = {"seconds": output.seconds, "calls": calls, "failure": output.failure}
         for name, values in output.extra.items():
             by_place = dict(zip(sound, values, strict=True))
             for place, record in enumerate(logged):
@@ -261,8 +272,12 @@ class RolloutFacts(NamedTuple):
         rewards, baselines, lengths = table[:, :3].unbind(1)
         ended, failed, dropped = torch.tensor(flags, dtype=torch.bool).view(-1, 3).unbind(1)
         supports = torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float()
-        alone, by_call = replace(scored, samples=[], sampled=[], failure=None), torch.tensor(calls).view(-1, 3)
+        alone, by_call = (
+            replace(scored.counted(), samples=[], sampled=[], failure=None),
+            torch.tensor(calls).view(-1, 3),
+        )
         every = torch.tensor(scored.sampled or [*map(facts_of, samples)], dtype=torch.float64).view(-1, 4)
+        by_call = torch.tensor(calls).view(-1, 3)
         return cls(alone, every, rewards, baselines, lengths, table[:, 3:], ended, failed, dropped, supports, by_call)
 
 

@@ -53,7 +53,8 @@ class RewardOutput:
     per_function: Tensor  # [B, F] fp32; NaN: not scored by that function
     dropped: Tensor  # [B] bool, whole groups for which a function failed: they must not reach the loss
     seconds: dict[str, float]  # by function
-    metrics: dict[str, float]  # from log_metric, the mean of all finite values
+    metrics: dict[str, float]  # from log_metric, the mean of all finite values but those of calls that are dropped
+    calls: list[tuple[list[int], dict[str, list[float]]]]  # the values, with the completions that a call was for
     extra: dict[str, list[Any]]  # B each, from log_extra
     failure: RewardError | None = None  # the first, where groups were dropped
 
@@ -190,23 +191,44 @@ class Rewards:
         dropped = torch.tensor([place // num_generations in failures for place in range(len(per_function))])
         per_function[dropped] = math.nan
         extra: dict[str, list[Any]] = {}
-        metrics: dict[str, list[float]] = {}
+        calls: dict[int | None, dict[str, list[float]]] = {}  # by group; None: of the whole batch
         for name, one in zip(self.names, scores, strict=True):
             for column, values in one.extra.items():
                 place = free_name(column)
                 while place in extra:
                     place = f"{name}/{place}"
                 extra[place] = values
-            for metric, logged in one.metrics.items():
-                metrics.setdefault(free_name(metric), []).extend(filter(math.isfinite, logged))
+            own: Mapping[Any, dict[str, list[float]]] = one.of_groups or {None: one.metrics}
+            for number, metrics in own.items():
+                for metric, logged in metrics.items():
+                    values = calls.setdefault(number, {}).setdefault(free_name(metric), [])
+                    values.extend(filter(math.isfinite, logged))
+        of_calls = [(_places(number, num_generations, len(dropped)), logged) for number, logged in calls.items()]
         return RewardOutput(
             per_function=per_function,
             dropped=dropped,
             seconds=seconds,
-            metrics={metric: fmean(logged) if logged else math.nan for metric, logged in metrics.items()},
+            metrics=logged_means(of_calls, dropped.tolist()),
+            calls=of_calls,
             extra=extra,
             failure=failures[min(failures)] if failures else None,
         )
+
+
+def logged_means(
+    calls: Sequence[tuple[list[int], Mapping[str, list[float]]]], dropped: Sequence[bool]
+) -> dict[str, float]:
+    """The mean of what was logged under each name, without the calls all of whose completions are dropped."""
+    found: dict[str, list[float]] = {}
+    for places, metrics in calls:
+        for name, logged in metrics.items():
+            found.setdefault(name, []).extend(() if all(dropped[place] for place in places) else logged)
+    return {name: fmean(logged) if logged else math.nan for name, logged in found.items()}
+
+
+def _places(group: int | None, num_generations: int, count: int) -> list[int]:
+    """The completions of a group; None: of the whole batch."""
+    return list(range(count) if group is None else range(group * num_generations, (group + 1) * num_generations))
 
 
 def _call_with_retries(call: RewardCaller, inputs: RewardInputs, retries: int) -> Scores:
@@ -248,12 +270,11 @@ def _call_dropping_groups(call: RewardCaller, inputs: RewardInputs, num_generati
 def _joined(groups: list[Scores], num_generations: int) -> Scores:
     """The scores of a batch from those of its groups; of a failed group, NaN and None in logged columns."""
     joined = Scores(extra={name: [] for group in groups for name in group.extra})
-    for group in groups:
+    for place, group in enumerate(groups):
         joined.values.extend(group.values or [math.nan] * num_generations)
         for name, values in joined.extra.items():
             values.extend(group.extra.get(name, [None] * num_generations))
-        for name, logged in group.metrics.items():
-            joined.metrics.setdefault(name, []).extend(logged)
+        joined.of_groups[place] = group.metrics
         for number, failure in group.failures.items():
             _log.warning("%s (its group is dropped)", failure)
             joined.failures[number] = failure

@@ -1,8 +1,10 @@
 """From rollouts to what the loss sees: columns, conversations, and whole groups or none."""
 
 import json
+import math
 from dataclasses import replace
 
+import pytest
 import torch
 from batches import column
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis.strategies import lists, sampled_from
 
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages
-from fused_grpo.trainer.collect.scoring import Scored, score_rollouts
+from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, score_rollouts, without_rewards
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import Rollouts, with_fields
 
@@ -110,3 +112,24 @@ def test_a_record_has_what_was_logged_and_is_json():
     assert records[1]["rewards"] == {"logs": 2.0, "last_digit": 2.0}
     assert [record["advantage"] for record in records] == [0.5, 0.0, -0.5]
     assert result.seconds.keys() == {"logs", "last_digit"}
+
+
+def test_what_is_logged_counts_by_the_completions_that_no_rank_drops():
+    """Another rank has a part of the group, or the greedy completion of its prompt is dropped."""
+
+    def logs(completions, completion_ids, log_metric):
+        log_metric("first", float(completion_ids[0][0]))
+        return [1 / (len(completions) == 3)] * len(completions)  # fails on the batch
+
+    def logs_once(completions, log_metric):
+        log_metric("once", 1.0)
+        return [1.0] * len(completions)
+
+    result = scored([logs, logs_once], [[group] for group in (1, 2, 4) for _ in range(3)], failure="drop")
+    for dropped, mean in (([], 7 / 3), ([0], 3.0), ([0, 2], 2.0), ([0, 1, 2], math.nan)):
+        samples = [without_rewards(one) if place // 3 in dropped else one for place, one in enumerate(result.samples)]
+        counted = replace(result, samples=samples).counted()
+        ((means, count),) = RolloutFacts.of(replace(result, samples=samples)).scored.logged
+        assert counted.counted().logged == RolloutFacts.of(counted).scored.logged
+        assert means == pytest.approx({"first": mean, "once": 1.0 if count else math.nan}, nan_ok=True)
+        assert count == 9 - 3 * len(dropped)

@@ -92,6 +92,27 @@ def test_a_failure_of_the_batch_alone_drops_nothing_and_logs_once(reward):
     assert (output.extra, output.metrics) == ({"text": list("abcd")}, {"size": 2.0})
 
 
+def test_what_is_logged_of_a_dropped_group_is_dropped_where_a_call_was_for_it_alone(reward):
+    """Whichever function it is dropped for."""
+
+    def fails_on_the_batch(completions, log_metric):
+        log_metric("place", {"a": 1.0, "c": 2.0, "e": 4.0}[completions[0]])
+        return [1.0 if len(completions) == 2 else None] * (2 if len(completions) == 2 else 1)
+
+    def logs_once(completions, log_metric):
+        log_metric("whole", float(len(completions)))
+        return [1.0] * len(completions)
+
+    def fails_on_c(completions):
+        return [1 / (text != "c") for text in completions]
+
+    rows, functions = [{"prompt": prompt} for prompt in "ppqqrr"], [fails_on_the_batch, logs_once, fails_on_c]
+    output = reward(functions, rows=rows, failure="drop")
+    assert output.metrics == {"place": 2.5, "whole": 6.0}
+    alone = [([2 * group, 2 * group + 1], {"place": [value]}) for group, value in enumerate([1.0, 2.0, 4.0])]
+    assert output.calls == [*alone, ([*range(6)], {"whole": [6.0]})]
+
+
 def test_a_dropped_group_has_none_in_the_columns_that_were_logged(reward):
     def logs(completions, log_extra):
         log_extra("text", completions)
