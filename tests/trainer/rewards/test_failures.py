@@ -92,7 +92,7 @@ def test_a_failure_of_the_batch_alone_drops_nothing_and_logs_once(reward):
     assert (output.extra, output.metrics) == ({"text": list("abcd")}, {"size": 2.0})
 
 
-def test_what_is_logged_of_a_dropped_group_is_dropped_where_a_call_was_for_it_alone(reward):
+def test_what_a_call_for_a_dropped_group_alone_logs_is_dropped(reward):
     """Whichever function it is dropped for."""
 
     def fails_on_the_batch(completions, log_metric):
