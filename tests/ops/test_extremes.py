@@ -7,7 +7,7 @@ import torch
 from device_under_test import assert_rounded, rounds
 from torch import Tensor
 
-from fused_grpo import linear_logprobs_and_entropy
+from fused_grpo import GRPOLossConfig, grpo_loss, linear_logprobs_and_entropy
 
 # NumPy, under Triton's interpreter, warns of the infinities here and of a NaN that `where` then leaves out.
 pytestmark = [pytest.mark.grid, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -163,3 +163,24 @@ def test_a_banned_target_has_no_probability_and_a_gradient(impl):
     assert torch.equal(ours["logprobs"] == -torch.inf, banned)
     assert all(value.isfinite().all() for name, value in ours.items() if name != "logprobs")
     assert (ours["hidden"][banned].abs().amax(1) > 0).all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("q", [-200.0, 50.0, 80.0, 88.0, 88.7, 89.0, 300.0])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_kl_is_infinite_only_where_its_sum_is_no_number_of_fp32(impl, corrected, q, count):
+    """And the gradient of a bias-corrected loss, -r q, is finite at any q."""
+    config, found = GRPOLossConfig(beta=0.04, use_bias_correction_kl=corrected), {}
+    for name, dtype in ((impl, torch.float32), ("reference", torch.float64)):
+        logprobs = torch.full((1, count), -300.0, dtype=dtype, requires_grad=True)
+        given = {"advantages": torch.ones(1, dtype=dtype), "impl": name}
+        given["ref_logprobs"] = torch.full((1, count), -300.0 + q).to(dtype)
+        out = grpo_loss(logprobs, config=config, **given)
+        out.loss.backward()
+        found[dtype] = out.metrics["kl"].double(), logprobs.grad.double()
+    (kl, gradient), (exact_kl, exact) = found.values()
+    is_too_large = exact_kl * count > torch.finfo(torch.float32).max
+    torch.testing.assert_close(kl, torch.where(is_too_large, torch.inf, exact_kl), rtol=2e-5, atol=0.0)
+    if corrected or not is_too_large:
+        torch.testing.assert_close(gradient, exact, rtol=2e-5, atol=0.0)
