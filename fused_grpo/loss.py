@@ -34,8 +34,8 @@ class GRPOLossOutput(NamedTuple):
     corrections and masks), `zero_gradient_fraction`, and where their inputs are given `entropy` (nats), `kl`,
     `sampling_difference_mean` and `_max` (|log p - sampling log p|). With score centering `centering_sampler_mass` and
     `centering_trainer_mass` (the probability of the sampler's tokens that were given, under each), and `centering_l1`
-    (the sum of |c| over them). The `kl` of "k3" is inf where its sum over the tokens is no number of fp32, from log p_ref
-    - log p = 88.7 of one token on. No collective, no synchronization."""
+    (the sum of |c| over them). The `kl` of "k3" is inf where its sum over the tokens is no number of fp32: from
+    log p_ref - log p = 88.7 of one token on. No collective, no synchronization."""
     logprobs: Tensor
     """Detached log-probs in the shape of the tokens. They can be the `old_logprobs` of a second iteration."""
 
