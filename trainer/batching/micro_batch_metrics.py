@@ -253,7 +253,7 @@ def threshold_of_uncertain(entropies: Tensor, share: float) -> Tensor:
     another order, takes the same tokens. A group's first tokens have equal entropies: all of them are in, or none.
     """
     least = quantile(entropies, 1.0 - share)
-    least = least - 1e-5 * least.abs()
+    least = least - 2e-6 * least.abs()
     inside, outside = entropies[entropies >= least], entropies[entropies < least]
     if not len(inside):
         return least

@@ -27,7 +27,7 @@ CASES = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.01, "use_adaptive_entropy": True, "entropy_target": 9.0},
     "vespo": {"loss_type": "vespo", "use_adaptive_entropy": True, "entropy_target": 0.1, "entropy_coef": 0.1},
     "of sequences": {"importance_sampling_level": "sequence", "epsilon": 1e-3, "beta": 0.04},
-    "sums": {"multi_objective_aggregation": "normalize_then_sum", "top_entropy_quantile": 0.5, "entropy_coef": 0.02},
+    "sums": {"multi_objective_aggregation": "normalize_then_sum", "top_entropy_quantile": 0.3, "entropy_coef": 0.02},
 }
 REWARDS = {"cispo": [nothing_for_some], "sums": [trl_runs.reward, length]}
 
@@ -43,11 +43,6 @@ def trl() -> ModuleType:
 
         assert trl.GRPOTrainer  # imported when it is asked for
     return trl
-
-
-@pytest.fixture(scope="module")
-def model() -> str:
-    return trl_runs.saved_model()
 
 
 def logged(trainer_class, config_class, model, name, tmp_path) -> list[dict[str, float]]:
@@ -83,7 +78,9 @@ def logged(trainer_class, config_class, model, name, tmp_path) -> list[dict[str,
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
-def test_every_metric_of_trls_name_is_trls(trl, model, name, tmp_path):
+def test_every_metric_of_trls_name_is_trls(trl, name, tmp_path):
+    # Of the sharp model no entropy is near a threshold.
+    model = trl_runs.saved_model(sharpness=20.0 if "top_entropy_quantile" in CASES[name] else 1.0)
     theirs = logged(trl.GRPOTrainer, trl.GRPOConfig, model, name, tmp_path)
     ours = logged(GRPOTrainer, GRPOConfig, model, name, tmp_path)
     assert len(theirs) == len(ours) == STEPS
