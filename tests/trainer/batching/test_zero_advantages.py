@@ -117,7 +117,7 @@ def without_zeros(batch: list[Sample]) -> list[Sample]:
 def assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]], *, bits: bool = False) -> None:
     for left, right in zip(one, other, strict=True):
         for name, gradient in left.items():
-            bound = 0.0 if bits else 1e-7  # of gradients that are clipped to a norm of 1
+            bound = 0.0 if bits else 3e-7  # of gradients that are clipped to a norm of 1
             assert (gradient - right[name]).abs().max() <= bound, name
         assert max(gradient.abs().max() for gradient in left.values()) > 1e-3
 
@@ -133,7 +133,8 @@ def test_gradients_are_those_of_all_completions(make_trainer, options):
     assert len(exact) == 10
     assert all_metrics[1]["clip_ratio/region_mean"] > 0.01
     for mine, full in zip(metrics, all_metrics, strict=True):
-        assert {name: mine[name] for name in exact} == pytest.approx({name: full[name] for name in exact}, 1e-6)
+        wanted = {name: full[name] for name in exact}
+        assert {name: mine[name] for name in exact} == pytest.approx(wanted, rel=1e-6, abs=2e-7)  # sums of terms near 1
         assert mine["entropy"] != pytest.approx(full["entropy"], abs=1e-6)
 
 
