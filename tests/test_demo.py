@@ -51,7 +51,8 @@ def test_the_demo_trains_with_vllm_and_reports_held_out_accuracy(demo, start):
     steps = [line for line in records(folder / "metrics.jsonl") if "reward" in line]
     assert [line["rollout_engine"] for line in steps] == ["vllm"] * STEPS
     assert [line["weight_version"] for line in steps] == list(range(STEPS))
-    assert max(line["sampling/sampling_logp_difference/max"] for line in steps) < 1e-4
+    # Of all tokens of the run the largest, by rounding: 6e-5 on one CPU. A run ends at 1e-3.
+    assert max(line["sampling/sampling_logp_difference/max"] for line in steps) < 5e-4
     assert (folder / "rollouts.jsonl").read_text().count("\n") == STEPS * 512
     assert "<polyline" in (folder / "report.html").read_text()
     assert "<polyline" in (folder / "reward.svg").read_text()

@@ -136,6 +136,6 @@ def test_the_task_is_learned(base, splits, tmp_path, kind, learning_seed, learne
     result = GRPOTrainer(copy.deepcopy(model), arithmetic.sum_reward, args, splits.train, **own).train()
     assert ("sampling/kept_tokens/mean" in result.metrics) is ("top_p" in options)
     assert result.metrics.get("sampling/kept_tokens/mean", 2) < 3
-    assert result.metrics["sampling/sampling_logp_difference/max"] < 1e-4
+    assert result.metrics["sampling/sampling_logp_difference/max"] < 5e-4
     gain = result.eval_after["reward"] - result.eval_before["reward"]
     learned(f"the built-in task, {kind}: gain of held-out accuracy", found=gain, least=least)

@@ -88,7 +88,7 @@ def test_calling_is_learned(base, splits, options, tmp_path, learning_seed, lear
     trainer = GRPOTrainer(copy.deepcopy(model), calculator.product_reward, args, train, **own)
     result = trainer.train()
     assert result.eval_before["reward"] <= 0.2
-    assert result.metrics["sampling/sampling_logp_difference/max"] < 1e-4
+    assert result.metrics["sampling/sampling_logp_difference/max"] < 5e-4
     gain = result.eval_after["reward"] - result.eval_before["reward"]
     learned("the built-in task with a tool: gain of held-out accuracy", found=gain, least=LEAST_GAIN)
     blind = {**own, "tools": [multiply], "eval_dataset": heldout[:64]}
