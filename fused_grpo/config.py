@@ -25,20 +25,25 @@ EXACT, LARGEST = 2**53, 3.4028234663852886e38
 
 
 def plain_number(value: Any) -> Any:
-    """NumPy's numbers, and any `numbers.Integral`, as Python's, in a list or tuple too; other values as they are."""
-    if isinstance(value, int | float):
+    """NumPy's numbers, and those of subclasses, as Python's, in a list, tuple or dict too; other values as they are.
+
+    np.float64 is a subclass of float, and YAML and msgspec refuse it as they do np.float32.
+    """
+    if type(value) in (bool, int, float):
         return value
     if isinstance(value, Integral):
         return operator.index(value)
-    if isinstance(value, Real) and hasattr(value, "dtype"):  # and not a Fraction
+    if isinstance(value, float) or (isinstance(value, Real) and hasattr(value, "dtype")):  # and not a Fraction
         return float(value)
     if type(value) in (list, tuple) and any(plain_number(one) is not one for one in value):
         return type(value)(map(plain_number, value))
+    if type(value) is dict and any(plain_number(one) is not one for one in value.values()):
+        return {name: plain_number(one) for name, one in value.items()}
     return value
 
 
 def take_plain_numbers(options: Any) -> None:
-    """Replace numbers of NumPy in a dataclass of options, frozen or not: JSON, torch and vLLM take Python's alone."""
+    """Replace numbers of NumPy in a dataclass of options, frozen or not: JSON, YAML and vLLM take Python's."""
     if torch.compiler.is_compiling():
         return
     for entry in dataclasses.fields(options):

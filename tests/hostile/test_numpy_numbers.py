@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
+from small_runs import trainer_in
 
 from fused_grpo import (
     FusedLinearGRPOLoss,
@@ -18,11 +20,17 @@ from fused_grpo import (
 from fused_grpo.config import has_type, option_types
 from fused_grpo.errors import FusedGRPOError, InputError
 from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.common.redaction import redacted, to_json
+from fused_grpo.trainer.config.grpo_config import check_options
 
 V, D, N = 11, 4, 6
 HIDDEN, WEIGHT = torch.linspace(-1, 1, N * D).view(N, D), torch.linspace(-2, 1, V * D).view(V, D)
 TARGETS = torch.tensor([0, 3, 7, 10, 7, 2])
 INTEGERS = (np.int64, np.int32, np.uint8)
+
+
+class Whole(int):
+    """As members of an IntEnum are."""
 
 
 def loss_of(call: Any, **options: Any) -> torch.Tensor:
@@ -75,7 +83,7 @@ def with_value(cls: Any, name: str, kinds: tuple[type, ...]) -> tuple[Any, Any] 
 
 
 @pytest.mark.parametrize("cls", [GRPOConfig, GRPOLossConfig])
-@pytest.mark.parametrize(("python", "numpy"), [(int, np.int64), (float, np.float32)])
+@pytest.mark.parametrize(("python", "numpy"), [(int, np.int64), (float, np.float32), (float, np.float64), (int, Whole)])
 def test_each_option_that_is_a_number_takes_one_of_numpy(cls, python, numpy):
     names = [name for name, kind in option_types(cls).items() if has_type(python(1), kind) and not has_type("x", kind)]
     walked = 0
@@ -92,9 +100,12 @@ def test_each_option_that_is_a_number_takes_one_of_numpy(cls, python, numpy):
 
 def test_numbers_in_lists_and_numbers_that_are_set_are_those_of_python():
     args = GRPOConfig(reward_weights=[np.float32(0.5), np.int64(2)], generation_kwargs={"top_k": np.int64(5)})
+    args.chat_template_kwargs = {"scale": np.float64(0.5), "sizes": [np.int64(2)], "text": "x"}
     args.max_steps = np.int32(7)
-    assert (args.reward_weights, args.top_k) == ([0.5, 2], 5)
-    assert [type(one) for one in args.reward_weights] == [float, int]
+    check_options(args)  # as a trainer does
+    assert (args.reward_weights, args.top_k, args.max_steps) == ([0.5, 2], 5, 7)
+    scale, sizes, _ = args.chat_template_kwargs.values()
+    assert [type(one) for one in (*args.reward_weights, args.max_steps, scale, *sizes)] == [float, int, int, float, int]
     assert json.loads(GRPOConfig(seed=np.int64(3)).to_json_string())["seed"] == 3
 
 
@@ -102,3 +113,29 @@ def test_numbers_in_lists_and_numbers_that_are_set_are_those_of_python():
 def test_options_that_are_no_such_number_are_refused(value):
     with pytest.raises(InputError, match="got num_generations="):
         GRPOConfig(num_generations=value)
+
+
+OPTIONS: dict[str, Any] = {
+    "plain": {"learning_rate": np.float64(0.1), "temperature": np.float64(0.9), "seed": np.int64(3)},
+    "in a list": {"reward_weights": [np.float64(2.0)]},
+    "in a mapping": {"generation_kwargs": {"repetition_penalty": np.float64(1.1)}},
+    "of a scheduler": {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": np.float64(1e-3)},
+    },
+    "members": {"seed": Whole(5), "warmup_steps": Whole(0)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_run_with_such_options_ends_with_its_model(name, tmp_path):
+    """Its card shows the options as YAML."""
+    trainer_in(tmp_path, max_steps=1, **OPTIONS[name]).train()
+    assert (tmp_path / "run" / "final" / "README.md").is_file()
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), np.float32(0.5), np.int64(2), Whole(2), np.bool_(True), np.ones(2)])
+def test_what_is_written_has_the_types_of_python(value):
+    """Also of values that no option has converted: metrics, rows."""
+    for given in (value, [value], {"x": (value,)}):
+        assert yaml.safe_load(yaml.safe_dump(redacted(given))) == to_json(given)

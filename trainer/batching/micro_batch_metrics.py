@@ -247,13 +247,13 @@ def quantile(values: Tensor, share: float) -> Tensor:
 
 
 def threshold_of_uncertain(entropies: Tensor, share: float) -> Tensor:
-    """The least entropy of the `share` of the [N] tokens with the largest, 0-d fp32 on the CPU.
+    """What divides the `share` of the [N] tokens with the largest entropies from the others, 0-d fp32 on the CPU.
 
     It is half-way between the last of these tokens and the next one, so that the loss, whose entropies are rounded in
     another order, takes the same tokens. A group's first tokens have equal entropies: all of them are in, or none.
     """
     least = quantile(entropies, 1.0 - share)
-    least = least - 2e-6 * least.abs()
+    least = least - 2e-6 * least.abs()  # equal entropies differ by less, by rounding
     inside, outside = entropies[entropies >= least], entropies[entropies < least]
     if not len(inside):
         return least

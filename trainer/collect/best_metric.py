@@ -15,6 +15,7 @@ from fused_grpo.errors import InputError
 from fused_grpo.trainer.collect.scoring import Evaluation, RolloutFacts, Scored, rollout_metrics
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.logging.callbacks import keys_of_best
 from fused_grpo.trainer.rewards import Rewards
 
 
@@ -62,7 +63,7 @@ def check_best_metric(name: str | None, metrics: Any) -> None:
     if name is None:
         return
     found = metrics if isinstance(metrics, Mapping) else {}
-    if not any(isinstance(found.get(one), int | float) for one in (name, f"eval_{name}")):
+    if not any(isinstance(found.get(one), int | float) for one in keys_of_best(name)):
         choice = ", ".join(one for one in found if "reward" in one or "length" in one) or f"eval_{name}"
         raise InputError(
             f"got metric_for_best_model={name!r}, want a metric of an evaluation: {choice}; fix: "

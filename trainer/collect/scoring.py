@@ -272,10 +272,7 @@ class RolloutFacts(NamedTuple):
         rewards, baselines, lengths = table[:, :3].unbind(1)
         ended, failed, dropped = torch.tensor(flags, dtype=torch.bool).view(-1, 3).unbind(1)
         supports = torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float()
-        alone, by_call = (
-            replace(scored.counted(), samples=[], sampled=[], failure=None),
-            torch.tensor(calls).view(-1, 3),
-        )
+        alone = replace(scored.counted(), samples=[], sampled=[], failure=None)
         every = torch.tensor(scored.sampled or [*map(facts_of, samples)], dtype=torch.float64).view(-1, 4)
         by_call = torch.tensor(calls).view(-1, 3)
         return cls(alone, every, rewards, baselines, lengths, table[:, 3:], ended, failed, dropped, supports, by_call)

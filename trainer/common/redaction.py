@@ -45,11 +45,13 @@ _HOME = re.compile(r"(?<![\w.~/-])(/root|/(home|Users)/[^/\s:]+)(?![\w.-])")
 
 
 def to_json(value: object) -> object:
-    """`value` for strict JSON: NaN and infinities as null, paths and unknown objects as text."""
-    if value is None or isinstance(value, bool | int | str):
+    """`value` for strict JSON and YAML: NaN and infinities as null, paths and unknown objects as text."""
+    if value is None or isinstance(value, bool | str):
         return value
+    if isinstance(value, int):
+        return int(value)  # also of an IntEnum, which YAML refuses as it does np.float64
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

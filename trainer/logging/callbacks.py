@@ -44,6 +44,14 @@ EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_") 
 _SUSPENDED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
+def keys_of_best(name: str) -> tuple[str, str]:
+    """The names in an evaluation that `metric_for_best_model` may mean, transformers' choice first.
+
+    The second is a metric without "eval_", which a subclass added, or one of an eval set that is called "eval".
+    """
+    return (name, f"eval_{name}") if name.startswith("eval_") else (f"eval_{name}", name)
+
+
 def check_callback(callback: Any) -> None:
     """InputError unless every event can be called as transformers' handler does; most are called after hours."""
     for event in EVENTS:
@@ -169,8 +177,7 @@ class Events:
         name, rises = self.args.metric_for_best_model, self.args.greater_is_better
         if name is None:
             return False
-        full = name if name.startswith("eval_") else f"eval_{name}"
-        value = metrics[full] if full in metrics else metrics[name]
+        value = next(metrics[key] for key in keys_of_best(name) if isinstance(metrics.get(key), int | float))
         if self.state.best_metric is None:
             self.state.best_metric = float("-inf" if rises else "inf")
         if not (value > self.state.best_metric if rises else value < self.state.best_metric):

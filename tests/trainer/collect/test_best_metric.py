@@ -79,6 +79,14 @@ def test_a_logged_metric_may_be_the_best(make, caplog):
     assert "got metric_for_best_model='hard_solved' with the eval sets 'easy', 'hard', which" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["eval", "eval_hard", "reward"])
+def test_a_set_may_be_called_as_a_part_of_a_metric(make, name):
+    for best in (f"eval_{name}_reward", f"{name}_reward"):
+        trainer = make(best, {name: ROWS[:2]}, max_steps=1)
+        trainer.train()
+        assert trainer.state.best_metric == 0.5
+
+
 @pytest.mark.parametrize("method", ["evaluate", "log"])
 def test_a_metric_of_a_subclass_may_be_the_best(make, method, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, method, lambda self, *args, **kwargs: None)
