@@ -135,9 +135,11 @@ class TransformersFace:
 
     def _in_output_dir(self) -> Any:
         """What transformers' functions write for: `args.output_dir` is where it was when the trainer was made."""
-        args = SimpleNamespace(output_dir=str(self.output_dir))
+        is_set = self.args.output_dir != self.start.options["output_dir"]  # by a script, for metrics of its own
+        folder = Path(self.args.output_dir) if is_set else self.output_dir
         if self.is_world_process_zero():
-            self.output_dir.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+        args = SimpleNamespace(output_dir=str(folder))
         return SimpleNamespace(args=args, state=self.state, is_world_process_zero=self.is_world_process_zero)
 
     @reported

@@ -53,6 +53,15 @@ def test_what_transformers_writes_has_the_state_and_all_metrics(here, elsewhere)
     assert json.loads((here / "run" / "all_results.json").read_text()) == {"reward": 1.0, "eval_reward": 2.0}
 
 
+@pytest.mark.parametrize("name", ["save_state", "save_metrics"])
+def test_another_output_dir_that_a_script_sets_is_written_to(here, name):
+    trainer = trainer_in(here, **SAVES)
+    trainer.args.output_dir = "other"
+    CALLS[name](trainer)
+    assert any((here / "other").iterdir())
+    assert not (here / "run").exists()
+
+
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_model_in_the_way_of_its_run_stays(here, elsewhere, overwrite):
     trainer_in(here, **SAVES).train()

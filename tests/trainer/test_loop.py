@@ -234,6 +234,16 @@ def test_a_quantile_is_that_of_torch_and_nothing_has_one_too():
     assert threshold_of_uncertain(torch.zeros(0), 0.5) == 0
 
 
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.2, 0.5, 0.8, 0.999, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 81, 1000, 10_000])
+def test_uncertain_tokens_are_those_at_or_above_the_quantile(count, share):
+    """As TRL takes them."""
+    drawn = torch.rand(count, generator=torch.Generator().manual_seed(0)) * 3
+    for values in (drawn, drawn**8, (drawn * 4).round() / 4, torch.zeros(count)):
+        expected = values >= torch.quantile(values.double(), 1 - share)
+        assert torch.equal(values >= threshold_of_uncertain(values, share), expected)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.25, 0.4, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize("equal", [1, 4, 64])
 def test_rounding_moves_no_token_over_the_threshold_of_uncertain_ones(share, equal):

@@ -257,7 +257,8 @@ def threshold_of_uncertain(entropies: Tensor, share: float) -> Tensor:
     inside, outside = entropies[entropies >= least], entropies[entropies < least]
     if not len(inside):
         return least
-    return (inside.min() + (outside.max() if len(outside) else -1.0)) / 2
+    below = outside.max() if len(outside) else -1.0  # less than any entropy
+    return (inside.min() + below) / 2
 
 
 def per_sequence(packed: Sequence[MicroBatch], values: Sequence[Tensor], total: int) -> list[Tensor]:

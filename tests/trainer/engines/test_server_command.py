@@ -1,10 +1,12 @@
 """The command that starts a server, for each package of vLLM: `vllm serve` wherever that works."""
 
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
+from fused_grpo.trainer.engines import server
 from fused_grpo.trainer.engines.server import server_command
 
 ROOT = Path(__file__).parents[3]
@@ -13,9 +15,13 @@ FLAGS = ["--host", "127.0.0.1", "--port", "8000", "--logprobs-mode", "processed_
 
 @pytest.fixture
 def package_of_cpus(tmp_path, monkeypatch):
-    """vLLM's CPU package, whose server is this module."""
+    """vLLM's CPU package, whose server is this module, and no other vLLM."""
+
+    def no_package(name: str) -> str:
+        raise PackageNotFoundError(name)
 
     def install(module: str) -> None:
+        monkeypatch.setattr(server, "version", no_package)
         path = tmp_path.joinpath("vllm", *module.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True)
         path.touch()
