@@ -20,7 +20,8 @@ from fused_grpo import (
 from fused_grpo.config import has_type, option_types
 from fused_grpo.errors import FusedGRPOError, InputError
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.common.redaction import redacted, to_json
+from fused_grpo.trainer.common.formatting import to_json
+from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.config.grpo_config import check_options
 
 V, D, N = 11, 4, 6

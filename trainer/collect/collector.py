@@ -291,7 +291,8 @@ class Collector:
             rewards = list(chain.from_iterable(of_ranks))
             groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]  # as in the batch
             self.sampler.update(self.sampler.batch, groups)
-        return replace(scored.counted(), sampled=list(map(facts_of, scored.samples)))
+        counted = scored.counted() if scored.calls else scored
+        return replace(counted, sampled=list(map(facts_of, scored.samples)))
 
     def _failed_as_groups(self, rows: list[Row], samples: list[Sample]) -> Drawn:
         """With a failure in all parts of a group that has one on any rank: no reward function is given a part of it."""

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -77,8 +78,6 @@ class Scored:
 
     def counted(self) -> Scored:
         """With the means of what was logged, without the calls for completions that are dropped by now, on any rank."""
-        if not self.calls:
-            return self
         means = logged_means(self.calls, [sample.dropped for sample in self.samples])
         return replace(self, calls=[], logged=[*self.logged, (means, len(self.kept()))])
 
@@ -128,7 +127,9 @@ def score_rollouts(
     """
     size = len(samples) // max(1, len(rows))
     rows = [row for row in rows for _ in range(size)]
-    texts = decoded(tokenizer, [sample.completion_ids for sample in samples])
+    # Rust's tokenizers skip an id that they do not have, Python's may raise.
+    decode = tokenizer.batch_decode if getattr(tokenizer, "is_fast", False) else partial(decoded, tokenizer)
+    texts = list(decode([sample.completion_ids for sample in samples], skip_special_tokens=True))
     # A group that was sampled again may have other columns.
     shared = [name for name in samples[0].extra if all(name in sample.extra for sample in samples)]
     columns = [row | {name: one.extra[name] for name in shared} for row, one in zip(rows, samples, strict=True)]
@@ -272,7 +273,7 @@ class RolloutFacts(NamedTuple):
         rewards, baselines, lengths = table[:, :3].unbind(1)
         ended, failed, dropped = torch.tensor(flags, dtype=torch.bool).view(-1, 3).unbind(1)
         supports = torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float()
-        alone = replace(scored.counted(), samples=[], sampled=[], failure=None)
+        alone = replace(scored.counted() if scored.calls else scored, samples=[], sampled=[], failure=None)
         every = torch.tensor(scored.sampled or [*map(facts_of, samples)], dtype=torch.float64).view(-1, 4)
         by_call = torch.tensor(calls).view(-1, 3)
         return cls(alone, every, rewards, baselines, lengths, table[:, 3:], ended, failed, dropped, supports, by_call)

@@ -1,4 +1,4 @@
-"""Numbers, durations and conversations as the console and the report show them."""
+"""Numbers, durations and conversations as the console and the report show them, and values as JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,23 @@ from typing import Any
 from huggingface_hub.utils.tqdm import tqdm
 
 MISSING = "-"
+
+
+def to_json(value: object) -> object:
+    """`value` for strict JSON and YAML: NaN and infinities as null, paths and unknown objects as text."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)  # also of an IntEnum, which YAML refuses as it does np.float64
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json(item) for item in value]
+    if hasattr(type(value), "tolist"):  # of NumPy, or a tensor
+        return to_json(value.tolist())  # type: ignore[attr-defined]
+    return getattr(value, "__qualname__", None) or str(value)
 
 
 def message_text(value: object) -> str:

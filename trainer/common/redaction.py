@@ -1,4 +1,4 @@
-"""Values as JSON, a configuration that is safe to publish, and the one list of what looks like a secret.
+"""A configuration that is safe to publish, and the one list of what looks like a secret.
 
 Reports are made to be shared. So host and user names are never collected, and secrets and home directories are removed
 from a configuration before it is written to the disk. Isolated rewards get no environment variable that looks like a
@@ -8,10 +8,11 @@ secret.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
 from collections.abc import Collection, Mapping
+
+from fused_grpo.trainer.common.formatting import to_json
 
 REDACTED = "<redacted>"
 
@@ -42,23 +43,6 @@ _SECRET_FORM = re.compile(
 # In queries of URLs, connection strings, and text that holds a configuration.
 _ASSIGNED = re.compile(r"(?<![\w-])(?P<name>[\w-]+)(?P<by>[\"']?\s*[=:]\s*[\"']?)(?=(?P<value>[^&\s;,\"']{1,4096}))")
 _HOME = re.compile(r"(?<![\w.~/-])(/root|/(home|Users)/[^/\s:]+)(?![\w.-])")
-
-
-def to_json(value: object) -> object:
-    """`value` for strict JSON and YAML: NaN and infinities as null, paths and unknown objects as text."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return int(value)  # also of an IntEnum, which YAML refuses as it does np.float64
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [to_json(item) for item in value]
-    if hasattr(type(value), "tolist"):  # of NumPy, or a tensor
-        return to_json(value.tolist())  # type: ignore[attr-defined]
-    return getattr(value, "__qualname__", None) or str(value)
 
 
 def redacted(value: object, key: str = "") -> object:

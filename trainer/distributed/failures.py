@@ -37,7 +37,7 @@ from transformers import TrainerControl
 from fused_grpo.errors import FusedGRPOError, InputError, NonFiniteError, PeerError, show_causes, shown
 from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.common.file_names import NONFINITE_FOLDER
-from fused_grpo.trainer.common.redaction import to_json
+from fused_grpo.trainer.common.formatting import to_json
 from fused_grpo.trainer.logging.console import live
 
 # How long to wait for the reason of another rank. It was written before the collective failed, or will be soon.

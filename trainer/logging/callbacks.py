@@ -18,8 +18,8 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, T
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from fused_grpo.errors import InputError, quoted
+from fused_grpo.trainer.common.formatting import to_json
 from fused_grpo.trainer.common.process_state import process_kept
-from fused_grpo.trainer.common.redaction import to_json
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, StepMetrics
 

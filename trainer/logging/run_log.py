@@ -21,7 +21,8 @@ from typing import Any
 from fused_grpo.env import machine, versions
 from fused_grpo.errors import CheckpointError, shown, visible
 from fused_grpo.trainer.common.file_names import METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE, RUN_FILE
-from fused_grpo.trainer.common.redaction import redacted, to_json
+from fused_grpo.trainer.common.formatting import to_json
+from fused_grpo.trainer.common.redaction import redacted
 from fused_grpo.trainer.common.warnings import warn_once
 
 Record = dict[str, Any]  # of metrics.jsonl: numbers, text and None; of rollouts.jsonl: lists and mappings too

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError, quoted, shown
-from fused_grpo.trainer.common.redaction import to_json
+from fused_grpo.trainer.common.formatting import to_json
 from fused_grpo.trainer.common.threads import event_loop, in_thread, leave_blocked_loop
 
 RewardFunction = Callable[..., Any]

@@ -193,8 +193,8 @@ class Rewards:
         extra: dict[str, list[Any]] = {}
         calls: dict[int | None, dict[str, list[float]]] = {}  # by group; None: of the whole batch
         for name, one in zip(self.names, scores, strict=True):
-            for column, values in one.extra.items():
-                place = free_name(column)
+            # Names that become one, as None and "None" do, are one column of a function.
+            for place, values in {free_name(column): values for column, values in one.extra.items()}.items():
                 while place in extra:
                     place = f"{name}/{place}"
                 extra[place] = values
@@ -208,7 +208,7 @@ class Rewards:
             per_function=per_function,
             dropped=dropped,
             seconds=seconds,
-            metrics=logged_means(of_calls, dropped.tolist()),
+            metrics=logged_means(of_calls, dropped.tolist()) if of_calls else {},
             calls=of_calls,
             extra=extra,
             failure=failures[min(failures)] if failures else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -128,25 +129,19 @@ def exp(x: Tensor, *, out: Tensor) -> Tensor:
     return torch.mul(x, _LOG2E, out=out).exp2_()
 
 
-def in_parts(reduce: Callable[[Tensor, int], Tensor], values: Tensor) -> Tensor:
-    """[parts, R] over the columns of a block [R, c], in four parts or one: twice as fast as one sum over contiguous
-    columns, and every core reads the columns that it writes next.
+def _over_columns(reduce: Callable[[Tensor, int], Tensor], values: Tensor) -> Tensor:
+    """[R] over the columns of a block [R, c], in parts: twice as fast as one sum over contiguous columns, and every
+    core reads the columns that it writes next.
 
     (A product with ones would be as fast as a sum, but would add one column after the other: equal columns would all
     round in the same direction.)
     """
-    parts = 1 if values.shape[1] % PARTS else PARTS
-    return reduce(values.t().view(parts, values.shape[1] // parts, len(values)), 1)
+    count, parts = values.shape[1], 1 if values.shape[1] % PARTS else PARTS
+    return reduce(reduce(values.t().view(parts, count // parts, len(values)), 1), 0)
 
 
-def block_sums(values: Tensor) -> Tensor:
-    """[R]"""
-    return in_parts(torch.sum, values).sum(0)
-
-
-def block_maxima(values: Tensor) -> Tensor:
-    """[R]"""
-    return in_parts(torch.amax, values).amax(0)
+block_sums = functools.partial(_over_columns, torch.sum)
+block_maxima = functools.partial(_over_columns, torch.amax)
 
 
 def narrow_memory(logits: Tensor, dtype: torch.dtype) -> Tensor:

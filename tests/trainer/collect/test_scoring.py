@@ -130,6 +130,6 @@ def test_what_is_logged_counts_by_the_completions_that_no_rank_drops():
         samples = [without_rewards(one) if place // 3 in dropped else one for place, one in enumerate(result.samples)]
         counted = replace(result, samples=samples).counted()
         ((means, count),) = RolloutFacts.of(replace(result, samples=samples)).scored.logged
-        assert counted.counted().logged == RolloutFacts.of(counted).scored.logged
+        assert counted.logged == RolloutFacts.of(counted).scored.logged
         assert means == pytest.approx({"first": mean, "once": 1.0 if count else math.nan}, nan_ok=True)
         assert count == 9 - 3 * len(dropped)

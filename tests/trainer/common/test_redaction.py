@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.common.redaction import public_text, redacted, to_json, without_secrets
+from fused_grpo.trainer.common.formatting import to_json
+from fused_grpo.trainer.common.redaction import public_text, redacted, without_secrets
 from fused_grpo.trainer.logging.model_card import CardFacts, model_card
 from fused_grpo.trainer.logging.run_output import Results
 

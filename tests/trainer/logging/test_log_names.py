@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis.strategies import characters, dictionaries, floats, from_regex, none, one_of, sampled_from, text
 
 from fused_grpo.trainer.collect.scoring import score_rollouts
@@ -83,6 +83,7 @@ def scored(reward):
 
 
 @given(dictionaries(names, one_of(floats(), none()), max_size=6))
+@example({"None": None, None: 0.5, "_": 1.0})
 @settings(max_examples=60)
 def test_records_are_the_same_whatever_else_is_logged(tmp_path_factory, logged):
     def reward(completions, log_extra=None, log_metric=None):
@@ -95,7 +96,7 @@ def test_records_are_the_same_whatever_else_is_logged(tmp_path_factory, logged):
     plain.reward_names[:] = logs.reward_names
     log = RunLog(tmp_path_factory.mktemp("log"))
     log.log_rollouts(1, logs.records())
-    (means,) = [means for means, _ in logs.counted().logged] or [{}]
+    (means,) = [means for means, _ in logs.counted().logged]
     log.log_metrics(means | {"step": 1})
     (row, _), own = read_metrics(log.output_dir / "rollouts.jsonl"), plain.records()[0]
     assert {name: row[name] for name in FIELDS.split() if name in row} == {"step": 1, **own}
