@@ -8,8 +8,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from huggingface_hub.utils.tqdm import tqdm
-
 MISSING = "-"
 
 
@@ -107,7 +105,11 @@ def short_number(value: float | None) -> str:
     if abs(value) < 1e-3:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
-    return f"{value:.3f}" if abs(value) < 1 else str(tqdm.format_sizeof(value))
+    if abs(value) < 1:
+        return f"{value:.3f}"
+    from huggingface_hub.utils.tqdm import tqdm  # which a configuration, whose values become JSON here, does without
+
+    return str(tqdm.format_sizeof(value))
 
 
 def percent(fraction: float | None) -> str:
