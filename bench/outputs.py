@@ -65,6 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=48, help="GEMMs differ by 2 %% from call to call")
     rounds = parser.parse_args().rounds
+    if rounds < 2:
+        parser.error(f"got --rounds {rounds}, want 2 or more, which have quartiles")
     torch.manual_seed(0)
     pairs = calls()
     for pair in pairs.values():  # warm up

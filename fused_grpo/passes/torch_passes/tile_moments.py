@@ -25,12 +25,12 @@ class _AtTargets(NamedTuple):
 
 
 class TileMoments:
-    """Takes the moments of a tile: for each block from left to right `add_logits`, then `add_exponentials`."""
+    """Takes the moments of a tile, in its dtype: for each block from left to right `add_logits`, `add_exponentials`."""
 
     def __init__(self, tile: RawTile) -> None:
         self._tile = tile
         self._width, _ = scratch(tile.raw, 0)
-        self._spare = tile.raw.new_empty(self._width // PARTS, len(tile.raw))
+        self._spare = tile.raw.new_empty(min(self._width, tile.raw.shape[1]) // PARTS, len(tile.raw))
         self._at_targets = self._of_blocks() if tile.on_cpu else []
         # Those of `Moments` [R] so far, and of each block [R] what is summed at the end.
         self._largest = torch.full_like(tile.target_logit, -torch.inf)
