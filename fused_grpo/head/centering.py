@@ -57,9 +57,9 @@ class Centering:
         of_head = self.logprobs[rows].masked_fill(self.repeats[rows], -torch.inf)
         return statistics._replace(logprobs=torch.cat([statistics.logprobs[:, None], of_head], 1))
 
-    def of_largest(self, rows: slice | Tensor, statistics: Statistics) -> Statistics:
-        """The statistics of rows with the log-prob of their largest target, which the sums leave out."""
-        every = self.every_logprob(rows, statistics)
+    def of_largest(self, index: Tensor | None, statistics: Statistics) -> Statistics:
+        """The statistics of rows, None for all, with the log-prob of their largest target, which the sums leave out."""
+        every = self.every_logprob(slice(None) if index is None else index, statistics)
         return every._replace(logprobs=every.logprobs.amax(1))
 
     def upstream(self, rows: slice | Tensor, grad_logprobs: Tensor) -> Tensor:

@@ -103,16 +103,18 @@ def chunked_loss(
     teacher, every unmasked row has a gradient. With centering, the targets of `head` are those of its rows and H.
     """
     shards, teacher, centering = beside
-    # A rank that wants no gradient visits the same rows in the same order as the other ranks. Beside a teacher rows
-    # stay where they are, since all have a gradient.
-    removes_rows = (any(plan.wanted) or shards is not None) and teacher is None
-    mask, rows, order, active = inputs.tokens.mask, head, None, len(head.targets)
-    if leaves_out_rows(mask) or ((teacher is not None or plan.score == "needed") and may_synchronize(mask)):
-        order, active = rows_in_order(inputs, config, plan.score, removes_rows)
-        rows = head if order is None else head.select(order)
-    elif teacher is None:
-        rows = head.blank(mask)
     two_phases = formulas.needs_other_tokens(inputs, config)
+    rows, index, active = head, None, len(head.targets)
+    if leaves_out_rows(inputs.tokens.mask) or (
+        (teacher is not None or plan.score == "needed") and may_synchronize(inputs.tokens.mask)
+    ):
+        # A rank that wants no gradient visits the same rows in the same order as the other ranks. Beside a teacher
+        # rows stay where they are, since all have a gradient.
+        active_first = (any(plan.wanted) or shards is not None) and teacher is None
+        inputs, index, active = rows_to_score(inputs, config, plan.score, active_first=active_first)
+        rows = head if index is None else head.select(index)
+    elif teacher is None:
+        rows = head.blank(inputs.tokens.mask)
     # The gradient of an entropy is no multiple of softmax weights.
     weighted = any(plan.wanted) and rows.takes_weights and not (teacher or shards or two_phases or config.entropy_coef)
     kernel = None
@@ -122,7 +124,7 @@ def chunked_loss(
         dtype, vocab_size = rows.gemm_dtype if kernel else rows.dtype, 0 if shards is None else max(shards.sizes)
         memory = rows.chunk_memory(passes, plan.chunk_bytes, plan.wanted, dtype, vocab_size)
     else:
-        memory, teacher = teacher.with_memory(rows, order, plan.chunk_bytes)
+        memory, teacher = teacher.with_memory(rows, index, plan.chunk_bytes)
     one_group = len(memory) >= len(rows.targets)
     gradients = HeadGradients(
         rows,
@@ -143,25 +145,25 @@ def chunked_loss(
         statistics, seen, upstream = loop(rows, memory, inputs, config, visitor)
         del visitor
     statistics.setdefault("recomputed_fraction", torch.zeros_like(statistics["loss"]))
-    del memory  # before dW is rounded beside its accumulator
     squares = None
     if moments is not None:
-        every_row = slice(None) if order is None else order
-        squares = moments.finish(seen if centering is None else centering.of_largest(every_row, seen))[0]
+        squares = moments.finish(seen if centering is None else centering.of_largest(index, seen))[0]
+    logprobs, entropy, (d_logprobs, d_entropy) = seen.logprobs, seen.entropy, upstream
+    if index is not None:
+        logprobs, entropy, d_logprobs, d_entropy, squares = (
+            _scattered(values, index, len(head.targets))
+            for values in (logprobs, entropy, d_logprobs, d_entropy, squares)
+        )
+        upstream = Upstream(d_logprobs, d_entropy)
     part = teacher if centering is None else centering
     if part is not None:
-        without = (mask if order is None else mask[order]) > upstream.have_gradient()
-        without = without if order is None else _scattered(without, order, len(mask))
-        statistics = part.added_to(statistics, without)
-    del beside, part, teacher, sweep
+        statistics = part.added_to(statistics, inputs.tokens.mask > upstream.have_gradient())
+    # Before dW is rounded beside its accumulator.
+    del memory, beside, part, teacher, sweep
     d_hidden, d_weight, d_bias = gradients.finish()
     if shards is not None and d_hidden is not None:
         d_hidden = shards.sum_over_ranks(d_hidden).to(head.hidden.dtype)
-    results: Any = (seen.logprobs, seen.entropy, *upstream, squares)
-    if order is not None:
-        results = (_scattered(values, order, len(head.targets)) for values in results)
-    logprobs, entropy, *own, squares = results
-    return ChunkedLoss(statistics, logprobs, entropy, Upstream(*own), (d_hidden, d_weight, d_bias), squares)
+    return ChunkedLoss(statistics, logprobs, entropy, upstream, (d_hidden, d_weight, d_bias), squares)
 
 
 def _by_weights(
@@ -176,8 +178,9 @@ def _by_weights(
 
     Each chunk is visited once.
     """
-    (passes, gradients, entropy, active, moments), visits = sweep, []
+    passes, gradients, entropy, active, moments = sweep
     assert gradients is not None
+    visits = []
     tokens = inputs.tokens if head.index is None else inputs.tokens.rows(head.index)
     for tile in head.tiles(memory, multiply=kernel is None):
         weights, scale, rows = softmax_weights_of(
@@ -200,7 +203,8 @@ def _one_by_one(
     head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: KnownRows
 ) -> tuple[dict[str, Tensor], Statistics, Upstream]:
     """The same for rows of any kind, where each chunk is visited once."""
-    (passes, gradients, _, active, _), visits = visitor.sweep, []
+    passes, gradients, _, active, _ = visitor.sweep
+    visits = []
     tokens = inputs.tokens if head.index is None else inputs.tokens.rows(head.index)
     for tile in head.tiles(memory):
         seen = visitor.visit_(tile)
@@ -225,8 +229,6 @@ def _in_two_phases(
     logprobs, entropy = rows.logprobs, rows.entropy
     if index is not None:
         logprobs, entropy = (_scattered(values, index, count) for values in (logprobs, entropy))
-        scored = torch.zeros_like(inputs.tokens.mask).index_fill_(0, index, True)
-        inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
     upstream, statistics = loss_and_gradient(logprobs, entropy, inputs, config, visitor.sweep.passes)
     visitor.all_seen(logprobs, entropy, inputs, config)
     upstream, recomputed = upstream if index is None else upstream.rows(index), 0
@@ -250,10 +252,11 @@ def _needs_all_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
     return config.top_entropy_quantile < 1.0 and unknown
 
 
-def rows_in_order(
-    inputs: LossInputs, config: GRPOLossConfig, score: Score, differentiated: bool
-) -> tuple[Tensor | None, int]:
-    """The rows to score, None for all of them in order, and how many of the first ones may have a gradient.
+def rows_to_score(
+    inputs: LossInputs, config: GRPOLossConfig, score: Score, *, active_first: bool
+) -> tuple[LossInputs, Tensor | None, int]:
+    """(the inputs, whose mask has the rows to score; these rows [R], None for all of them in order; how many of the
+    first of them may have a gradient). With `active_first` rows that cannot have one come after those that may.
 
     On a GPU this synchronizes for two numbers, once per call; only losses in two phases synchronize again. Not to be
     called where `may_synchronize` is False.
@@ -262,17 +265,19 @@ def rows_in_order(
     needed = score == "needed" and not _needs_all_tokens(inputs, config)
     moves = mask
     of_every_token = (config.beta, config.entropy_coef, config.kl_cov_ratio, config.log_ratio_penalty)
-    if (needed or differentiated) and not any(of_every_token):
+    if (needed or active_first) and not any(of_every_token):
         moves = mask & (advantages != 0)
         if formulas.needs_other_tokens(inputs, config):
             # Through the ratio of a sequence, the gradient of one token reaches all its tokens.
             moves = mask & (inputs.sequences.spread(inputs.sequences.sum(moves), len(mask)) > 0)
     active, scored = torch.stack([moves, mask]).sum(1).tolist()
     if active == len(mask):
-        return None, active
+        return inputs, None, active
     # Stable: rows stay in order within those that may have a gradient, and within the others.
     order = (2 - mask.to(torch.int8) - moves.to(torch.int8)).argsort(stable=True)
-    return order[: active if needed else scored], active
+    if needed:
+        inputs = replace(inputs, tokens=replace(inputs.tokens, mask=moves))
+    return inputs, order[: active if needed else scored], active
 
 
 def _scattered(values: Any, index: Tensor, count: int) -> Any:
@@ -353,7 +358,8 @@ class AttachGradients(torch.autograd.Function):
             )
         gradients = ctx.gradients.copy()
         if ctx.weight_main_grad is not None and gradients[1] is not None:
-            if _is_asked_for(ctx.next_functions[3][0]):  # after the loss, the main gradient and the hidden states
+            weight_node, _ = ctx.next_functions[3]  # behind the loss, the main gradient and the hidden states
+            if _is_asked_for(weight_node):
                 ctx.weight_main_grad.addcmul_(gradients[1], upstream.to(gradients[1].dtype))
             gradients[1] = None
         kept = torch._C._autograd._get_current_graph_task_keep_graph()

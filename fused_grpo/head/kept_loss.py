@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.statistics import Statistics
 from fused_grpo.config import GRPOLossConfig, TokenTerms
 from fused_grpo.head.centering import SamplerHead, scored_by_sampler, weights_of, with_centering
-from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, loss_and_gradient, rows_in_order
+from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, loss_and_gradient, rows_to_score
 from fused_grpo.head.entries import Support
 from fused_grpo.head.head import Gradients, Head
 from fused_grpo.head.kept_tokens import SupportedHead
@@ -35,11 +33,8 @@ def supported_loss(
     `sampler` has log-probs [E] of the kept tokens, for score centering.
     """
     differentiated = any(plan.wanted)
-    order, _ = rows_in_order(inputs, config, plan.score, differentiated)
+    inputs, _, _ = rows_to_score(inputs, config, plan.score, active_first=differentiated)
     scored = inputs.tokens.mask
-    if order is not None:
-        scored = torch.zeros_like(scored).index_fill_(0, order, True)
-        inputs = replace(inputs, tokens=replace(inputs.tokens, mask=scored))
     rows = SupportedHead(head, support, scored, passes, chunk_bytes=plan.chunk_bytes, wanted=plan.wanted)
     row_statistics = rows.statistics(entropy=plan.entropy, moments=plan.squares)
     upstream, statistics = loss_and_gradient(row_statistics.logprobs, row_statistics.entropy, inputs, config, passes)
