@@ -104,17 +104,15 @@ def chunked_loss(
     """
     shards, teacher, centering = beside
     two_phases = formulas.needs_other_tokens(inputs, config)
-    rows, index, active = head, None, len(head.targets)
-    if leaves_out_rows(inputs.tokens.mask) or (
-        (teacher is not None or plan.score == "needed") and may_synchronize(inputs.tokens.mask)
-    ):
+    mask, rows, index, active = inputs.tokens.mask, head, None, len(head.targets)
+    if leaves_out_rows(mask) or ((teacher is not None or plan.score == "needed") and may_synchronize(mask)):
         # A rank that wants no gradient visits the same rows in the same order as the other ranks. Beside a teacher
         # rows stay where they are, since all have a gradient.
         active_first = (any(plan.wanted) or shards is not None) and teacher is None
         inputs, index, active = rows_to_score(inputs, config, plan.score, active_first=active_first)
         rows = head if index is None else head.select(index)
     elif teacher is None:
-        rows = head.blank(inputs.tokens.mask)
+        rows = head.blank(mask)
     # The gradient of an entropy is no multiple of softmax weights.
     weighted = any(plan.wanted) and rows.takes_weights and not (teacher or shards or two_phases or config.entropy_coef)
     kernel = None
