@@ -29,11 +29,7 @@ EXTRA = frozenset(
 
 @contextmanager
 def extra_installed() -> Iterator[None]:
-    """Say which `pip install` mends it where a package of the trainer is missing.
-
-    Raises:
-        UnavailableError: in the place of a ModuleNotFoundError of one of them.
-    """
+    """UnavailableError in the place of a ModuleNotFoundError of one of them, with the `pip install` that mends it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -255,8 +255,7 @@ class GRPOTrainer(TransformersFace):
             `<prefix>_reward`, `<prefix>_rewards/<function>/mean`, `<prefix>_completions/mean_length`, ..., as TRL names
             them; after the prefix `<set>_` where sets have names. `<prefix>_loss` says little (collect/scoring.py).
 
-        Raises:
-            DataError: no eval set, or one that cannot be used.
+        DataError for no eval set, or one that cannot be used.
         """
         results, means = dict[str, float](), dict[str, float]()
         with all_ranks_succeed(self.accelerator, "checking the eval sets"):

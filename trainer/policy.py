@@ -53,8 +53,7 @@ class PolicyLoss(nn.Module):
         router_aux_loss_coef: weight of the auxiliary loss of a mixture-of-experts model; 0: there is none.
         routing: what becomes of the experts of micro-batches that have some; None: nothing.
 
-    Raises:
-        UnsupportedError: no head, or one that is not one matrix.
+    UnsupportedError for a model without a head, or with one that is not one matrix.
     """
 
     def __init__(

@@ -188,8 +188,7 @@ class TransformersFace:
         Returns:
             What `huggingface_hub.HfApi.upload_folder` returns, on the first process; None on the others.
 
-        Raises:
-            UnavailableError: no network, no login, or no right to write there.
+        UnavailableError for no network, no login, or no right to write there.
         """
         facts = self._card(**card)
         self.events("on_push_begin")
@@ -282,8 +281,7 @@ class TransformersFace:
         micro-batch and iteration that uses its completions, so that the length is that of the pass in micro-batches.
         Prompts that fill no batch are left out. Reading it does not move the run's own position.
 
-        Raises:
-            UnsupportedError: a stream, whose position a second reader would move.
+        UnsupportedError for a stream, whose position a second reader would move.
         """
         if is_stream(self.dataset):
             raise UnsupportedError(
@@ -302,8 +300,7 @@ class TransformersFace:
         Args:
             eval_dataset: a set, or the name of one of the trainer's. None: the trainer's. A stream is read to its end.
 
-        Raises:
-            DataError: none, several, or one that cannot be used.
+        DataError for none, several, or one that cannot be used.
         """
         sets = chosen_eval_sets(eval_dataset, self.eval_dataset)
         if len(sets) > 1:

@@ -27,6 +27,8 @@ from fused_grpo.trainer.types import ListedTokens, MicroBatch, Sample, with_fiel
 
 BISECTIONS = 12
 Trees = Sequence[Sequence[int]]  # of indices of a batch
+# Fields of a sample that a batch has of all of them, or of none.
+_OPTIONAL = ("sampling_logprobs", "old_logprobs", "ref_logprobs", "token_advantages", "listed_tokens", "routed_experts")
 Agree = Callable[[int], int]  # the largest number of micro-batches of any rank, from the number that this rank needs
 
 
@@ -168,10 +170,11 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
         seen_until[here] = torch.tensor(ends) + start % row_length
         predictors += [start + place for place in predicting]
     targets = (sample.own(sample.completion_ids) for sample in samples)
+    known = {name for name in _OPTIONAL if batch and all(getattr(sample, name) is not None for sample in batch)}
 
     def per_token(name: str) -> Tensor | None:
         """A number for each predicted token, end to end, [N] fp32."""
-        if not batch or any(getattr(sample, name) is None for sample in batch):
+        if name not in known:
             return None
         rows = [getattr(sample, name) for sample in samples]
         if name == "sampling_logprobs":  # those of the trainer's models are of the model's own tokens already
@@ -179,9 +182,8 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
         return torch.cat([torch.zeros(0), *(torch.as_tensor(row, dtype=torch.float32) for row in rows)])
 
     of_tokens, of_sequences = per_token("token_advantages"), [sample.advantage for sample in samples]
-    has_lists = any(sample.listed_tokens is not None for sample in batch)
-    support, centering = _support(batch, chosen) if has_lists else (None, None)
-    has_experts = any(sample.routed_experts is not None for sample in batch)
+    support, centering = _support(batch, chosen) if "listed_tokens" in known else (None, None)
+    has_experts = "routed_experts" in known
     packed = MicroBatch(
         input_ids=input_ids.view(num_rows, row_length),
         position_ids=position_ids.view(num_rows, row_length),
@@ -223,9 +225,7 @@ def _support(
     batch: Sequence[Sample], chosen: Sequence[int]
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor | None, Tensor] | None]:
     """`support` and `centering` of all predicted tokens of the chosen samples, end to end."""
-    known = [sample.listed_tokens for sample in batch if sample.listed_tokens is not None]
-    if len(known) < len(batch):
-        return None, None
+    known = [sample.listed_tokens for sample in batch if sample.listed_tokens is not None]  # all have some
     parts = [known[0].first(0)]  # which says what all samples have, where none is chosen
     for index in chosen:
         mask = batch[index].completion_mask
@@ -245,8 +245,6 @@ def _support(
 
 def _experts(batch: Sequence[Sample], placed: Iterable[tuple[int, Sequence[int]]], places: int) -> Tensor | None:
     """`routed_experts` of trees that start at these places."""
-    if any(sample.routed_experts is None for sample in batch):
-        return None
     rows, where = list[Tensor](), list[Tensor]()
     for place, tree in placed:
         for sample in map(batch.__getitem__, tree):

@@ -89,8 +89,7 @@ class Restored(NamedTuple):
 def agreed_checkpoint(accelerator: Accelerator, output_dir: Path, resume: bool | str | Path) -> Path:
     """What `find_checkpoint` finds on rank 0; CheckpointError for none, or where this rank sees another one there."""
     chosen: tuple[Path, str] | None = None
-    if accelerator.num_processes > 1:
-        compare_ranks("choosing a checkpoint", {"resume_from_checkpoint": str(resume)})
+    compare_ranks("choosing a checkpoint", {"resume_from_checkpoint": str(resume)})
     with all_ranks_succeed(accelerator, "finding the checkpoint to resume from"):
         if accelerator.is_main_process:
             first = find_checkpoint(output_dir, resume)

@@ -31,18 +31,14 @@ def check_best_name(args: GRPOConfig, rewards: Rewards, sets: Iterable[str], *, 
     if any(one.startswith(prefix) and one[len(prefix) :] in metrics for one in (best, name) for prefix in prefixes):
         return
     listed = [one for one in metrics if one.startswith(("reward", "pass@")) and "std" not in one]
-    got = f"got metric_for_best_model={best!r} with {_named(sets)}"
+    named = ", ".join(repr(one) for one in sets if one)
+    got = f"got metric_for_best_model={best!r} with {f'the eval sets {named}' if named else 'one eval set'}"
     fix = f"fix: one of {', '.join(f'eval_{prefix}{one}' for one in listed for prefix in prefixes)}"
     may_be_logged = rewards.can_log and any(name.startswith(prefix) for prefix in prefixes)
     if may_be_logged or (args.eval_strategy == "no" and not args.eval_on_start and not args.eval_at_ends):
         warn_once(f"{got}, which no evaluation gives unless a reward function logs it: the first will say so; {fix}")
         return
     raise InputError(f"{got}, want a metric of an evaluation; {fix}")
-
-
-def _named(sets: Iterable[str]) -> str:
-    names = [repr(name) for name in sets if name]
-    return f"the eval sets {', '.join(names)}" if names else "one eval set"
 
 
 def metric_names(args: GRPOConfig, rewards: Rewards) -> list[str]:

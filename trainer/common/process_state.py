@@ -33,19 +33,11 @@ def _set_handlers(handlers: list[Any]) -> None:
                 signal.signal(number, handler)
 
 
-def _set_device(device: torch.device) -> None:
-    torch.set_default_device(None if device.type == "cpu" else device)  # None: without a mode around every call
-
-
 def _set_autocast(before: list[tuple[str, bool, torch.dtype]]) -> None:
     for device, enabled, dtype in before:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
     torch.clear_autocast_cache()
-
-
-def _set_deterministic(before: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 # How each is read, and put back.
@@ -55,7 +47,10 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "umask": (_umask, os.umask),
     "signal handlers": (lambda: list(map(signal.getsignal, _SIGNALS)), _set_handlers),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "default device": (torch.get_default_device, _set_device),
+    "default device": (
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),  # None: without a mode
+    ),
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": (
         lambda: [
@@ -67,7 +62,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "precision of products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "deterministic algorithms": (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        _set_deterministic,
+        lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
     ),
     "threads": (torch.get_num_threads, torch.set_num_threads),
 }

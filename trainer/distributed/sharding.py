@@ -64,9 +64,7 @@ DDP_OPTIONS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast
 def make_accelerator(args: GRPOConfig) -> Accelerator:
     """Accelerate, configured by the options and the launcher's environment.
 
-    Raises:
-        UnavailableError: Accelerate raises an exception.
-        UnsupportedError: as `check_launch`.
+    UnavailableError where Accelerate raises anything; UnsupportedError as `check_launch`.
     """
     with before_ranks_connect(args):
         options = _options(args)

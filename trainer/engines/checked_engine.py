@@ -67,7 +67,6 @@ def checked_generate(
     """`engine.generate`, checked: `sampling.n` samples for each prompt, in their order.
 
     Args:
-        prompt_ids: P prompts as token ids.
         rows: of the dataset, with their numbers, for an engine with prompts of its own.
         failure: what to do with a completion that cannot be used. "fail": raise. "retry": sample all completions of its
             prompt again, with another seed, at most RETRIES times; then raise. "drop": empty it, and give all samples
@@ -136,7 +135,6 @@ class WeightCheck:
         args: `logprob_mismatch` "fail" raises, "warn" logs one warning; `max_logprob_difference` is the bound, in nats.
         model: the model that is trained, on `device`.
         own_weights: whether the engine has weights of its own, which can be stale: None is "fail" then, else "warn".
-        is_mixture: whether it is a mixture of experts.
     """
 
     def __init__(
@@ -185,8 +183,7 @@ class WeightCheck:
             rounding: called where it may explain them: how far a 16-bit dtype moves the policy's own log-probs.
             turns: (mean, maximum) of each turn, where there are several.
 
-        Raises:
-            WeightSyncError: a difference is above its bound, or is NaN.
+        WeightSyncError where a difference is above its bound, or is NaN.
         """
         rounding, is_function = functools.cache(rounding), isinstance(engine, FunctionEngine)
         if is_function and (not turns or self._error(*turns[0], 1, engine, lambda dtype: 0.0)):

@@ -51,8 +51,9 @@ def check_tools(tools: Any) -> list[Tool]:
                 f"got the tool {name!r}, of which no schema can be made ({error}); fix: type hints of all arguments, "
                 "and a docstring with a description and a section 'Args:' that describes each"
             ) from error
-        by_name = schema["function"]["parameters"]["properties"]
-        unnamed = [str(one) for one in inspect.signature(tool).parameters.values() if not _has_name(one, by_name)]
+        by_name, parameters = schema["function"]["parameters"]["properties"], inspect.signature(tool).parameters
+        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+        unnamed = [str(one) for name, one in parameters.items() if name not in by_name or one.kind in by_place]
         if unnamed or inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
             got = f"the argument {unnamed[0]}" if unnamed else "yield"
             raise InputError(
@@ -60,11 +61,6 @@ def check_tools(tools: Any) -> list[Tool]:
                 "that is returned; fix: a function around it, or the method of an object in the place of its class's"
             )
     return listed
-
-
-def _has_name(parameter: inspect.Parameter, described: Mapping[str, Any]) -> bool:
-    by_place = (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)
-    return parameter.name in described and parameter.kind not in by_place
 
 
 class Answers:

@@ -139,9 +139,7 @@ def wants_bf16(args: GRPOConfig) -> bool:
 def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, args: GRPOConfig) -> Any:
     """The given tokenizer, or the one saved with the model; with a padding token.
 
-    Raises:
-        InputError: there is no tokenizer with the model, or it has no end-of-sequence token.
-        WrongTypeError: `processing_class` is no tokenizer.
+    InputError where there is none with the model, or it has no end-of-sequence token; WrongTypeError for anything else.
     """
     if processing_class is None:
         source = getattr(model.config, "_name_or_path", "") if isinstance(model, nn.Module) else str(model)

@@ -177,7 +177,6 @@ def memory_terms(
 
     Args:
         prompt_tokens: of the longest prompt.
-        processes: how many train.
         engine: "vllm", "server" or "transformers".
         sampling_dtype: what vLLM in process computes in.
         held: bytes of this process without the model; None: unknown, and on a GPU.

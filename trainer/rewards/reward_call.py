@@ -36,6 +36,7 @@ FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 ASYNC = "async rewards"  # the name of their event loop
 NUMERIC = tuple("biufO")  # NumPy's kinds of numbers, and objects, which are looked at one by one
 _SHARED = frozenset({str, int, float, bool, bytes, type(None)})
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +81,7 @@ class RewardCaller:
     def __init__(self, function: RewardFunction, name: str, *, timeout: float | None = None) -> None:
         self.function, self.name, self.timeout = function, name, timeout
         self.is_async = is_async(function)
-        self.required, self.accepted = _parameters(function)
-        self.nameless = _nameless(function)
+        self.required, self.accepted, self.nameless = _parameters(function)
 
     def __call__(self, inputs: RewardInputs, *, pinpoint: bool = True) -> Scores:
         """Scores of the completions. `pinpoint`: after an exception, call for one after the other, to name the prompt.
@@ -230,27 +230,20 @@ def is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str] | None]:
-    """The parameters without a default, and all parameters; None where the function takes any."""
+def _parameters(function: RewardFunction) -> tuple[frozenset[str], frozenset[str] | None, str | None]:
+    """The parameters without a default; all parameters, or None where the function takes any; the signature of one that
+    gets nothing by name, or not all that it needs, or None of any other."""
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # builtins without a signature
-        return frozenset(), None
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    required = frozenset(p.name for p in named if p.default is p.empty)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return required, None if takes_any else frozenset(p.name for p in named)
-
-
-def _nameless(function: RewardFunction) -> str | None:
-    """The signature of a function that gets nothing by name, or not all that it needs; None of any other."""
-    with suppress(TypeError, ValueError):
         signature = inspect.signature(function)
-        kinds = {p.kind for p in signature.parameters.values()}
-        unfilled = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in signature.parameters.values())
-        if unfilled or kinds == {inspect.Parameter.VAR_POSITIONAL}:
-            return str(signature)
-    return None
+    except (TypeError, ValueError):  # builtins without a signature
+        return frozenset(), None, None
+    parameters = signature.parameters.values()
+    kinds, named = {p.kind for p in parameters}, [p for p in parameters if p.kind in _BY_NAME]
+    required = frozenset(p.name for p in named if p.default is p.empty)
+    accepted = None if inspect.Parameter.VAR_KEYWORD in kinds else frozenset(p.name for p in named)
+    unfilled = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
+    is_nameless = unfilled or kinds == {inspect.Parameter.VAR_POSITIONAL}
+    return required, accepted, str(signature) if is_nameless else None
 
 
 def load_reward(name: str, *, what: str = "reward function") -> RewardFunction:

@@ -41,9 +41,7 @@ class OwnServer:
     """A vLLM server that starts beside this process; an engine that is given it waits until it is up.
 
     Args:
-        folder: what it serves.
         options: arguments of `vllm.LLM`, which become those of vLLM's command line.
-        environment: further environment variables.
         log: the file that what it prints is added to; it stays.
     """
 

@@ -269,12 +269,9 @@ async def _finish_sync(client: httpx.AsyncClient, replica: Replica, *, server_ve
 
 
 class VLLMServerAdapterEngine(VLLMServerEngine):
-    """A VLLMServerEngine whose servers have the base of the trainer's PeftModel.
+    """A VLLMServerEngine whose servers have the base of the trainer's PeftModel, `model`.
 
-    `load_weights` takes the adapter, as `adapter_stream` gives it.
-
-    Args:
-        model: the trainer's PeftModel. All other arguments are those of VLLMServerEngine, except those of transfers.
+    `load_weights` takes the adapter, as `adapter_stream` gives it, through files.
 
     Raises:
         InputError: a server that was started without LoRA or for a lower rank, or has merged weights of another run.

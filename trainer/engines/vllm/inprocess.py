@@ -144,7 +144,6 @@ class VLLMEngine(RolloutEngine):
 
     Args:
         model: the trainer's causal LM. The engine takes its config and, as version 0, a copy of its weights.
-        tokenizer: its tokenizer.
 
     Raises:
         UnavailableError: vLLM is missing, cannot start with these settings, or already runs in this process.
@@ -336,10 +335,7 @@ class VLLMEngine(RolloutEngine):
 class VLLMAdapterEngine(VLLMEngine):
     """A VLLMEngine with the weights of the base model, and the adapter of the PeftModel that is trained.
 
-    `load_weights` takes the adapter, as `adapter_stream` gives it.
-
-    Args:
-        model: the trainer's PeftModel. All other arguments are those of VLLMEngine.
+    `model` is the trainer's PeftModel; `load_weights` takes the adapter, as `adapter_stream` gives it.
 
     Raises:
         UnsupportedError: an adapter that vLLM has no layers for, as ServedAdapter; fp32 on a GPU, and with a base in 4
