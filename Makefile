@@ -44,9 +44,9 @@ test-gpu: ## tests/kernels and tests/ops on this machine's GPU, and what only a 
 	@$(PYTHON) scripts/setup_env.py dev bench
 	@FUSED_GRPO_TEST_DEVICE=cuda $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -W default::UserWarning tests/kernels tests/ops tests/gpu $(ARGS)
 
-test-cpus: ## what compares numbers or learns, as other CPUs would compute it, and with one thread and two; prints a table
+test-cpus: ## what compares numbers or learns, as other CPUs would compute it, and with one thread and two; a table. ROWS="..." for some
 	@$(PYTHON) scripts/setup_env.py dev bench
-	@$(BIN)/python scripts/test_cpus.py
+	@$(BIN)/python scripts/test_cpus.py $(ROWS)
 
 test-versions: ## the oldest, the pinned and the newest versions, each in an environment of its own: docs/versions.md
 	@$(PYTHON) scripts/setup_env.py dev bench

@@ -2,8 +2,8 @@
 
 Three libraries select their code by the CPU: PyTorch's own kernels, MKL (fp32 and fp64 GEMMs) and oneDNN (bf16 GEMMs,
 for autocast and vLLM). An environment variable of each selects the code of another CPU. That code, or another number of
-threads, sums in another order. The table has one row per value of a variable. A row whose instructions this CPU does
-not have is marked as left out.
+threads, sums in another order. The table has one row per value of a variable: all of them, or those whose names are
+given (ROWS of make). A row whose instructions this CPU does not have is marked as left out.
 
 "bits" is a digest of a few sums under that row: if it differs from that of the first row, other code has run.
 """
@@ -71,6 +71,10 @@ class Row(NamedTuple):
     value: str
     needs: frozenset[str] = frozenset()
 
+    @property
+    def name(self) -> str:
+        return f"{self.variable}={self.value}"
+
 
 ROWS = [
     Row("OMP_NUM_THREADS", "1"),
@@ -87,23 +91,24 @@ ROWS = [
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with these arguments for each row, with three workers."""
+    """Run the rows that are named, or all, with three workers each; other arguments are pytest's."""
+    named = [row for row in ROWS if row.name in arguments]
+    options = [argument for argument in arguments if argument not in {row.name for row in named}]
     flags, model = this_cpu()
     print(f"{model}\n\n| row | bits | passed | failed | skipped | minutes |\n|---|---|---:|---:|---:|---:|", flush=True)
     failed = 0
-    for row in ROWS:
-        name = f"{row.variable}={row.value}"
+    for row in named or ROWS:
         if missing := row.needs - flags:
-            print(f"| {name} | | not on this CPU, which has no {', '.join(sorted(missing))} | | | |", flush=True)
+            print(f"| {row.name} | | not on this CPU, which has no {', '.join(sorted(missing))} | | | |", flush=True)
             continue
         # A fresh cache: the code in PyTorch's compiler cache is for the instructions of another row.
         cache = tempfile.mkdtemp()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache, row.variable: row.value}
         bits = subprocess.run([sys.executable, "-c", DIGEST], env=env, capture_output=True, text=True, check=True)
-        is_green, figures = run_tests(sys.executable, [*TESTS, *arguments], env=env)
+        is_green, figures = run_tests(sys.executable, [*TESTS, *options], env=env)
         shutil.rmtree(cache)
         failed += not is_green
-        print(f"| {name} | {bits.stdout.strip()} | {' | '.join(map(str, figures))} |", flush=True)
+        print(f"| {row.name} | {bits.stdout.strip()} | {' | '.join(map(str, figures))} |", flush=True)
     return failed
 
 

@@ -49,3 +49,11 @@ def test_a_row_has_the_code_of_its_cpu_and_all_other_tests(monkeypatch, capsys) 
         "| OMP_NUM_THREADS=2 | 2 | 5 | False | 3 | 0.1 |",
     ]
     assert table[-1].startswith("| MKL_CBWR=AVX512 | | not on this CPU, which has no avx512bw, ")
+
+
+def test_rows_that_are_named_run_alone(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(cpus, "run_tests", lambda python, tests, *, env: (tests[-1] == "-x", (1, 0, 0, "0.1")))
+    monkeypatch.setattr(cpus, "DIGEST", "print('bits')")
+    assert cpus.main(["MKL_CBWR=COMPATIBLE", "OMP_NUM_THREADS=2", "-x"]) == 0
+    rows = [line.split()[1] for line in capsys.readouterr().out.splitlines()[4:]]
+    assert rows == ["OMP_NUM_THREADS=2", "MKL_CBWR=COMPATIBLE"]
