@@ -88,22 +88,20 @@ class Restored(NamedTuple):
 
 def agreed_checkpoint(accelerator: Accelerator, output_dir: Path, resume: bool | str | Path) -> Path:
     """What `find_checkpoint` finds on rank 0; CheckpointError for none, or where this rank sees another one there."""
-    chosen: tuple[Path, str] | None = None
+    chosen = output_dir, ""  # on all ranks but the first
     compare_ranks("choosing a checkpoint", {"resume_from_checkpoint": str(resume)})
     with all_ranks_succeed(accelerator, "finding the checkpoint to resume from"):
         if accelerator.is_main_process:
             first = find_checkpoint(output_dir, resume)
             chosen = first, sha256_of(first / MANIFEST_FILE)
-    of_first = gather_objects("finding a checkpoint", chosen)[0]
-    assert of_first is not None
-    path, wanted = of_first
+    path, wanted = gather_objects("finding a checkpoint", chosen)[0]
     with all_ranks_succeed(accelerator, f"looking at {path}"):
-        if (got := sha256_of(Path(path) / MANIFEST_FILE)) != wanted:
+        if (got := sha256_of(path / MANIFEST_FILE)) != wanted:
             raise CheckpointError(
                 f"got a {path} on rank {accelerator.process_index} whose manifest is another one (sha256 {got[:16]}), "
                 f"want that of rank 0 ({wanted[:16]}); fix: an output_dir that all nodes share, or the same copy on all"
             )
-    return Path(path)
+    return path
 
 
 def training_state(

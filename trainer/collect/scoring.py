@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -127,9 +126,7 @@ def score_rollouts(
     """
     size = len(samples) // max(1, len(rows))
     rows = [row for row in rows for _ in range(size)]
-    # Rust's tokenizers skip an id that they do not have, Python's may raise.
-    decode = tokenizer.batch_decode if getattr(tokenizer, "is_fast", False) else partial(decoded, tokenizer)
-    texts = list(decode([sample.completion_ids for sample in samples], skip_special_tokens=True))
+    texts = decoded(tokenizer, [sample.completion_ids for sample in samples])
     # A group that was sampled again may have other columns.
     shared = [name for name in samples[0].extra if all(name in sample.extra for sample in samples)]
     columns = [row | {name: one.extra[name] for name in shared} for row, one in zip(rows, samples, strict=True)]

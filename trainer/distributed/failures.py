@@ -318,12 +318,7 @@ class StopOnSignal:
 
     def __init__(self) -> None:
         self._process, self._before = os.getpid(), dict[int, Any]()
-        self._since: dict[int, float] = {}  # when each signal came first
-
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has come."""
-        return bool(self._since)
+        self.requested, self._since = False, dict[int, float]()  # when each signal came first
 
     @property
     def reason(self) -> str:
@@ -331,7 +326,7 @@ class StopOnSignal:
         return next((signal.Signals(number).name for number in self._since), "a signal to another process")
 
     def __enter__(self) -> StopOnSignal:
-        self._since = {}
+        self.requested, self._since = False, {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 if number == signal.SIGTERM or signal.getsignal(number) == signal.SIG_DFL:
@@ -346,6 +341,7 @@ class StopOnSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = time.monotonic() - self._since.setdefault(number, time.monotonic()) > SAME_REQUEST_SECONDS
+        self.requested = True
         # A process that was forked off has no loop that would read the flag.
         if again or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
