@@ -167,10 +167,7 @@ def described(start: Start) -> dict[str, Any]:
     return {
         f"model.config.{name}": spelled(value) if isinstance(value, dict | list) else value
         for name, value in config.items()
-    } | {
-        "processing_class": of_tokens,
-        "reward_funcs": of_rewards,
-    }
+    } | {"processing_class": of_tokens, "reward_funcs": of_rewards}
 
 
 def digest(value: Any) -> str:

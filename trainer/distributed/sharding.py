@@ -16,13 +16,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from accelerate import (
-    Accelerator,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    InitProcessGroupKwargs,
-    PartialState,
-)
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, fsdp2_prepare_model
 from torch import distributed, nn

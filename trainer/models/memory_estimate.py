@@ -102,10 +102,7 @@ def kv_width(text: Any) -> int:
 
 
 def shape_of(
-    model: Any,
-    peft_config: Any = None,
-    quantization: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
+    model: Any, peft_config: Any = None, quantization: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> ModelShape:
     """The shape of a causal LM.
 
