@@ -381,8 +381,8 @@ class TokenTerms(NamedTuple):
     kl_estimator: str
     bias_correction_kl: bool
     correction: str | None
-    """"truncate" or "mask", by the token's own rho; "sampler": the sampling log-probs are the denominator of the ratio;
-    None where there is none, or where a sequence's takes its place."""
+    """What sampling log-probs are to a token: "truncate" or "mask": its term is times its own rho; "sampler": they are
+    the denominator of its ratio, and there is no rho; None: neither, where rho is of a sequence, too."""
     clip_min: float | None
     clip_max: float | None
     log_ratio_penalty: float = 0.0
@@ -390,17 +390,19 @@ class TokenTerms(NamedTuple):
     @staticmethod
     @functools.lru_cache(maxsize=64)
     def of(config: GRPOLossConfig) -> TokenTerms:
-        """The terms of a config."""
-        is_per_token = config.loss_type != "vespo" and (config.sampling_correction or "").startswith("token")
-        terms = TokenTerms.correction_of(config)
-        if config.loss_type in OF_SAMPLER and config.sampling_correction is not None:
-            return terms._replace(correction="sampler")
-        return terms if is_per_token else terms._replace(correction=None)
+        """The terms of a config.
 
-    @staticmethod
-    def correction_of(config: GRPOLossConfig) -> TokenTerms:
-        """The terms with the sampling correction as of a token, whether or not it is applied to tokens."""
+        >>> pairs = ("dapo", "token_mask"), ("dapo", "sequence_mask"), ("vespo", "token_mask"), ("ipo", "token_mask")
+        >>> configs = [GRPOLossConfig(loss_type=name, sampling_correction=how) for name, how in pairs]
+        >>> [TokenTerms.of(config).correction for config in configs]
+        ['mask', None, None, 'sampler']
+        """
         forms = dict.fromkeys(CLIPPED, "clipped") | dict.fromkeys(REINFORCE, "reinforce")
+        correction = None
+        if config.loss_type in OF_SAMPLER and config.sampling_correction is not None:
+            correction = "sampler"
+        elif config.loss_type != "vespo" and config.sampling_correction in ("token_truncate", "token_mask"):
+            correction = config.sampling_correction.removeprefix("token_")
         return TokenTerms(
             form=forms.get(config.loss_type, config.loss_type),
             epsilon_low=config.epsilon,
@@ -410,7 +412,7 @@ class TokenTerms(NamedTuple):
             beta=config.beta,
             kl_estimator=config.kl_estimator,
             bias_correction_kl=config.use_bias_correction_kl,
-            correction=None if config.sampling_correction is None else config.sampling_correction.partition("_")[2],
+            correction=correction,
             clip_min=config.sampling_clip_min,
             clip_max=config.sampling_clip_max,
             log_ratio_penalty=config.log_ratio_penalty,

@@ -29,7 +29,6 @@ from fused_grpo._maths.formulas import (
     kl_term,
     log_rho,
     policy_term,
-    sampling_weights,
     token_loss,
 )
 from fused_grpo.config import GRPOLossConfig, TokenTerms
@@ -48,7 +47,8 @@ def token_factors(
     current = torch.where(mask, logprobs.detach(), 0.0)
     old = current if tokens.old_logprobs is None else torch.where(mask, tokens.old_logprobs, 0.0)
     if sampling is not None and config.corrects_sequences:
-        policy_factors.append(sequences.spread(sequence_weights(old, sampling, inputs, config), len(mask)))
+        rho = sampling_weights(sequences.sum(log_rho(old, sampling, mask)), config)
+        policy_factors.append(sequences.spread(rho, len(mask)))
     if config.loss_type == "vespo":
         policy_factors.append(vespo_weights(current, old, inputs, config))
     if config.off_policy_mask_threshold is not None:
@@ -78,10 +78,10 @@ def token_factors(
     return factors
 
 
-def sequence_weights(old: Tensor, sampling: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
-    """rho [B] of the corrections of whole sequences, from log-probs [N]."""
-    whole, bound = inputs.sequences.sum(log_rho(old, sampling, inputs.tokens.mask)), str(config.sampling_correction)
-    return bounded_ratio(whole, bound.removeprefix("sequence_"), config.sampling_clip_min, config.sampling_clip_max)
+def sampling_weights(log_ratio: Tensor, config: GRPOLossConfig) -> Tensor:
+    """rho within the bounds of the sampling correction, from log rho of tokens or of whole sequences."""
+    bound = str(config.sampling_correction).partition("_")[2]  # "mask" of "token_mask" and of "sequence_mask"
+    return bounded_ratio(log_ratio, bound, config.sampling_clip_min, config.sampling_clip_max)
 
 
 def kept_sequences(log_ratio: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
@@ -101,7 +101,6 @@ def select_by_covariance(logprobs: Tensor, advantages: Tensor, clipped: Tensor, 
 
     Of four tokens, the one whose log-prob and advantage are both high has the largest covariance:
 
-    >>> from fused_grpo.config import GRPOLossConfig
     >>> logprobs, advantages = torch.tensor([-0.1, -2.0, -2.0, -0.5]), torch.tensor([2.0, -1.0, 1.0, 0.0])
     >>> unclipped = torch.zeros(4, dtype=torch.bool)
     >>> select_by_covariance(logprobs, advantages, unclipped, GRPOLossConfig(kl_cov_ratio=0.25)).tolist()
@@ -147,7 +146,7 @@ def vespo_weights(current: Tensor, old: Tensor, inputs: LossInputs, config: GRPO
     tokens, sequences, lowest = inputs.tokens, inputs.sequences, math.log(1e-8)
     log_w = sequences.sum((current - old).clamp(-20.0, 20.0))
     if tokens.sampling_logprobs is not None and config.sampling_correction is not None:
-        rho = sampling_weights(old, tokens.sampling_logprobs, tokens.mask, TokenTerms.correction_of(config))
+        rho = sampling_weights(log_rho(old, tokens.sampling_logprobs, tokens.mask), config)
         log_w = log_w + sequences.sum(rho.log().clamp(lowest, 20.0))
     return vespo_phi(sequences.spread(log_w.clamp(lowest, 20.0), len(current)), tokens.advantages, config)
 
@@ -157,7 +156,6 @@ def vespo_phi(log_w: Tensor, advantages: Tensor, config: GRPOLossConfig) -> Tens
 
     On policy, w = 1, phi is 1 whatever the constants are:
 
-    >>> from fused_grpo.config import GRPOLossConfig
     >>> config, A = GRPOLossConfig(loss_type="vespo"), torch.tensor([1.0, -1.0])
     >>> [[round(x, 4) for x in vespo_phi(torch.tensor(w).log(), A, config).tolist()] for w in (1.0, 2.0)]
     [[1.0, 1.0], [0.1991, 1.0827]]

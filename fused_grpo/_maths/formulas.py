@@ -180,7 +180,6 @@ def token_loss(
 
     "dro" of a token whose probability rose from 0.25 to 0.5: log 2 + 0.05 / 2 * (log 2)^2.
 
-    >>> from fused_grpo.config import GRPOLossConfig
     >>> p, old, one = torch.tensor([0.5]).log(), torch.tensor([0.25]).log(), torch.ones(1)
     >>> terms = TokenTerms.of(GRPOLossConfig(loss_type="dro", log_ratio_penalty=0.05))
     >>> loss, _ = token_loss(p, advantages=one, weights=one, mask=one.bool(), old_logprobs=old, terms=terms)
@@ -194,25 +193,26 @@ def token_loss(
         old = denominator(old, sampling_logprobs, mask)
     is_of_token = log_ratio is None
     log_ratio = logprobs - old if log_ratio is None else torch.where(mask, log_ratio, 0.0)
-    policy_weight = torch.ones_like(old)
-    if sampling_logprobs is not None:
-        policy_weight = sampling_weights(old, sampling_logprobs, mask, terms)
+    effective_weight = torch.ones_like(old)
+    if sampling_logprobs is not None and terms.correction in ("truncate", "mask"):
+        bounds = terms.correction, terms.clip_min, terms.clip_max
+        effective_weight = bounded_ratio(log_rho(old, sampling_logprobs, mask), *bounds)
     if policy_weights is not None:
-        policy_weight = torch.where(mask & (policy_weights != 0), policy_weight * policy_weights, 0.0)
-    # A weight or an advantage of 0 leaves a token out, even where its term or a slope of that is infinite; NaN stays.
-    gone = (policy_weight == 0) | ((advantages == 0) & ~log_ratio.detach().isnan())
-    moving, moving_ratio = (torch.where(gone, x.detach(), x) for x in (logprobs, log_ratio))
+        effective_weight = torch.where(mask & (policy_weights != 0), effective_weight * policy_weights, 0.0)
+    # A weight or an advantage of 0 selects 0: where the old log-prob is -inf, r A would be inf * 0, which is NaN. Such
+    # tokens are detached as well, for a selection passes 0 back, which would meet r again. A ratio of NaN stays.
+    left_out = (effective_weight == 0) | ((advantages == 0) & ~log_ratio.detach().isnan())
+    moving, moving_ratio = (torch.where(left_out, x.detach(), x) for x in (logprobs, log_ratio))
     policy, below, above = policy_term(moving, moving_ratio, advantages, terms, old=old)
-    policy = torch.where(gone, 0.0, policy * policy_weight)
-    ratio = log_ratio.exp()
+    policy = torch.where(left_out, 0.0, policy * effective_weight)
     kl, regulariser = torch.zeros_like(logprobs), torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     if ref_logprobs is not None:
         q = torch.where(mask, ref_logprobs - logprobs, 0.0)
         kl = kl_term(q, terms.kl_estimator)
         # With beta = 0 the KL is only a metric: an infinite KL must not become 0 * inf in the loss.
         if terms.beta and terms.bias_correction_kl:
-            of_both = torch.where(mask, ref_logprobs, 0.0) - old if is_of_token else log_ratio + q
-            regulariser = terms.beta * corrected_kl(q, log_ratio, of_both, terms.kl_estimator)
+            q_plus_log_ratio = torch.where(mask, ref_logprobs, 0.0) - old if is_of_token else log_ratio + q
+            regulariser = terms.beta * corrected_kl(q, log_ratio, q_plus_log_ratio, terms.kl_estimator)
         elif terms.beta:
             regulariser = terms.beta * kl
     if kl_cov_weights is not None:
@@ -224,7 +224,7 @@ def token_loss(
     if entropy_weights is not None:
         loss = loss - (torch.where(mask, entropy_weights, 0.0) * entropies).sum()
 
-    ratio, on = ratio.detach(), mask.to(logprobs.dtype)
+    ratio, on = log_ratio.detach().exp(), mask.to(logprobs.dtype)
     difference = torch.zeros_like(current)
     if sampling_logprobs is not None:
         difference = log_rho(current, sampling_logprobs, mask).abs()
@@ -239,7 +239,7 @@ def token_loss(
         "ratio": (ratio * on).sum(),
         "clip_low": (on * below).sum(),
         "clip_high": (on * above).sum(),
-        "effective_weight": (on * policy_weight).sum(),
+        "effective_weight": (on * effective_weight).sum(),
         "sampling_difference": difference.sum(),
         "sampling_difference_max": farthest.clamp_min(0.0),
         "ratio_min": -least,
@@ -258,7 +258,6 @@ def policy_term(
 
     A ratio of 1.5 is beyond 1 + epsilon_high = 1.28: with A = 1 it is clipped, with A = -1 it is not.
 
-    >>> from fused_grpo.config import GRPOLossConfig
     >>> terms = TokenTerms.of(GRPOLossConfig(epsilon=0.2, epsilon_high=0.28))
     >>> ratio, A = torch.tensor([1.5, 1.5]), torch.tensor([1.0, -1.0])
     >>> policy, below, above = policy_term(ratio.log(), ratio.log(), A, terms)
@@ -322,7 +321,6 @@ def masked_by_divergence(
 
     Probabilities of 0.5 became 0.8 and 0.2. An advantage of 1 leads only the first farther.
 
-    >>> from fused_grpo.config import GRPOLossConfig
     >>> old, p, A = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.8, 0.2]).log(), torch.ones(2)
     >>> terms = [TokenTerms.of(GRPOLossConfig(loss_type=name, epsilon=0.1)) for name in ("dppo_tv", "ipo")]
     >>> [masked_by_divergence(p, old, A, one)[0].tolist() for one in terms]
@@ -357,10 +355,10 @@ def kl_term(q: Tensor, estimator: str) -> Tensor:
     return {"k1": lambda: -q, "k2": lambda: q.square() / 2, "k3": lambda: torch.expm1(q) - q}[estimator]()
 
 
-def corrected_kl(q: Tensor, log_ratio: Tensor, of_both: Tensor, estimator: str) -> Tensor:
-    """The estimate times r = exp(log_ratio), [N]. `of_both` is q + log_ratio, without log p where r is the token's own.
+def corrected_kl(q: Tensor, log_ratio: Tensor, q_plus_log_ratio: Tensor, estimator: str) -> Tensor:
+    """The estimate times r = exp(log_ratio), [N], from q + log r, too: where r is the token's own, log p is not in it.
 
-    Of "k3" at a large q it is exp(of_both) - r (1 + q), whose gradient in log p is r - r (1 + q). The product has two
+    Of "k3" at a large q it is exp(q + log r) - r (1 + q), whose gradient in log p is r - r (1 + q). The product has two
     terms of r exp(q) there: they cancel, and leave no digit in fp32 from q = 16 on, and NaN from 89 on.
 
     >>> log_p = torch.tensor([-30.0], requires_grad=True)  # p_ref is 1, p_old is e^-29
@@ -372,15 +370,8 @@ def corrected_kl(q: Tensor, log_ratio: Tensor, of_both: Tensor, estimator: str) 
         return kl_term(q, estimator) * log_ratio.exp()
     is_large = q > LARGE_Q
     small = kl_term(torch.where(is_large, 0.0, q), estimator) * torch.where(is_large, 0.0, log_ratio).exp()
-    q, log_ratio, of_both = (torch.where(is_large, values, 0.0) for values in (q, log_ratio, of_both))
-    return torch.where(is_large, of_both.exp() - log_ratio.exp() * (1 + q), small)
-
-
-def sampling_weights(old: Tensor, sampling_logprobs: Tensor, mask: Tensor, terms: TokenTerms) -> Tensor:
-    """rho [N] of the token-level corrections, 1 without a correction."""
-    if terms.correction in (None, "sampler"):
-        return torch.ones_like(old)
-    return bounded_ratio(log_rho(old, sampling_logprobs, mask), terms.correction, terms.clip_min, terms.clip_max)
+    q, log_ratio, q_plus_log_ratio = (torch.where(is_large, values, 0.0) for values in (q, log_ratio, q_plus_log_ratio))
+    return torch.where(is_large, q_plus_log_ratio.exp() - log_ratio.exp() * (1 + q), small)
 
 
 def log_rho(old: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -405,8 +396,6 @@ def bounded_ratio(log_ratio: Tensor, bound: str, clip_min: float | None, clip_ma
 
 # Metrics that are statistics as they are, and those that are a sum over the number of tokens.
 TOTALS = ("policy_term", "loss_tokens", "ratio_min", "ratio_max", "sampling_difference_max")
-
-
 MEANS = {
     "ratio_mean": "ratio",
     "clip_ratio_low": "clip_low",

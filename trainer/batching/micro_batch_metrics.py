@@ -33,8 +33,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from fused_grpo._maths.factors import ratio_and_clipped, select_by_covariance, sequence_weights, vespo_weights
-from fused_grpo._maths.formulas import LossInputs, kl_term, sampling_weights
+from fused_grpo._maths.factors import ratio_and_clipped, sampling_weights, select_by_covariance, vespo_weights
+from fused_grpo._maths.formulas import LossInputs, kl_term, log_rho
 from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
 from fused_grpo.head.checks import LossArguments, loss_inputs
 from fused_grpo.loss import GRPOLossOutput
@@ -146,9 +146,8 @@ def _rho(old: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> Tensor:
     """The weights of the sampling correction: of sequences [b] where it is of those, or of tokens [N]."""
     tokens = inputs.tokens
     assert tokens.sampling_logprobs is not None
-    if config.corrects_sequences:
-        return sequence_weights(old, tokens.sampling_logprobs, inputs, config)
-    return sampling_weights(old, tokens.sampling_logprobs, tokens.mask, TokenTerms.correction_of(config))
+    log_ratio = log_rho(old, tokens.sampling_logprobs, tokens.mask)
+    return sampling_weights(inputs.sequences.sum(log_ratio) if config.corrects_sequences else log_ratio, config)
 
 
 def correction_weights(old: Tensor, part: MicroBatch, config: GRPOLossConfig) -> Tensor:
