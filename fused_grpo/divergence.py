@@ -221,12 +221,9 @@ def _weights(hidden: Tensor, mask: Tensor | None, num_tokens: float | Tensor | N
 
 def reference_divergence(heads: TwoHeads, kind: str, beta: float) -> Tensor:
     """The divergences [R] through full logits and autograd."""
-    logits = []
-    for head in (heads.student, heads.teacher):
-        hidden = head.hidden_of()
-        raw = hidden.to(head.dtype) @ distributions.as_rounded(head.weight, hidden.dtype).to(head.dtype).t()
-        logits.append(distributions.transform_logits(raw, **head.transform()))
-    return distributions.divergence(logits[0], logits[1].detach(), kind=kind, beta=beta)
+    both = (heads.student, heads.teacher)
+    student, teacher = (distributions.logits(head.hidden_of(), head.weight, **head.transform()) for head in both)
+    return distributions.divergence(student, teacher.detach(), kind=kind, beta=beta)
 
 
 @dataclass(frozen=True, eq=False)

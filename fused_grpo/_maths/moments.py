@@ -9,8 +9,8 @@ which is a sum of terms that are all >= 0. With it, the gradient of log p in the
 
     sum_v (1[v = t] - p_v)^2 = 1 - 2 p + sum_v p_v^2 = (1 - p)^2 + (sum_v p_v^2 - p^2)
 
-Parts of the columns merge as those of s do: s2 of each is rescaled by
-e^(2 (m_part - m)). The mean logit is the sum of all z, the target's too, divided by V.
+Parts of the columns merge as those of s do: s2 of each is rescaled by e^(2 (m_part - m)). The mean logit is the sum of
+all z, the target's too, divided by V.
 
 The target leads (`is_top1`) if it is what `z.argmax()` returns, the first of the largest logits: z_t is at least the
 largest of the others, and more than the largest of the columns before it. Nothing here is differentiated.
@@ -39,7 +39,7 @@ class Moments(NamedTuple):
     largest: Tensor
     """The largest logit but the target's."""
     before: Tensor
-    """The largest logit before the target; where `largest` is not the target's logit, that will do."""
+    """The largest logit before the target. Only a tie asks for it: without one it may be `largest` as well."""
     target_logit: Tensor
     """z_t; -inf where the target is not among these columns."""
 

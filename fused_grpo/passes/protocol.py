@@ -6,6 +6,14 @@
 Letters: R rows of a tile, C its columns, D hidden size, E kept tokens of all rows, N tokens. A tile is raw h.w, in the
 dtype of accumulators; a pass whose name ends in an underscore overwrites it. Whatever is per row is [R]. A target
 outside of [0, C) is in another tile.
+
+The softmax weights E of rows are what the GEMMs of their gradients read. There are two ways to them:
+
+    softmax_weights_           overwrites the logits that a GEMM has written
+    softmax_weights_forward    is a GEMM that writes E itself, without logits; `prefers_weights` says where it is faster
+
+Two tokens with equal logits, of which the first is the target, have E = (-1, 1) and a scale of -1/2: the gradient of
+log p in their logits is (1/2, -1/2).
 """
 
 from __future__ import annotations
@@ -101,14 +109,14 @@ class RowPasses(Protocol):
         """The divergence of two tiles in two steps: its value, then its gradient."""
 
     def prefers_tiles(self, hidden: Tensor) -> bool:
-        """Whether tiles are faster than `logprob_forward` for these hidden states."""
+        """Whether tiles of logits are faster than `logprob_forward` for these hidden states."""
 
     @property
     def softmax_weights_forward(self) -> SoftmaxWeightsForward | None:
         """The kernel for softmax weights without logits; None where there is none."""
 
     def prefers_weights(self, hidden: Tensor, weight: Tensor, rows: int) -> bool:
-        """Whether that kernel is faster than logits and `softmax_weights_` for so many rows."""
+        """Whether `softmax_weights_forward` is faster than logits and `softmax_weights_` for so many rows."""
 
     def empty_tile(self, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory [R, C] for the largest tile; smaller ones are its first rows and columns."""

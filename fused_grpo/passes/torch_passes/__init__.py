@@ -48,17 +48,16 @@ __all__ = [
     "weighted_rows_",
 ]
 
+# Both are GEMMs that reduce or exponentiate what they multiply, which torch has none of.
 logprob_forward: LogprobForward | None = None
-"""There is no pass without tiles."""
 softmax_weights_forward: SoftmaxWeightsForward | None = None
-"""Nor one without logits."""
 
 
 def prefers_tiles(hidden: Tensor) -> bool:
-    """Always."""
+    """Always: there is no `logprob_forward`."""
     return True
 
 
 def prefers_weights(hidden: Tensor, weight: Tensor, rows: int) -> bool:
-    """Never."""
+    """Never: there is no `softmax_weights_forward`."""
     return False
