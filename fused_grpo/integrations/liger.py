@@ -194,13 +194,15 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             return None
         if logprobs is not None and hidden is not None:
             warnings.warn("got ref_per_token_logps and ref_input. Using ref_per_token_logps.", stacklevel=5)
-        if logprobs is None and (hidden is None or weight is None):
+        if logprobs is not None:
+            return None if self.beta == 0.0 else logprobs
+        if hidden is None or weight is None:
             raise InputError(
                 "got use_ref_model=True without a reference; "
                 "fix: pass ref_per_token_logps, or ref_input and ref_weight, or use_ref_model=False"
             )
-        if self.beta == 0.0 or hidden is None or weight is None or logprobs is not None:
-            return None if self.beta == 0.0 else logprobs
+        if self.beta == 0.0:
+            return None
         with torch.no_grad():
             return linear_logprobs(hidden, weight, ids, bias=bias, temperature=self.temperature)
 
@@ -228,15 +230,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def _loss_inputs(self, tokens: _Tokens, num_items: float | Tensor | None, config: GRPOLossConfig) -> dict[str, Any]:
         """The arguments of `fused_linear_grpo_loss` that give Liger's loss."""
-        advantages, rho, sampling = tokens.advantages, tokens.rho, None
-        if rho is not None and self.loss_type == "vespo":
-            log_w = rho.log().clamp(_LOWEST, _HIGHEST).sum(1, keepdim=True)
-            if tokens.old is None:
-                advantages = advantages * vespo_phi(log_w.clamp(_LOWEST, _HIGHEST), advantages, config)
-            else:
-                sampling = tokens.old - _on_few_tokens(log_w, tokens.mask)
-        elif rho is not None:
-            advantages = advantages * (rho.mean(1, keepdim=True) if self.loss_type == "luspo" else rho)
+        advantages, sampling = self._with_ratio(tokens, config)
         return {
             "advantages": advantages.expand(tokens.mask.shape),
             "mask": tokens.mask,
@@ -245,8 +239,24 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             "sampling_logprobs": sampling,
             "num_tokens": _num_tokens(tokens.mask, num_items) if self.loss_type in _BY_NUM_TOKENS else None,
             # The clip ratio counts tokens with rho = 0, but no tokens without an advantage.
-            "score": "needed" if rho is None else "all",
+            "score": "needed" if tokens.rho is None else "all",
         }
+
+    def _with_ratio(self, tokens: _Tokens, config: GRPOLossConfig) -> tuple[Tensor, Tensor | None]:
+        """(advantages, sampling log-probs) with which the op's loss has the sampler's ratio in it.
+
+        For rho = 2, an advantage of 0.5 becomes 1. For "vespo" and rho = 2 and 3 of two tokens, the sampling log-probs
+        add up to log 6 less than the old ones.
+        """
+        advantages, rho = tokens.advantages, tokens.rho
+        if rho is None:
+            return advantages, None
+        if self.loss_type != "vespo":
+            return advantages * (rho.mean(1, keepdim=True) if self.loss_type == "luspo" else rho), None
+        log_rho = rho.log().clamp(_LOWEST, _HIGHEST).sum(1, keepdim=True)
+        if tokens.old is None:  # then log_rho is log w, but for its bounds
+            return advantages * vespo_phi(log_rho.clamp(_LOWEST, _HIGHEST), advantages, config), None
+        return advantages, tokens.old - _on_few_tokens(log_rho, tokens.mask)
 
     def _loss_with_padding(self, logprobs: Tensor, tokens: _Tokens, config: GRPOLossConfig) -> Tensor:
         """ "luspo" where padding counts: [B, T] log-probs to the loss."""
@@ -279,9 +289,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         ratio = change.exp()
         clipped = torch.zeros_like(tokens.mask)
         if self.loss_type in (*CLIPPED, "cispo"):
-            low, high = 1 - self.epsilon_low, 1 + self.epsilon_high
-            if self.loss_type == "cispo":
-                low, high = 0.0, self.epsilon_high
+            is_cispo = self.loss_type == "cispo"
+            low, high = (0.0, self.epsilon_high) if is_cispo else (1 - self.epsilon_low, 1 + self.epsilon_high)
             clipped = torch.where(tokens.advantages < 0, ratio < low, (ratio > high) & (tokens.advantages > 0))
         share = (clipped & tokens.mask).sum() / count
         if self.beta == 0.0:
@@ -301,8 +310,8 @@ def _check_per_token(shape: torch.Size, old: Tensor | None, ref: Tensor | None) 
 def _on_few_tokens(totals: Tensor, mask: Tensor) -> Tensor:
     """[B, T] with the sums `totals` [B, 1] over the mask, each number within the bounds of "vespo" for a token.
 
-    The first tokens get the largest possible number, the others exactly 0: equal small shares would all round in the
-    same direction.
+    The first tokens get the largest possible number, the others exactly 0: 25 over four tokens is 20, 5, 0, 0. Equal
+    small shares would all round in the same direction.
     """
     before = mask.cumsum(1) - 1
     return (totals - before * _LOWEST).clamp(_LOWEST, 0.0) + (totals - before * _HIGHEST).clamp(0.0, _HIGHEST)

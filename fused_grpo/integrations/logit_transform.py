@@ -52,14 +52,14 @@ _HEEDS_ITS_TEXT_CONFIG = (
 )
 
 
-class LogitTransform(TypedDict):
+class ScaleAndCap(TypedDict):
     """Logits are softcap(logit_scale * x), softcap(x) = c * tanh(x / c). Keyword arguments of `linear_logprobs`."""
 
     logit_scale: float
     softcap: float | None
 
 
-def head_transform(config: Any) -> LogitTransform:
+def head_transform(config: Any) -> ScaleAndCap:
     """The transform of the output of a head, x = h.w + b, where h is the input of the head.
 
     Args:
@@ -80,7 +80,7 @@ def head_transform(config: Any) -> LogitTransform:
     return {"logit_scale": scale, "softcap": softcaps[0] if softcaps else None}
 
 
-def logit_transform(config: Any) -> LogitTransform:
+def logit_transform(config: Any) -> ScaleAndCap:
     """The transform from x = h.w to logits, where h is the last hidden state of the backbone.
 
     It is for callers that run the backbone and apply the head's weight. `head_transform` is for code that replaces the
@@ -106,13 +106,13 @@ def logit_transform(config: Any) -> LogitTransform:
     return transform
 
 
-def transformed(x: Tensor, transform: LogitTransform) -> Tensor:
+def transformed(x: Tensor, transform: ScaleAndCap) -> Tensor:
     """The logits: softcap(logit_scale * x)."""
     scaled, cap = x * transform["logit_scale"], transform["softcap"]
     return scaled if cap is None else cap * torch.tanh(scaled / cap)
 
 
-def mismatch(x: Tensor, logits: Tensor, transform: LogitTransform) -> str:
+def mismatch(x: Tensor, logits: Tensor, transform: ScaleAndCap) -> str:
     """How `logits` are others than the transform makes of `x`, for an error; nothing where they are the same."""
     want = transformed(x.to(compute_dtype(x)), transform)
     if logits.shape != want.shape:

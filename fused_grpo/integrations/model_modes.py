@@ -149,13 +149,10 @@ def _is_compiled(layer: nn.Module) -> bool:
     return "_orig_mod" in layer._modules
 
 
-def _inside(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _compiled_in_place(wrapper: Any) -> Any:
-    inner = wrapper._orig_mod
-    backbone = _inside(inner).base_model if hasattr(inner, "get_output_embeddings") else inner
+    backbone = inner = wrapper._orig_mod
+    if hasattr(inner, "get_output_embeddings"):
+        backbone = (inner.get_base_model() if hasattr(inner, "get_base_model") else inner).base_model
     backbone._compiled_call_impl = wrapper.dynamo_ctx(backbone._call_impl)
     return inner
 

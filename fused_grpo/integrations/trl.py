@@ -175,13 +175,10 @@ def speculated_loss(trainer: Any, inputs: dict[str, Any]) -> SpeculatedLoss | No
         return None
     labelled = inputs["completion_mask"] != 0
     per_token = {
-        name: inputs.get(trl_name)
-        for name, trl_name in {
-            "mask": "tool_mask",
-            "old_logprobs": "old_per_token_logps",
-            "ref_logprobs": "ref_per_token_logps",
-            "sampling_logprobs": "sampling_per_token_logps",
-        }.items()
+        "mask": inputs.get("tool_mask"),
+        "old_logprobs": inputs.get("old_per_token_logps"),
+        "ref_logprobs": inputs.get("ref_per_token_logps"),
+        "sampling_logprobs": inputs.get("sampling_per_token_logps"),
     }
     advantages = inputs["advantages"]
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
@@ -201,7 +198,7 @@ def speculated_loss(trainer: Any, inputs: dict[str, Any]) -> SpeculatedLoss | No
     per_row["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     # This is a mean over the micro-batch, too; over the tokens above the quantile, if there is one.
     counts["num_entropy_tokens"] = tokens.clamp_min(1) if config.top_entropy_quantile == 1.0 else None
-    return SpeculatedLoss(config, {**per_row, **counts, "entropy_threshold": None})
+    return SpeculatedLoss(config, {**per_row, **counts})
 
 
 def _config(trainer: Any) -> GRPOLossConfig:
