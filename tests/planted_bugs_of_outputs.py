@@ -105,8 +105,8 @@ BUGS = {
     ),
     "the kernel's ties in tiles before the target lead": (
         KERNEL,
-        "            first = tl.maximum(first, top)\n",
-        "            first = first\n",
+        "            earlier = tl.maximum(earlier, top)\n",
+        "            earlier = earlier\n",
         ["tests/kernels/test_row_passes.py::test_moments_are_as_exact_as_torch[triton-0.0--2-257]"],
     ),
     "TRL gets the sum of squares without its logarithm": (

@@ -185,9 +185,9 @@ def _divergence_kernel(
     behind a barrier: see `_logits_gradient_kernel`. None is no gradient, and one read less.
     """
     row = tl.program_id(0).to(tl.int64)
-    cold_s, cold_t = inverse(tl.load(student_temperature + row)), inverse(tl.load(teacher_temperature + row))
-    of_s = (student + row * student_row, student_bias, student_scale, student_softcap, cold_s)
-    of_t = (teacher + row * teacher_row, teacher_bias, teacher_scale, teacher_softcap, cold_t)
+    inverse_s, inverse_t = inverse(tl.load(student_temperature + row)), inverse(tl.load(teacher_temperature + row))
+    of_s = (student + row * student_row, student_bias, student_scale, student_softcap, inverse_s)
+    of_t = (teacher + row * teacher_row, teacher_bias, teacher_scale, teacher_softcap, inverse_t)
     m_s, m_t, log_rho = tl.full([], LOWEST, tl.float32), tl.full([], LOWEST, tl.float32), 0.0
     if KIND == JSD:
         m_s, m_t, s, t = _sums(of_s, of_t, m_s, m_t, log_rho, beta, V, FORWARD, BLOCK_V)[:4]
@@ -207,7 +207,7 @@ def _divergence_kernel(
             by_x = factor / (1.0 + s)
             by_e = (by_x * (x_others + x_peak) + g) / (1.0 + s)
         of_others = by_x * x_others - by_e * s
-        # c of a token with more than half of the probability; none is 1.
+        # c of the most probable token, 0, where it has more than half of the probability; elsewhere 1, which no c is.
         confident = tl.where(s < 1.0, 0.0, 1.0)
         for first in range(0, V, BLOCK_V):
             columns = first + tl.arange(0, BLOCK_V)
@@ -218,7 +218,7 @@ def _divergence_kernel(
             # Minus the gradient of all the others, with that of the target.
             at_target = tl.where(columns == target, g, 0.0)
             dz = tl.where(c_s == confident, at_target - g - of_others, dz + at_target)
-            d_raw = dz * logit_slope(raw, student_scale, student_softcap, cold_s)
+            d_raw = dz * logit_slope(raw, student_scale, student_softcap, inverse_s)
             tl.debug_barrier()
             tl.store(gradient + row * gradient_row + columns, d_raw.to(gradient.dtype.element_ty), mask=columns < V)
 

@@ -16,8 +16,6 @@ from ._device import launching_on
 from ._tiles import finish_row, merge_statistics
 
 ROWS_PER_PROGRAM = 16
-
-
 ROW_VECTORS = ["target_logit", "maximum", "total", "weighted"]
 ROW_VECTORS += ["logprobs", "entropy", "merged_maximum", "merged_total", "merged_weighted"]
 

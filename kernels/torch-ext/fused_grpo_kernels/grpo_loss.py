@@ -11,16 +11,15 @@ With d = log p - log p_old (or a given log-ratio), r = exp(d) and the advantage 
 
 times the sampling correction rho = exp(log p_old - log p_sampling), clipped to its bounds, and times `policy_weights`.
 The binary divergence D of p and p_old is |p_old - p| ("dppo_tv", "ipo"), or that of Kullback and Leibler ("dppo_kl").
-"ipo" masks whatever the sign of A is.
-Added to it are `kl_cov_weights` |d|, log_ratio_penalty d^2 / 2 with the token's own d, and beta kl, or beta r kl with
-`bias_correction_kl`, where q = log p_ref - log p,
+"ipo" masks whatever the sign of A is. Added to the policy term are `kl_cov_weights` |d|, log_ratio_penalty d^2 / 2 with
+the token's own d, and beta kl, or beta r kl with `bias_correction_kl`, where q = log p_ref - log p,
 
     k1  kl = -q, kl' = 1        k2  kl = q^2 / 2, kl' = -q        k3  kl = exp(q) - 1 - q, kl' = 1 - exp(q)
 
-(with the token's own r, d (r kl) / d log p of k3 is -r q: the terms with r exp(q) cancel),
-and the loss is sum(weights * l) - sum(entropy_weights * entropy). The derivatives have a closed form, so no backward
-pass is needed: the caller multiplies the gradient by the upstream one. Each program writes its partial sums;
-another kernel adds them, in fp64 and in a fixed order.
+(with the token's own r, d (r kl) / d log p of k3 is -r q: the terms with r exp(q) cancel), and the loss is
+sum(weights * l) - sum(entropy_weights * entropy). The derivatives have a closed form, so no backward pass is needed:
+the caller multiplies the gradient by the upstream one. Each program writes its partial sums; another kernel adds them,
+in fp64 and in a fixed order.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -53,7 +52,7 @@ SUMS = (
 LARGEST = ("sampling_difference_max", "ratio_max")
 SMALLEST = ("ratio_min",)
 STATISTICS = len(SUMS + LARGEST + SMALLEST)
-PARTIALS, TOTALS = tl.constexpr(STATISTICS), tl.constexpr(len(SUMS))  # of a program
+PARTIALS, NUM_SUMS = tl.constexpr(STATISTICS), tl.constexpr(len(SUMS))  # of a program
 LOSS_TOKENS, RATIO, CLIP_LOW, CLIP_HIGH, DIFFERENCE = (
     tl.constexpr(SUMS.index(name)) for name in ("loss_tokens", "ratio", "clip_low", "clip_high", "sampling_difference")
 )
@@ -92,17 +91,7 @@ INPUTS = (
     "kl_cov_weights",
 )
 
-
-TOKEN_VECTORS = ["logprobs", "log_ratio", "advantages", "weights", "mask", "old_logprobs", "ref_logprobs"]
-TOKEN_VECTORS += [
-    "sampling_logprobs",
-    "entropy",
-    "entropy_weights",
-    "policy_weights",
-    "kl_cov_weights",
-    "grad_logprobs",
-    "grad_log_ratio",
-]
+TOKEN_VECTORS = ["logprobs", "log_ratio", *INPUTS, "grad_logprobs", "grad_log_ratio"]
 
 
 @triton.jit
@@ -128,8 +117,8 @@ def _masked_by_divergence(current, old, advantage, lowest, highest, FORM: tl.con
     divergence = tl.abs(moved)
     if FORM == "dppo_kl":
         # 1 - mu and 1 - p, where their logarithms are finite.
-        rest, left = tl.maximum(-expm1(old), 1e-37), tl.maximum(-expm1(current), 1e-37)
-        divergence = tl.exp(old) * (old - current) + rest * (tl.log(rest) - tl.log(left))
+        old_rest, new_rest = tl.maximum(-expm1(old), 1e-37), tl.maximum(-expm1(current), 1e-37)
+        divergence = tl.exp(old) * (old - current) + old_rest * (tl.log(old_rest) - tl.log(new_rest))
     falls, rises = (moved < 0.0) & (divergence > lowest), (moved > 0.0) & (divergence > highest)
     if FORM == "ipo":
         return falls | rises, falls & (advantage != 0.0), rises & (advantage != 0.0)
@@ -249,7 +238,7 @@ def _store_partials(row, on, total, policy, kl, entropies, ratio, low, high, rho
 def _store_results(results, total):
     """The results [15] from the numbers [16] of all tokens, in the order of partials."""
     column = tl.arange(0, 16)
-    exists, is_sum = column < PARTIALS, column < TOTALS
+    exists, is_sum = column < PARTIALS, column < NUM_SUMS
     tokens = tl.maximum(tl.sum(tl.where(column == LOSS_TOKENS, total, 0.0)), 1.0)
     mean = tl.math.div_rn(tl.where(is_sum, total, 0.0), tl.full([16], 1.0, tl.float32) * tokens)
     result = tl.where((column > LOSS_TOKENS) & is_sum, mean, total)
@@ -257,8 +246,8 @@ def _store_results(results, total):
     # An extreme of a GPU is one of numbers: NaN is in the sum alone.
     ratios = tl.sum(tl.where(column == RATIO, total, 0.0))
     differences = tl.sum(tl.where(column == DIFFERENCE, total, 0.0))
-    spread = tl.where(column == TOTALS, differences, ratios)
-    result = tl.where((column >= TOTALS) & (spread != spread), spread, result)
+    spread = tl.where(column == NUM_SUMS, differences, ratios)
+    result = tl.where((column >= NUM_SUMS) & (spread != spread), spread, result)
     tl.store(results + column, tl.where(exists, result, clipped), mask=column <= PARTIALS)
 
 
@@ -317,11 +306,11 @@ def _grpo_loss_kernel(
     if policy_weights is not None:
         factor = _load_masked(policy_weights, tokens, on)
         rho = tl.where(factor == 0.0, 0.0, rho * factor)
-    # A weight or an advantage of 0 leaves a token out, even where its term is infinite; NaN stays.
-    gone = (rho == 0.0) | ((advantage == 0.0) & (ratio == ratio))
-    policy = tl.where(gone, 0.0, policy * rho)
-    of_ratio = tl.where(gone, 0.0, of_ratio * rho)
-    of_logprob = tl.where(gone, 0.0, of_logprob * rho)
+    # A weight or an advantage of 0 selects 0, since r A would be inf * 0 where the old log-prob is -inf. NaN stays.
+    left_out = (rho == 0.0) | ((advantage == 0.0) & (ratio == ratio))
+    policy = tl.where(left_out, 0.0, policy * rho)
+    of_ratio = tl.where(left_out, 0.0, of_ratio * rho)
+    of_logprob = tl.where(left_out, 0.0, of_logprob * rho)
 
     kl = tl.zeros([BLOCK], tl.float32)
     cost = policy
@@ -360,7 +349,7 @@ def _token_statistics_kernel(partials, results, programs, BLOCK: tl.constexpr):
     """Grid: one program, for partials [programs, 14] and results [15]. It adds in fp64 and in a fixed order, so a count
     of tokens is exact."""
     column = tl.arange(0, 16)
-    exists, is_sum, is_smallest = column < PARTIALS, column < TOTALS, column == PARTIALS - 1
+    exists, is_sum, is_smallest = column < PARTIALS, column < NUM_SUMS, column == PARTIALS - 1
     sums, largest = tl.zeros([16], tl.float64), tl.full([16], float("-inf"), tl.float32)
     for first in range(0, programs, BLOCK):
         row = first + tl.arange(0, BLOCK)[:, None]

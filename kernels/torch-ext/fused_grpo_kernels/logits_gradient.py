@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import launching_on
-from ._tiles import exp, expm1, inverse, logit, logit_slope
+from ._tiles import exp, expm1, inverse, load_logits, logit, logit_slope
 from .tuning import row_tile
 
 # They are slices of longer vectors: another start must not recompile the kernel.
@@ -66,10 +66,7 @@ def _logits_gradient_kernel(
         surprise = tl.log(tl.maximum(share, 1.2e-38)) + mean
     for first in range(0, V, BLOCK_V):
         columns = first + tl.arange(0, BLOCK_V)
-        inside = columns < V
-        x = tl.load(start + columns, mask=inside, other=0.0)
-        if bias is not None:
-            x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        x = load_logits(start, bias, columns, V, True)
         is_target = columns == target
         # Only the target can be far above the others, and it has its own formula.
         centred = tl.minimum(logit(x, logit_scale, softcap, inverse_temperature) - m, 32.0)
@@ -81,7 +78,7 @@ def _logits_gradient_kernel(
         # A row without a gradient is 0, even if its logits are NaN.
         d_raw = tl.where((g == 0.0) & (g_entropy == 0.0), 0.0, d_raw)
         tl.debug_barrier()
-        tl.store(gradient + row * gradient_row + columns, d_raw.to(gradient.dtype.element_ty), mask=inside)
+        tl.store(gradient + row * gradient_row + columns, d_raw.to(gradient.dtype.element_ty), mask=columns < V)
 
 
 def logits_gradient_(

@@ -49,19 +49,19 @@ def _row_moments_kernel(
     target = tl.load(targets + row).to(tl.int32)
     inverse_temperature = inverse(tl.load(temperature + row * temperature_row))
     m = tl.full([], float("-inf"), tl.float32)  # the largest logit so far but the target's
-    first = m  # and of those before the target
+    earlier = m  # and of those before the target
     twice = tl.zeros([BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_V], tl.float32)
-    for begin in range(0, C, BLOCK_V):
-        columns = begin + tl.arange(0, BLOCK_V)
+    for first in range(0, C, BLOCK_V):
+        columns = first + tl.arange(0, BLOCK_V)
         z = logit(load_logits(start, bias, columns, C, True), logit_scale, softcap, inverse_temperature)
         total += z  # 0 past the end
         z = tl.where((columns < C) & (columns != target), z, float("-inf"))
         top = tl.max(z, 0)
-        if begin + BLOCK_V <= target:
-            first = tl.maximum(first, top)
-        elif begin < target:
-            first = tl.maximum(first, tl.max(tl.where(columns < target, z, float("-inf")), 0))
+        if first + BLOCK_V <= target:
+            earlier = tl.maximum(earlier, top)
+        elif first < target:
+            earlier = tl.maximum(earlier, tl.max(tl.where(columns < target, z, float("-inf")), 0))
         higher = tl.maximum(m, top)
         # All logits so far are -inf: with any finite shift, -inf - shift is not NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -73,7 +73,7 @@ def _row_moments_kernel(
     tl.store(largest + row, m)
     tl.store(squares + row, tl.sum(twice, 0))
     tl.store(sums + row, tl.sum(total, 0))
-    tl.store(before + row, first)
+    tl.store(before + row, earlier)
     tl.store(target_logit + row, at_target)
 
 

@@ -4,8 +4,8 @@ Equals
     factor = torch.where(grad_logprobs == 0, 0, scale * grad_logprobs)
     torch.where(factor[:, None] == 0, 0, factor[:, None] * hidden).to(hidden.dtype)
 
-`_tiles.py` says what they are for. `scale_` multiplies gradients by
-the upstream gradient of the loss. A factor of 1 costs almost nothing, and the host does not read it.
+`_tiles.py` says what they are for. `scale_` multiplies gradients by the upstream gradient of the loss. A factor of 1
+costs almost nothing, and the host does not read it.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator, no-untyped-call"

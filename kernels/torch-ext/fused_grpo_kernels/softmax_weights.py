@@ -232,12 +232,9 @@ def row_statistics(
 
     Memory: none.
     """
-    head = (bias, temperature, logit_scale, softcap)
-    if moments is not None:
-        _take(moments, logits, targets, head)
     shift, total, weighted, target_logit = _vectors(logits)
     rows = (shift, total, weighted if entropy else None, target_logit, None, None, None)
-    _launch(logits, None, targets, head, rows)
+    _launch(logits, None, targets, (bias, temperature, logit_scale, softcap), rows, moments)
     return shift, total, weighted, target_logit
 
 
@@ -276,17 +273,8 @@ def softmax_weights_(
     result = statistics or (logprobs, torch.empty_like(scale) if entropy else None, shift, total)
     logprobs, entropies, shift, total = result
     rows = (shift, total, None, None, logprobs, None if is_known else entropies, scale)
-    head = (bias, temperature, logit_scale, softcap)
-    if moments is not None:
-        _take(moments, logits, targets, head)
-    _launch(logits, weights, targets, head, rows, is_known=is_known)
+    _launch(logits, weights, targets, (bias, temperature, logit_scale, softcap), rows, moments, is_known=is_known)
     return weights, scale, result
-
-
-def _take(moments, logits, targets, head):
-    bias, temperature, logit_scale, softcap = head
-    options = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-    moments(row_moments(logits, targets, **options), logits.shape[1])
 
 
 def _vectors(logits):
@@ -294,9 +282,13 @@ def _vectors(logits):
     return torch.empty((4, logits.shape[0]), dtype=torch.float32, device=logits.device).unbind()
 
 
-def _launch(logits, weights, targets, head, rows, *, is_known=False):
+def _launch(logits, weights, targets, head, rows, moments, *, is_known=False):
+    """Both passes, after that of the moments, which reads the logits before they are overwritten."""
     R, C = logits.shape
     bias, temperature, logit_scale, softcap = head
+    if moments is not None:
+        options = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
+        moments(row_moments(logits, targets, **options), C)
     if R == 0 or C == 0:
         return
     with launching_on(logits.device):

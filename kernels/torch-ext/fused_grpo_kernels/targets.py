@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import launching_on
+from .tuning import FUSED_MULTIPLY_ADD
 
 BLOCK, WARPS = 1024, 4
 
@@ -61,6 +62,6 @@ def clean_targets(targets: Tensor, *, ignore_index: int, vocab_size: int) -> tup
                 BLOCK=BLOCK,
                 num_warps=WARPS,
                 sanitize_overflow=False,
-                enable_fp_fusion=True,
+                **FUSED_MULTIPLY_ADD,
             )
     return kept, cleaned
