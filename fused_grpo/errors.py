@@ -108,6 +108,10 @@ class UnsupportedError(FusedGRPOError, NotImplementedError):
     """A known option that this version does not offer."""
 
 
+class MissingAttributeError(UnsupportedError, AttributeError):
+    """An attribute that others expect of an object."""
+
+
 class UnavailableError(FusedGRPOError, RuntimeError):
     """An implementation or engine that cannot run on this machine."""
 

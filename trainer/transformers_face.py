@@ -11,7 +11,7 @@ from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -27,7 +27,7 @@ from fused_grpo.trainer.collect.scoring import Scored
 from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.common.formatting import has_arrays, whole_repr
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.trl_names import check_not_given
+from fused_grpo.trainer.config.trl_names import absent, check_not_given
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, prompt_sampler
 from fused_grpo.trainer.data.prompts import as_completion
@@ -42,17 +42,24 @@ from fused_grpo.trainer.models.adapters import base_model, is_adapted, saver_of
 from fused_grpo.trainer.models.quantized import codes_identity
 
 
-def _part(path: str) -> Any:
-    """A property that is an attribute of one of the trainer's parts, or what it was made from, for good."""
+class _Part(property):
+    """An attribute of one of the trainer's parts, or what it was made from, for good."""
 
-    def refuse(trainer: TransformersFace, value: object) -> None:
-        name = path.rpartition(".")[2].lstrip("_")
+    def __init__(self, path: str) -> None:
+        super().__init__(attrgetter(path))
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __set__(self, trainer: Any, value: object) -> None:
         raise InputError(
-            f"got another value for {name} of a trainer that is made, which not all of it would follow, want the one "
-            "that it was made with; fix: a new GRPOTrainer"
+            f"got another value for {self.name} of a trainer that is made, which not all of it would follow, want the "
+            "one that it was made with; fix: a new GRPOTrainer"
         )
 
-    return property(attrgetter(path), refuse)
+
+def _part(path: str) -> Any:
+    return _Part(path)
 
 
 class TransformersFace:
@@ -90,6 +97,9 @@ class TransformersFace:
         self.output_dir, self.results = start.output_dir, Results()
         self.hub_model_id: str | None = None  # of the last upload
         self.output = RunOutput(self.args, 0, is_main=False, facts={})  # before a run begins nothing is shown
+
+    if not TYPE_CHECKING:  # for which every name would be one
+        __getattr__ = absent
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Make an entry of `state.log_history` and show it to the callbacks.
@@ -144,13 +154,12 @@ class TransformersFace:
 
     @reported
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> Path:
-        """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: `<output_dir>/final`.
+        """Write weights (safetensors) and tokenizer, as transformers and vLLM load them. None: to `args.output_dir`.
 
-        In a directory that you name, only the files of the model are written. Nothing is uploaded.
+        Only the files of the model are written. Nothing is uploaded.
         """
-        if output_dir is None:
-            return self._save(self.output_dir / "final")
-        weights, directory, saver = self.learner.weights(), Path(output_dir), saver_of(self.model)
+        directory = Path(output_dir or self._in_output_dir().args.output_dir)
+        weights, saver = self.learner.weights(), saver_of(self.model)
         with all_ranks_succeed(self.accelerator, "saving the model"), without_bars():
             if self.accelerator.is_main_process:
                 with changing(directory):

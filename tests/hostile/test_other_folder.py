@@ -4,6 +4,7 @@ import json
 
 import pytest
 from small_runs import trainer_in
+from transformers import AutoModelForCausalLM
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.engines.server import server_engine
@@ -53,13 +54,24 @@ def test_what_transformers_writes_has_the_state_and_all_metrics(here, elsewhere)
     assert json.loads((here / "run" / "all_results.json").read_text()) == {"reward": 1.0, "eval_reward": 2.0}
 
 
-@pytest.mark.parametrize("name", ["save_state", "save_metrics"])
+@pytest.mark.parametrize("name", ["save_state", "save_metrics", "save_model"])
 def test_another_output_dir_that_a_script_sets_is_written_to(here, name):
     trainer = trainer_in(here, **SAVES)
     trainer.args.output_dir = "other"
     CALLS[name](trainer)
     assert any((here / "other").iterdir())
     assert not (here / "run").exists()
+
+
+@pytest.mark.parametrize("place", [None, "run", "other"])
+def test_a_model_is_saved_where_a_script_for_trl_looks_for_it(here, place):
+    trainer = trainer_in(here, **SAVES)
+    trainer.train()
+    assert trainer.save_model(place).resolve() == here / (place or "run")
+    loaded = AutoModelForCausalLM.from_pretrained(here / (place or "run")).state_dict()
+    assert all(value.equal(loaded[name]) for name, value in trainer.model.state_dict().items())
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

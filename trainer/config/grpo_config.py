@@ -358,7 +358,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     log_completions_steps: int = 25
     """Number of steps between two tables of completions."""
     num_completions_to_print: int | None = None
-    """Number of rows of that table. None is 4."""
+    """Number of rows of that table. None is 4; 0 shows none."""
     rollouts_kept_steps: int = 1000
     """Number of steps in a block of completions, those of the first process: rollouts.jsonl has the newest block,
     rollouts-old.jsonl the one before, and older ones are removed. 0 keeps all."""

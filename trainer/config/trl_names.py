@@ -14,10 +14,11 @@ from typing import Any
 
 from transformers import Trainer
 
-from fused_grpo.errors import InputError, UnsupportedError, quoted
+from fused_grpo.errors import InputError, MissingAttributeError, UnsupportedError, quoted
 
 _FILE: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 REASONS = {name: why for why, names in _FILE.items() for name in names}
+OWN = "a name of transformers' or this trainer's own"
 # What may be replaced: the loop calls it, or scripts alone do.
 HOOKS = {
     *("train", "evaluate", "log", "end", "save_checkpoint", "push_to_hub"),
@@ -38,8 +39,7 @@ def check_replaced(trainer: object, made: Mapping[str, Any], moves: Mapping[str,
     """
     set_here = _set_attributes(vars(trainer), made, moves)
     if wrong := dict(_replaced_methods(type(trainer), made)) | {name: name for name in set_here}:
-        own = "a name of transformers' or this trainer's own"
-        listed = "; ".join(f"{what} ({REASONS.get(name, own)})" for what, name in wrong.items())
+        listed = "; ".join(f"{what} ({REASONS.get(name, OWN)})" for what, name in wrong.items())
         raise UnsupportedError(
             f"got {listed}: this trainer does not use them as TRL's does; fix: leave them out, or take other names "
             "(docs/from-trl.md says what is in their place)"
@@ -53,6 +53,21 @@ def check_replaced(trainer: object, made: Mapping[str, Any], moves: Mapping[str,
                 f"called as this trainer does ({error}), want the signature of transformers' own; fix: "
                 f"{name}(self, *args, **kwargs)"
             ) from error
+
+
+def absent(trainer: Any, name: str) -> Any:
+    """What a script gets that reads a name that a trainer has not: the option of that name.
+
+    MissingAttributeError, which `hasattr` takes for one, for any other name of TRL's or transformers' trainer.
+    """
+    if name not in _THEIRS:
+        raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}", name=name, obj=trainer)
+    if name in type(trainer.args).__dataclass_fields__:
+        return getattr(trainer.args, name)
+    raise MissingAttributeError(
+        f"got trainer.{name}, which TRL's trainer has and this one has not: {REASONS.get(name, OWN)}; fix: leave it "
+        "out (docs/from-trl.md says what is in its place)"
+    )
 
 
 def check_not_given(method: str, given: Mapping[str, Any], *, want: str) -> None:

@@ -144,8 +144,9 @@ class RunOutput:
             return
         records = make_records()
         self.log.log_rollouts(step, records)
-        if self.args.log_completions and (step - 1) % self.args.log_completions_steps == 0:
-            self.console.completions(step, records, self.args.num_completions_to_print)
+        is_due = self.args.log_completions and (step - 1) % self.args.log_completions_steps == 0
+        if is_due and (limit := self.args.num_completions_to_print) != 0:
+            self.console.completions(step, records, limit)
 
     def step(self, record: dict[str, Any], steps: StepMetrics) -> None:
         """One optimizer step, which `steps` have been given.

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
-from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.errors import InputError, MissingAttributeError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.config.trl_names import HOOKS, REASONS, check_replaced
 from fused_grpo.trainer.loop import _MOVES
-from fused_grpo.trainer.transformers_face import TransformersFace
+from fused_grpo.trainer.transformers_face import TransformersFace, _Part
 
 METHODS = sorted(name for name in vars(Trainer) if not name.startswith("__"))
 
@@ -95,6 +95,27 @@ def test_an_attribute_that_nothing_would_read_is_refused(make_trainer, tmp_path,
     assert trainer.train().steps == 1
 
 
+def test_a_name_of_trl_that_is_read_is_an_option_or_has_its_reason(make_trainer):
+    trainer = make_trainer(max_steps=1, top_entropy_quantile=0.5)
+    names = {name for name in (*REASONS, *METHODS) if name not in dir(trainer)}
+    options = {name for name in names if hasattr(trainer, name)}
+    assert {name: getattr(trainer, name) for name in options} == {name: getattr(trainer.args, name) for name in options}
+    assert {"top_entropy_quantile", "mask_truncated_completions", "vllm_mode"} <= options
+    for name in sorted(names - options):
+        why = REASONS.get(name, "a name of transformers' or this trainer's own")
+        with pytest.raises(MissingAttributeError, match=f"got trainer.{name}, .*{re.escape(why)}; fix: "):
+            getattr(trainer, name)
+    assert {"generation_config", "_metrics", "predict", "compute_loss"} <= names - options
+
+
+def test_any_other_name_that_is_read_is_an_ordinary_error(make_trainer):
+    with pytest.raises(AttributeError, match="'GRPOTrainer' object has no attribute 'modle'") as caught:
+        _ = make_trainer(max_steps=1).modle
+    assert not isinstance(caught.value, UnsupportedError)
+    with pytest.raises(AttributeError, match="no attribute 'args'"):
+        _ = object.__new__(GRPOTrainer).args
+
+
 def test_no_part_of_a_trainer_can_be_set_to_something_else(make_trainer):
     trainer = make_trainer(max_steps=1)
     parts = vars(trainer).keys() - {"engine", "eval_dataset"}
@@ -107,6 +128,15 @@ def test_no_part_of_a_trainer_can_be_set_to_something_else(make_trainer):
             check_replaced(trainer, made, _MOVES)
         setattr(trainer, name, before)
     assert trainer.train().steps == 1
+
+
+def test_a_part_that_is_set_is_called_what_the_script_calls_it(make_trainer):
+    trainer = make_trainer(max_steps=1)
+    names = [name for name, part in vars(TransformersFace).items() if isinstance(part, _Part)]
+    assert {"reward_weights", "epsilon_low", "lr_scheduler", "model"} <= set(names)
+    for name in names:
+        with pytest.raises(InputError, match=f"got another value for {name} of a trainer"):
+            setattr(trainer, name, None)
 
 
 @pytest.mark.parametrize("name", ["temperature", "beta", "learning_rate", "max_completion_length", "num_generations"])

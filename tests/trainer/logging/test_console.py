@@ -248,6 +248,12 @@ def test_a_process_without_standard_output_runs(monkeypatch, make_trainer) -> No
     assert main(["rewards"]) is None
 
 
+@pytest.mark.parametrize(("rows", "shown"), [(None, True), (1, True), (0, False)])
+def test_the_table_of_completions_has_no_rows_where_none_are_wanted(make_trainer, capsys, rows, shown) -> None:
+    make_trainer(log_completions=True, num_completions_to_print=rows, max_steps=1).train()
+    assert ("completions, the best first" in capsys.readouterr().out) is shown
+
+
 def test_quiet_writes_nothing() -> None:
     out = io.StringIO()
     console = Console(5, quiet=True, file=out)
