@@ -73,6 +73,17 @@ class Options(NamedTuple):
     """Takes those of all rows from the logits of a forward pass, for which there must be tiles of logits."""
 
 
+class Kept(NamedTuple):
+    """What a forward pass of R rows keeps for the backward pass."""
+
+    values: Tensor
+    """d log p / d hidden [R, D] in the dtype of accumulators, or softmax weights [N, V], those of the rows first."""
+    targets: Tensor | None
+    """[R], the targets that they are of: of K, the largest. None for weights of rows with one target."""
+    scale: Tensor | None = None
+    """[R], of softmax weights."""
+
+
 def forward(head: Head, passes: RowPasses, options: Options) -> Statistics:
     """Log-probs, the entropy on request, and the row statistics for a backward pass."""
     with full_precision(head.hidden):
@@ -244,10 +255,8 @@ def memory_to_keep(head: Head, passes: RowPasses) -> Tensor:
         raise
 
 
-def forward_with_weights(
-    head: Head, passes: RowPasses, options: Options, memory: Tensor
-) -> tuple[Statistics, Tensor, Tensor]:
-    """(`forward`, the scale [N] of the softmax weights now in the first rows of `memory`, the targets [N] of these)."""
+def forward_with_weights(head: Head, passes: RowPasses, options: Options, memory: Tensor) -> tuple[Statistics, Kept]:
+    """(`forward`, the softmax weights, in `memory` [N, V])."""
     kernel = _weights_pass(head, passes, options, NOTHING)
     with full_precision(head.hidden):
         (tile,) = head.tiles(memory, multiply=kernel is None)
@@ -255,7 +264,8 @@ def forward_with_weights(
         _, scale, statistics = softmax_weights_of(
             tile, passes, kernel, entropy=options.entropy, moments=options.moments, dtype=memory.dtype
         )
-    return several_targets.for_each_target(statistics, below), scale, tile.targets
+    kept = Kept(memory, None if below is None else tile.targets, scale)
+    return several_targets.for_each_target(statistics, below), kept
 
 
 def backward_with_weights(
@@ -319,8 +329,8 @@ def _rows_and_places(kept: Tensor, has_gradient: Tensor, *, copied: bool) -> tup
     return some, kept.cumsum(0)[some] - 1
 
 
-def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tuple[Statistics, Tensor, Tensor]:
-    """(`forward`, d log p / d hidden [N, D] in the dtype of accumulators, its targets [N]: of K, the largest)."""
+def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tuple[Statistics, Kept]:
+    """(`forward`, d log p / d hidden)."""
     wanted = Wanted(hidden=True)
     kernel = _weights_pass(head, passes, options, wanted)
     dtype, gemm_dtype = head.dtype, head.gemm_dtype
@@ -347,7 +357,7 @@ def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tu
             largest.append(tile.targets)
     (gradient, _, _) = gradients.finish()
     assert gradient is not None
-    return joined(groups), gradient, largest[0] if len(largest) == 1 else torch.cat(largest)
+    return joined(groups), Kept(gradient, largest[0] if len(largest) == 1 else torch.cat(largest))
 
 
 def power_of_two_scale(head: Head, *upstream: Tensor | None, exponent: int) -> Tensor | None:

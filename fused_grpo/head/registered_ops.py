@@ -8,6 +8,7 @@ the same, but it imports the compiler at the first call, which costs eager users
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -79,25 +80,22 @@ def _linear_logprobs(
     """
     head = Head(hidden, weight, bias, targets, temperature, logit_scale, softcap)
     chosen = choice.choose(impl, hidden)
-    passes, scale = choice.passes(chosen), None
-    kept, head = head.without_ignored(passes, ignore_index)
-    rows = rows_with(kept)
-    # Each output has a memory of its own: PyTorch takes none twice.
-    memory, largest = hidden.new_empty(0, dtype=head.dtype), targets
+    passes = choice.passes(chosen)
+    is_target, head = head.without_ignored(passes, ignore_index)
+    rows = rows_with(is_target)
     # A single launch needs no count of rows. Batch-invariant rows must stay in place.
     stay = (chosen == "triton" and not any(wanted)) or batch_invariant or not leaves_out_rows(rows)
     index = None if stay else logprob_plans.rows_of(rows)
-    seen = RowsMoments(len(weight)) if moments else None
-    options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted), seen)
+    of_rows = RowsMoments(len(weight)) if moments else None
+    options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted), of_rows)
+    kept = None
     if _takes_gradient(wanted, batch_invariant):
-        statistics, memory, largest = logprob_plans.forward_with_gradient(head.select(index), passes, options)
+        statistics, kept = logprob_plans.forward_with_gradient(head.select(index), passes, options)
     elif keeps and may_synchronize(targets) and logprob_plans.keeps_weights(head, passes, options):
         memory = logprob_plans.memory_to_keep(head, passes)
-        statistics, scale, largest = logprob_plans.forward_with_weights(head.select(index), passes, options, memory)
+        statistics, kept = logprob_plans.forward_with_weights(head.select(index), passes, options, memory)
     else:
         statistics = logprob_plans.forward(head.select(index), passes, options)
-    logprobs, entropies, *others = statistics
-    seen_moments = None if seen is None else seen.finish(statistics)
 
     def all_rows(values: Tensor) -> Tensor:
         """[..., N] from [..., R], 0 for ignored rows."""
@@ -105,20 +103,22 @@ def _linear_logprobs(
             return torch.where(rows, values, 0)
         return values.new_zeros(*values.shape[:-1], len(targets)).index_copy_(-1, index, values)
 
-    logprobs = all_rows(logprobs) if targets.ndim == 1 else torch.where(kept, all_rows(logprobs.t()).t(), 0.0)
-    of_rows = others if scale is None else [*others, scale]
-    shift_and_total = torch.stack(of_rows) if any(wanted) else logprobs.new_empty(0)
-    if index is not None and any(wanted):  # else those of ignored rows stay: rows without a gradient may have any
-        shift_and_total = all_rows(shift_and_total)
-    has_largest = _takes_gradient(wanted, batch_invariant) or (scale is not None and targets.ndim == 2)
-    largest = all_rows(largest) if has_largest else targets.new_empty(0)
+    logprobs, entropies, shift, total = statistics
+    logprobs = all_rows(logprobs) if targets.ndim == 1 else torch.where(is_target, all_rows(logprobs.t()).t(), 0.0)
+    # Each output has a memory of its own: PyTorch takes none twice.
+    nothing = functools.partial(logprobs.new_empty, 0)
+    saved = nothing()
+    if any(wanted):
+        saved = torch.stack([shift, total] if kept is None or kept.scale is None else [shift, total, kept.scale])
+        if index is not None:  # else those of ignored rows stay: rows without a gradient may have any
+            saved = all_rows(saved)
     return (
         logprobs,
-        logprobs.new_empty(0) if entropies is None else all_rows(entropies),
-        shift_and_total,
-        memory,
-        largest,
-        logprobs.new_empty(0) if seen_moments is None else all_rows(seen_moments),
+        nothing() if entropies is None else all_rows(entropies),
+        saved,
+        nothing() if kept is None else kept.values,
+        targets.new_empty(0) if kept is None or kept.targets is None else all_rows(kept.targets),
+        nothing() if of_rows is None else all_rows(of_rows.finish(statistics)),
     )
 
 
