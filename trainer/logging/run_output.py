@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +44,9 @@ NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swa
 # Variables of a project and of a run's name, which Accelerate's arguments would override; it reads those of others.
 PROJECTS = {"wandb": "WANDB_PROJECT", "comet_ml": "COMET_PROJECT_NAME", "swanlab": "SWANLAB_PROJECT"}
 NAMES = {"wandb": "WANDB_NAME", "swanlab": "SWANLAB_EXP_NAME"}
+WANDB_STEP = "train/global_step"
+# The arguments with which a tracker goes on with a run that is open, or begins one within it.
+REUSED = {"wandb": {"reinit": False}, "mlflow": {"nested_run": True}}
 # Thresholds of the warnings.
 TRUNCATED_STEPS, TRUNCATED_SHARE = 3, 0.5
 EQUAL_STEPS = CALLS_STEPS = 10
@@ -120,11 +124,14 @@ class RunOutput:
         if is_main and args.report_to and accelerator is not None:
             accelerator.trackers.clear()  # those of a `train()` before, which have ended
             name = args.run_name or Path(args.output_dir).name
-            options = {
+            options: dict[str, dict[str, Any]] = {
                 tracker: {argument: name}
                 for tracker, argument in NAME_ARGUMENTS.items()
                 if args.run_name or NAMES.get(tracker, "") not in os.environ
             }
+            for tracker, option in REUSED.items():
+                if _is_open(tracker):
+                    options[tracker] = options.get(tracker, {}) | option
             config = args.to_sanitized_dict() | {key: str(redacted(fact, key)) for key, fact in facts.items()}
             try:
                 accelerator.init_trackers(_project(args, accelerator.log_with), config, options)
@@ -136,7 +143,7 @@ class RunOutput:
                     f"got {type(error).__name__} when beginning the trackers report_to={args.report_to} ({error}), "
                     "want them before the first step; fix: their login, project and run_name, or report_to='none'"
                 ) from error
-            self.trackers = list(accelerator.trackers)
+            self.trackers = [WandbRun(one.tracker) if one.name == "wandb" else one for one in accelerator.trackers]
 
     def rollouts(self, step: int, make_records: Callable[[], list[dict[str, Any]]]) -> None:
         """The completions that optimizer step `step` is about to learn from, written before the step can fail."""
@@ -186,9 +193,9 @@ class RunOutput:
         return report
 
     def close(self) -> None:
-        """End the trackers, however the run ended. Harmless a second time."""
+        """End the trackers but W&B's run, however the run ended. Harmless a second time."""
         self._tell("finish")  # not by `Accelerator.end_training`, which also destroys the process group
-        self.trackers.clear()
+        self.trackers = [tracker for tracker in self.trackers if isinstance(tracker, WandbRun)]
 
     def write(self, record: dict[str, Any]) -> None:
         """A record of a step: metrics.jsonl and the trackers get it."""
@@ -217,6 +224,25 @@ class RunOutput:
                     f"the tracker {tracker.name} raised {type(error).__name__} ({shown(error, 500)}) and gets nothing "
                     f"more of this run; {METRICS_FILE} has every step"
                 )
+
+
+class WandbRun:
+    """W&B's run of this process, which a script may have begun, as transformers uses it: it stays open behind `train`,
+    for what a script logs, until `wandb.finish()` or the end of the process."""
+
+    name = "wandb"
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        run.define_metric(WANDB_STEP)
+        run.define_metric("*", step_metric=WANDB_STEP, step_sync=True)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        # W&B's own step counts what a script logs too, and drops a smaller one.
+        self.run.log({**values, WANDB_STEP: step})
+
+    def finish(self) -> None:
+        """Nothing."""
 
 
 class LogEntry(dict[str, Any]):
@@ -273,6 +299,12 @@ def _project(args: GRPOConfig, trackers: Iterable[Any]) -> str:
     """That of the options, unless a tracker has a variable for it and no option says otherwise."""
     found = (os.environ.get(PROJECTS.get(str(tracker), "")) for tracker in trackers)
     return args.project if args.project != GRPOConfig.project else next(filter(None, found), args.project)
+
+
+def _is_open(tracker: str) -> bool:
+    """Whether a script has begun a run of this tracker."""
+    module = sys.modules.get(tracker)
+    return getattr(module, "run", None) is not None or getattr(module, "active_run", lambda: None)() is not None
 
 
 def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:

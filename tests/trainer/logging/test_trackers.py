@@ -1,7 +1,9 @@
 """Trackers: every step reaches them, nothing private does, and one that is missing is known at once."""
 
 import math
+import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from accelerate import Accelerator
@@ -141,6 +143,41 @@ def test_the_variables_of_a_tracker_count_where_no_option_is_set(
     RunOutput(args, 1, is_main=True, facts={}, accelerator=accelerator)
     ((given, _, arguments),) = begun
     assert (given, arguments.get(tracker)) == (project, name)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "module", "option"),
+    [
+        ("wandb", {"run": "theirs"}, {"reinit": False}),
+        ("wandb", {"run": None}, {}),
+        ("mlflow", {"active_run": lambda: "theirs"}, {"nested_run": True}),
+        ("mlflow", {"active_run": lambda: None}, {}),
+    ],
+)
+def test_a_run_that_the_script_has_begun_is_gone_on_with(monkeypatch, tmp_path, tracker, module, option):
+    monkeypatch.setitem(sys.modules, tracker, SimpleNamespace(**module))
+    begun = []
+    accelerator = SimpleNamespace(trackers=[], log_with=[tracker], init_trackers=lambda *given: begun.append(given))
+    RunOutput(GRPOConfig(str(tmp_path), report_to=[tracker]), 1, is_main=True, facts={}, accelerator=accelerator)
+    ((_, _, arguments),) = begun
+    assert {key: arguments[tracker].get(key) for key in ("reinit", "nested_run") if key in arguments[tracker]} == option
+
+
+def test_the_run_of_wandb_stays_open_and_its_own_step_may_be_larger(tmp_path):
+    run, other = Mock(), Memory()
+    both = [SimpleNamespace(name="wandb", tracker=run), other]
+    accelerator = SimpleNamespace(trackers=[], log_with=["wandb"], init_trackers=lambda *_: None)
+    accelerator.init_trackers = lambda *_: accelerator.trackers.extend(both)
+    args = GRPOConfig(str(tmp_path), report_to=["wandb", other])
+    output = RunOutput(args, 1, is_main=True, facts={}, accelerator=accelerator)
+    output.write({"step": 1, "reward": 0.5})
+    output.close()
+    output.evaluation(1, {"reward": 0.25}, 4)  # of a script, behind `train`
+    given = [{"train/reward": 0.5, "train/global_step": 1}, {"eval/reward": 0.25, "train/global_step": 1}]
+    assert [call.args for call in run.log.call_args_list] == [(values,) for values in given]
+    assert not run.log.call_args.kwargs
+    assert not run.finish.called
+    assert other.finished == len(other.records) == 1
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), math.inf, "text", None, [1.0]])
