@@ -25,7 +25,7 @@ from fused_grpo.trainer.checkpoint.checkpoint import changing, remove_old_checkp
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
 from fused_grpo.trainer.collect.scoring import Scored
 from fused_grpo.trainer.collect.start_checks import Start
-from fused_grpo.trainer.common.formatting import has_arrays, whole_repr
+from fused_grpo.trainer.common.formatting import whole_repr
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.config.trl_names import absent, check_not_given
 from fused_grpo.trainer.data.datasets import Row, all_rows, chosen_eval_sets, is_stream
@@ -71,8 +71,8 @@ class TransformersFace:
 
     def __init__(self, start: Start, model: Any, learner: Learner) -> None:
         start.options = start.args.to_dict()
-        self._spelled = whole_repr if has_arrays(vars(start.args)) else repr
-        self._options_text = self._spelled(vars(start.args))  # while it is the same, no option has changed
+        self._options_text = whole_repr(vars(start.args))  # while it is the same, no option has changed
+        self._spelled = repr if repr(vars(start.args)) == self._options_text else whole_repr  # of arrays
         self.start, self.learner, self.accelerator = start, learner, learner.accelerator
         self._model, self.model_path, self.dataset = model, start.model_path, start.train_dataset
         self.rewards, self.sampler = start.rewards, make_sampler(start)

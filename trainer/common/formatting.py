@@ -68,13 +68,6 @@ def whole_repr(value: object) -> str:
     return digest_of_array(value) if is_array(value) else repr(value)
 
 
-def has_arrays(value: object) -> bool:
-    """Whether there is one in mappings and lists."""
-    if isinstance(value, Mapping):
-        return any(map(has_arrays, value.values()))
-    return any(map(has_arrays, value)) if isinstance(value, list | tuple) else is_array(value)
-
-
 def is_array(value: object) -> bool:
     """Whether it is a NumPy array or scalar, or a tensor."""
     return hasattr(value, "tolist") and hasattr(value, "dtype")
