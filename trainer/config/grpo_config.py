@@ -418,6 +418,9 @@ class GRPOConfig(LossOptions, DerivedOptions):
 
     def sampling(self, *, seed: int, n: int | None = None, temperature: float | None = None) -> SamplingParams:
         """The sampling parameters; `n` and `temperature` replace those of training."""
+        # What scripts for TRL say again in `generation_kwargs`, or what does not reach a completion.
+        said = {"do_sample": True, "use_cache": True, "num_return_sequences": 1, "temperature": self.temperature}
+        said |= dict.fromkeys(("max_new_tokens", "max_tokens"), self.max_completion_length)
         return SamplingParams(
             n=self.num_generations if n is None else n,
             max_tokens=self.max_completion_length,
@@ -435,8 +438,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
             extra={
                 name: value
                 for name, value in (self.generation_kwargs or {}).items()
-                # The engines always sample.
-                if name not in OVERRIDDEN and (name, value) != ("do_sample", True)
+                if name not in (*OVERRIDDEN, "pad_token_id", "bos_token_id") and said.get(name) != value
             },
         )
 

@@ -127,6 +127,20 @@ def test_options_have_the_values_that_trl_gives_them():
     assert GRPOConfig(model_init_kwargs={"trust_remote_code": True}).runs_remote_code
 
 
+@pytest.mark.parametrize(
+    ("said", "extra"),
+    [
+        ({"max_new_tokens": 64, "max_tokens": 64, "temperature": 0.7}, {}),
+        ({"use_cache": True, "num_return_sequences": 1, "pad_token_id": 5, "bos_token_id": 1, "stop": None}, {}),
+        ({"max_new_tokens": 32}, {"max_new_tokens": 32}),
+        ({"temperature": 0.5, "use_cache": False}, {"temperature": 0.5, "use_cache": False}),
+    ],
+)
+def test_what_generation_kwargs_say_again_is_no_option_of_an_engine(said, extra):
+    args = GRPOConfig(temperature=0.7, max_completion_length=64, generation_kwargs=said)
+    assert args.sampling(seed=0).extra == extra
+
+
 def test_delta_is_dropped_where_the_loss_has_no_use_for_it(caplog):
     assert GRPOConfig(delta=4.0).loss_config().delta == 4.0
     assert GRPOConfig(delta=4.5, loss_type="cispo").loss_config().delta is None

@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.engines.checked_engine import checked_generate
 from fused_grpo.trainer.engines.sampling import _EXTRAS
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
@@ -45,6 +46,22 @@ def test_sampled_beams_differ_and_repeat_by_their_seed(build_model, tokenizer) -
     assert draw(1) == draw(1) != draw(2)
     assert len(set(map(tuple, draw(1)))) > 1
     assert len(set(map(tuple, draw(1, max_sequences=1)))) > 1  # each call of `generate` has random numbers of its own
+
+
+OF_A_MODEL = {"suppress_tokens": [5], "min_new_tokens": 2, "no_repeat_ngram_size": 2, "bad_words_ids": [[6]]}
+
+
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_what_a_model_asks_for_is_not_left_out_in_silence(build_model, tokenizer, caplog, name) -> None:
+    model, options = build_model(), SamplingParams(n=1, max_tokens=2, seed=1)
+    model.generation_config = GenerationConfig(top_k=20, do_sample=True, repetition_penalty=1.1, eos_token_id=1)
+    engine = TransformersEngine(model, tokenizer)
+    warn_once.cache_clear()
+    engine.generate([[4, 5]], options)
+    assert caplog.text == ""
+    setattr(model.generation_config, name, OF_A_MODEL[name])
+    engine.generate([[4, 5]], options)
+    assert f"got {name} in the model's generation_config, which samples without it" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 4}, {"top_p": 0.5}, {"repetition_penalty": 1.3}])
