@@ -250,12 +250,14 @@ class Distillation:
     softcap: float | None = None
 
 
-def check_together(distillation: Distillation, config: GRPOLossConfig, **options: Any) -> None:
+def check_together(
+    distillation: Distillation, config: GRPOLossConfig, *, score: str, support: Any, process_group: Any
+) -> None:
     """Check a distillation, and the loss that it is added to.
 
     Raises:
         InputError: another type, an unknown kind, or numbers out of range.
-        UnsupportedError: `options` (score, support, process_group) or an entropy bonus that cannot be combined with it.
+        UnsupportedError: a score, a support, a process_group or an entropy bonus that cannot be combined with it.
     """
     if not isinstance(distillation, Distillation):
         raise InputError(f"got distillation of type {type(distillation).__name__}, want a Distillation or None")
@@ -263,17 +265,15 @@ def check_together(distillation: Distillation, config: GRPOLossConfig, **options
     if not is_number(distillation.coef, 0.0, LARGEST):
         raise InputError(f"got coef={distillation.coef!r} of a distillation, want a finite number >= 0")
     obstacles = {
-        "a process_group": (options["process_group"] is not None, "both distributions whole on each rank"),
-        "support": (options["support"] is not None, "divergences over the whole vocabulary"),
-        "score='needed'": (options["score"] == "needed", "every token, since each has a divergence; fix: score='all'"),
+        "a process_group": (process_group is not None, "both distributions whole on each rank"),
+        "support": (support is not None, "divergences over the whole vocabulary"),
+        "score='needed'": (score == "needed", "every token, since each has a divergence; fix: score='all'"),
         f"entropy_coef={config.entropy_coef}": (config.entropy_coef > 0, "0; kind='reverse_kl' has an entropy bonus"),
     }
+    leave_it = "; fix: leave either, or take fused_linear_divergence for a loss of its own"
     for name, (given, want) in obstacles.items():
         if given:
-            fix = (
-                "" if "fix: " in want else "; fix: leave either, or take fused_linear_divergence for a loss of its own"
-            )
-            raise UnsupportedError(f"got distillation with {name}, want {want}{fix}")
+            raise UnsupportedError(f"got distillation with {name}, want {want}{'' if 'fix: ' in want else leave_it}")
 
 
 def teacher_of(

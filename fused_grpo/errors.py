@@ -6,7 +6,9 @@
     +-- UnsupportedError(NotImplementedError)   a known option that this version does not offer
     +-- UnavailableError(RuntimeError)      an implementation or engine that cannot run on this machine
     +-- DataError(ValueError)               a dataset or a column that cannot be used
+    |   +-- DatasetTypeError(TypeError)     something else than a dataset
     +-- RewardError(RuntimeError)           a reward function that raised or returned something unusable
+    |   +-- RewardValueError(ValueError)    one that returned something unusable
     +-- WeightSyncError(RuntimeError)       the rollout engine does not serve the trainer's weights
     +-- CheckpointError(RuntimeError)       an output directory or checkpoint that cannot be used
     +-- NonFiniteError(ArithmeticError)     a loss or gradient that is NaN or infinite; nothing was updated

@@ -84,7 +84,8 @@ def logit_transform(config: Any) -> ScaleAndCap:
     """The transform from x = h.w to logits, where h is the last hidden state of the backbone.
 
     It is for callers that run the backbone and apply the head's weight. `head_transform` is for code that replaces the
-    head module.
+    head module. Of an Inkling with a width multiplier of 8, whose hidden states are divided by it before the head, the
+    scale here is 1 / 8, and there 1.
 
     Raises:
         InputError: no config of transformers.

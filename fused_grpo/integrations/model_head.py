@@ -59,8 +59,7 @@ def check_transform(causal_lm: Any, states: Tensor, output: Any) -> None:
         UnsupportedError: it does something else.
     """
     transform = head_transform(causal_lm.config)
-    gap = mismatch(probe(states, len(head_of(causal_lm).weight)), output.logits, transform)
-    if gap:
+    if gap := mismatch(probe(states, len(head_of(causal_lm).weight)), output.logits, transform):
         raise UnsupportedError(
             f"got a {type(causal_lm).__name__} that takes {gap}: by its config it does {dict(transform)} behind its "
             "head, and by its forward something else, want the same; fix: a config whose options its forward reads"

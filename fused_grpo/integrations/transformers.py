@@ -248,15 +248,14 @@ class _Scorer:
         if self.verified and logits.device.type == "cuda":  # only the first check may synchronize
             want = transformed(call.probe.to(compute_dtype(call.probe)), self.transform)
             close = is_close(call.probe, logits, want).all()
-            return torch._assert_async(close, f"{self.name} does something else to its logits than before")
-        gap = mismatch(call.probe, logits, self.transform)
-        if not gap:
-            self.verified = True
-            return None
-        raise UnsupportedError(
-            f"got a {self.name} that takes {gap}: by its config it does {dict(self.transform)}, and by its forward "
-            f"something else; fix: {_INSTEAD}, with the logit_scale and softcap of its forward"
-        )
+            torch._assert_async(close, f"{self.name} does something else to its logits than before")
+            return
+        if gap := mismatch(call.probe, logits, self.transform):
+            raise UnsupportedError(
+                f"got a {self.name} that takes {gap}: by its config it does {dict(self.transform)}, and by its forward "
+                f"something else; fix: {_INSTEAD}, with the logit_scale and softcap of its forward"
+            )
+        self.verified = True
 
     def _auxiliary_coefficient(self) -> float:
         for owner in (self.causal_lm, self.causal_lm.config.get_text_config()):

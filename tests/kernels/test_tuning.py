@@ -38,7 +38,7 @@ def test_an_architecture_without_a_row_has_that_of_its_family(monkeypatch, capab
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_log_probs_go_by_tiles_where_the_table_says_that_these_are_faster(monkeypatch, rows, options, by_tiles, dtype):
     """Not where the caller bounds the memory: then no logit is worth its bytes."""
-    monkeypatch.setitem(tuning.TILES_FROM, "interpreter", tuning.TilesFrom(rows=32, hidden_size=40, measured=False))
+    monkeypatch.setitem(tuning.TILES_FROM, "interpreter", tuning.TilesFrom(rows=32, hidden_size=40))
     passed, pass_over_rows = [], kernels.row_statistics
     monkeypatch.setattr(kernels, "row_statistics", lambda *x, **o: passed.append(x) or pass_over_rows(*x, **o))
     generator = torch.Generator().manual_seed(0)

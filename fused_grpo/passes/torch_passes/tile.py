@@ -76,9 +76,10 @@ class RawTile:
         of `centred`.
         """
         in_out = out is not None and out.dtype == self.raw.dtype  # that of `e`; without a transform, that is all
+        # A block for what is not in the tile of z, `centred` and `e`; another for an `e` that must not be in the first.
         needed = (apart or not (in_out and self.is_plain)) + (apart and not in_out)
         width, memory = scratch(self.raw, needed)
-        shown = put_at_targets_(self.raw, self.targets, -torch.inf) if self.is_plain else ()
+        restore = put_at_targets_(self.raw, self.targets, -torch.inf) if self.is_plain else ()
         for columns in buffers.chunks(self.raw.shape[1], width):
             z, slope = self.raw[:, columns], None
             spare = [values[:, : z.shape[1]] for values in memory]
@@ -93,7 +94,7 @@ class RawTile:
             if out is not None and not in_out:
                 out[:, columns].copy_(e)
         if out is None and self.is_plain:
-            self.raw.scatter_(1, *shown)
+            self.raw.scatter_(1, *restore)
 
     def largest(self) -> Tensor:
         """The largest logit of each row except the target's, [R]."""

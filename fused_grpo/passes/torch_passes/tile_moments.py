@@ -62,9 +62,9 @@ class TileMoments:
             self._before[rows] = before
         else:
             local = self._tile.targets - block.columns.start
-            hidden = put_at_targets_(z, local, self._tile.target_logit[:, None])
+            restore = put_at_targets_(z, local, self._tile.target_logit[:, None])
             self._sums.append(block_sums(z))
-            z.scatter_(1, *hidden)
+            z.scatter_(1, *restore)
             others = z.masked_fill(_columns(z) >= local[:, None], -torch.inf)
             self._before = torch.maximum(self._before, others.amax(1))
 

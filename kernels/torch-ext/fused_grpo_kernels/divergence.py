@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ._device import launching_on
 from ._tiles import exp, inverse, load_logits, log1p, logit, logit_slope
-from .finish_rows import finish_rows
+from .finish_rows import Statistics, finish_rows
 from .softmax_weights import row_statistics
 from .tuning import pair_tile
 
@@ -317,7 +317,7 @@ class Divergence:
             self._divergence, _ = divergence_gradient_(*self._tiles, upstream=None, **self._options)
         return self._divergence
 
-    def statistics(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def statistics(self) -> Statistics:
         """Those of the student, as `finish_rows` returns them: a pass of its own, before the gradient."""
         head = self._options["student_head"]
         state = row_statistics(self._tiles[0], self._targets, entropy=self._entropy, **head)

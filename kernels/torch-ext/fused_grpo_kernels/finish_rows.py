@@ -15,6 +15,11 @@ from torch import Tensor
 from ._device import launching_on
 from ._tiles import finish_row, merge_statistics
 
+State = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of rows over some of their columns: shift, total, `weighted` and the target's logit, each [R] fp32."""
+Statistics = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""Of whole rows: log-probs, entropies or None, shift and total, each [R] fp32."""
+
 ROWS_PER_PROGRAM = 16
 ROW_VECTORS = ["target_logit", "maximum", "total", "weighted"]
 ROW_VECTORS += ["logprobs", "entropy", "merged_maximum", "merged_total", "merged_weighted"]
@@ -59,9 +64,7 @@ def _finish_rows_kernel(
         tl.store(entropy + rows, row_entropy, mask=row_exists)
 
 
-def finish_rows(
-    parts: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], *, entropy: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def finish_rows(parts: Sequence[State], *, entropy: bool) -> Statistics:
     """The results of rows from the statistics of all their columns.
 
     Args:
@@ -85,7 +88,7 @@ def finish_rows(
 
 def finish_splits(
     target_logit: Tensor, maximum: Tensor, total: Tensor, weighted: Tensor | None
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> tuple[Tensor, Tensor | None, State]:
     """(logprobs [N], entropy [N] if the parts are `weighted`, the merged state) from parts [P, N], or [N], of rows."""
     N, parts = target_logit.shape[0], 1 if maximum.ndim == 1 else maximum.shape[0]
     # An allocation costs more than a view.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ._device import launching_on
 from ._tiles import exp, expm1, inverse, load_logits, logit, logit_slope
+from .finish_rows import Statistics
 from .tuning import row_tile
 
 # They are slices of longer vectors: another start must not recompile the kernel.
@@ -85,7 +86,7 @@ def logits_gradient_(
     logits: Tensor,
     targets: Tensor,
     *,
-    statistics: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    statistics: Statistics,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     bias: Tensor | None = None,

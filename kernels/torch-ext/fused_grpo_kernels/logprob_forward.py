@@ -19,7 +19,7 @@ from torch import Tensor
 from ._device import launching_on
 from ._head_gemm import HeadGemm, HeadOptions, owned, plan, product
 from ._tiles import add_bias, add_tile, column_blocks, hide_targets, inverse, logit, start_statistics, sum_at_targets
-from .finish_rows import finish_splits
+from .finish_rows import State, finish_splits
 
 
 @triton.jit(do_not_specialize=["N", "temperature_row"], do_not_specialize_on_alignment=["targets", "temperature"])
@@ -109,7 +109,7 @@ def logprob_forward(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> tuple[Tensor, Tensor | None, State]:
     """Log-probs and entropy of a linear head, in one pass over the weight.
 
     Args:

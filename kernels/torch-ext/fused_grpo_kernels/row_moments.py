@@ -21,7 +21,8 @@ from ._device import launching_on
 from ._tiles import exp, inverse, load_logits, logit
 from .tuning import row_tile
 
-TakesMoments = Callable[[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], int], None]
+Moments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+TakesMoments = Callable[[Moments, int], None]
 ROW_VECTORS = ["targets", "temperature", "largest", "squares", "sums", "before", "target_logit"]
 
 
@@ -85,7 +86,7 @@ def row_moments(
     temperature: Tensor,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Moments:
     """The moments of the rows of materialised logits, which are not changed.
 
     Args:

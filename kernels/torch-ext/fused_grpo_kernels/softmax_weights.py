@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ._device import launching_on
 from ._tiles import exp, expm1, finish_row, inverse, load_logits, logit, softcap_slope
+from .finish_rows import State, Statistics
 from .row_moments import TakesMoments, row_moments
 from .tuning import row_tile
 
@@ -214,7 +215,7 @@ def row_statistics(
     softcap: float | None = None,
     entropy: bool = False,
     moments: TakesMoments | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> State:
     """The statistics of the rows of materialised logits, which are not changed.
 
     Args:
@@ -242,7 +243,7 @@ def softmax_weights_(
     logits: Tensor,
     targets: Tensor,
     *,
-    statistics: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None,
+    statistics: Statistics | None = None,
     bias: Tensor | None = None,
     temperature: Tensor,
     logit_scale: float = 1.0,
@@ -250,7 +251,7 @@ def softmax_weights_(
     entropy: bool = False,
     moments: TakesMoments | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor | None, Tensor, Tensor]]:
+) -> tuple[Tensor, Tensor, Statistics]:
     """Overwrite logits by the softmax weights of their tokens.
 
     Args:

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ._device import launching_on
 from ._head_gemm import owned, plan, product
 from ._tiles import add_bias, column_blocks, exp, expm1, finish_row, hide_targets, inverse, logit, softcap_slope
-from .finish_rows import ROWS_PER_PROGRAM
+from .finish_rows import ROWS_PER_PROGRAM, Statistics
 from .logprob_forward import split_statistics
 from .tuning import FUSED_MULTIPLY_ADD, is_aligned, weights_tile
 
@@ -235,7 +235,7 @@ def softmax_weights_forward(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor | None, Tensor, Tensor]]:
+) -> tuple[Tensor, Tensor, Statistics]:
     """The softmax weights of whole rows of a linear head.
 
     Args:
