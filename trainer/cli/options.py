@@ -358,7 +358,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"got {path} holding {type(values).__name__}, want a mapping of option names to values")
     for name in values.keys() & MISSING.keys():
-        refuse_unless_harmless(name, values.pop(name))
+        refuse_unless_harmless(name, values.pop(name), uploads=bool(values.get("push_to_hub")))
     names = [field.name for field in own_fields(TrainOptions) if field.name != "config"]
     if unknown := sorted(values.keys() - set(names), key=str):
         close = difflib.get_close_matches(str(unknown[0]), names, n=1)

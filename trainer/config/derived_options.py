@@ -237,6 +237,9 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
         raise InputError(f"got report_to={args.report_to!r}, want the names of trackers")
     trackers = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
     args.report_to = [name for name in trackers if name != "none"]
+    if hasattr(weights := args.reward_weights, "tolist"):  # torch's or NumPy's
+        weights = weights.tolist()
+    args.reward_weights = list(weights) if isinstance(weights, tuple) else weights
     for name in ("output_dir", "resume_from_checkpoint"):
         if isinstance(getattr(args, name), os.PathLike | str):
             setattr(args, name, os.path.expanduser(getattr(args, name)))  # as transformers; `to_dict` writes "~"

@@ -467,7 +467,7 @@ def check_options(args: Any) -> None:
     take_plain_numbers(args)
     check_option_types(args, but=("report_to", *MISSING), other=PYTHON_TYPES)
     for name in MISSING:
-        refuse_unless_harmless(name, getattr(args, name))
+        refuse_unless_harmless(name, getattr(args, name), uploads=args.push_to_hub)
     complete_intervals(args)
     check_config(args)
     args.loss_config(corrected=args.use_vllm is not False)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer.common.redaction import REDACTED, redacted
 from fused_grpo.trainer.common.warnings import warn_once
 
 Config = TypeVar("Config")
@@ -66,18 +67,23 @@ def _of_streams(config: Any) -> list[Any]:
     return [type(config)(dispatch_batches=False)] if hasattr(config, "dispatch_batches") else []
 
 
-def refuse_unless_harmless(name: str, value: Any) -> None:
-    """Raise where a value of a field that only TRL has would change the run; report any other value, once."""
+def refuse_unless_harmless(name: str, value: Any, *, uploads: bool) -> None:
+    """Raise where a value of a field that only TRL has would change the run; report any other value, once.
+
+    `uploads`: whether the run uploads its model.
+    """
     missing = MISSING[name]
     if value == missing.default:
         return
     # What a trainer makes of None (`fill_loader_options`); of a stream without batches that one process reads for all.
     if name == "accelerator_config" and value in (type(value)(), *_of_streams(value)):
         return
-    if not missing.accepts(value):
+    text = repr(REDACTED if redacted(value, name) == REDACTED else value)
+    is_idle = missing.others == "refused with push_to_hub" and (not uploads or (name, value) == ("hub_strategy", "end"))
+    if not is_idle and not missing.accepts(value):
         error = InputError if missing.others == "refused by TRL, too" else UnsupportedError  # there a ValueError
         raise error(
-            f"got {name}={value!r}, a field of TRL's that this trainer does not have: {missing.why}; "
+            f"got {name}={text}, a field of TRL's that this trainer does not have: {missing.why}; "
             f"fix: leave it out (default {missing.default!r})"
         )
-    warn_once(f"got {name}={repr(value)[:200]}, which changes nothing here: {missing.why}")
+    warn_once(f"got {name}={text[:200]}, which changes nothing here: {missing.why}")

@@ -5,7 +5,9 @@ import json
 import pickle
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from transformers import HfArgumentParser
 
@@ -139,6 +141,13 @@ def test_options_have_the_values_that_trl_gives_them():
 def test_what_generation_kwargs_say_again_is_no_option_of_an_engine(said, extra):
     args = GRPOConfig(temperature=0.7, max_completion_length=64, generation_kwargs=said)
     assert args.sampling(seed=0).extra == extra
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_the_weights_of_rewards_may_be_any_sequence_that_trl_takes(kind):
+    assert GRPOConfig(reward_weights=kind([0.5, 2.0])).reward_weights == [0.5, 2.0]
+    with pytest.raises(InputError, match=r"got reward_weights=.*, want list\[float\] or None"):
+        GRPOConfig(reward_weights=kind([[0.5], [2.0]]))
 
 
 def test_delta_is_dropped_where_the_loss_has_no_use_for_it(caplog):

@@ -9,6 +9,9 @@ import pytest
 from transformers import Trainer
 from trl_differences import DIFFERENT
 
+from fused_grpo.errors import UnsupportedError
+from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.trl_fields import MISSING
 from fused_grpo.trainer.config.trl_names import HOOKS, REASONS
 
@@ -103,3 +106,21 @@ def test_a_page_with_an_old_table_is_found_out(trl_table, monkeypatch, tmp_path)
     assert trl_table.main(["--check"]) == 0
     assert trl_table.PAGE.read_text() == current
     assert current.count("\n") <= 250
+
+
+HUB = {"hub_token": "hf_abc", "hub_revision": "v2", "hub_strategy": "checkpoint", "hub_always_push": True}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_what_says_how_to_upload_is_refused_where_a_run_uploads(name, caplog):
+    assert HUB.keys() == {name for name, missing in MISSING.items() if missing.others == "refused with push_to_hub"}
+    warn_once.cache_clear()
+    assert vars(GRPOConfig(**{name: HUB[name]}))[name] == HUB[name]
+    assert f"got {name}=" in caplog.text
+    with pytest.raises(UnsupportedError, match=f"got {name}=.*: push_to_hub uploads the final model, once") as caught:
+        GRPOConfig(push_to_hub=True, **{name: HUB[name]})
+    assert "hf_abc" not in caplog.text + str(caught.value)
+
+
+def test_an_upload_at_the_end_is_what_there_is():
+    assert GRPOConfig(push_to_hub=True, hub_strategy="end").hub_strategy == "end"
