@@ -44,7 +44,7 @@ from fused_grpo.trainer.collect.rank_checks import check_ranks
 from fused_grpo.trainer.collect.scoring import LOSS_METRICS, Scored
 from fused_grpo.trainer.collect.start_checks import Start, check_given, check_given_sets, make_learner
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.trl_names import check_not_given, check_replaced, replaces
+from fused_grpo.trainer.config.trl_names import check_not_given, check_replaced, made_from, replaces
 from fused_grpo.trainer.data.datasets import chosen_eval_sets
 from fused_grpo.trainer.distributed.failures import (
     StopOnSignal,
@@ -154,6 +154,7 @@ class GRPOTrainer(TransformersFace):
             )
         # Everything is checked before anything is loaded, started or written.
         check_replaced(self, {}, {})
+        self._made = dict(vars(self))
         start.adds_metrics = replaces(self, "evaluate", "log")
         start.accelerator = accelerator = make_accelerator(start.args)
         with report_failure(accelerator):  # checks, models and engines may fail on one rank alone
@@ -181,8 +182,8 @@ class GRPOTrainer(TransformersFace):
             with ExitStack() as stack:
                 stack.callback(self.engine.close)  # a script that has no trainer cannot close its engine
                 self.events("on_init_end")
+                self._made = made_from(self._made, vars(self))
                 stack.pop_all()
-        self._made = dict(vars(self))
 
     @reported
     def train(

@@ -54,7 +54,7 @@ class _Part(property):
     def __set__(self, trainer: Any, value: object) -> None:
         raise InputError(
             f"got another value for {self.name} of a trainer that is made, which not all of it would follow, want the "
-            "one that it was made with; fix: a new GRPOTrainer"
+            "one that it was made with; fix: a new GRPOTrainer, or another name for what is your own"
         )
 
 

@@ -55,6 +55,17 @@ def check_replaced(trainer: object, made: Mapping[str, Any], moves: Mapping[str,
             ) from error
 
 
+def made_from(early: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes that a trainer was made with. UnsupportedError for those that a subclass had set before its
+    `super().__init__`, if the trainer has some of that name: they are gone."""
+    if gone := [name for name, value in early.items() if made[name] is not value]:
+        raise UnsupportedError(
+            f"got {', '.join(gone)} set before super().__init__(), which sets {OWN}, want other names; "
+            "fix: rename them, such as my_" + gone[0].lstrip("_")
+        )
+    return dict(made)
+
+
 def absent(trainer: Any, name: str) -> Any:
     """What a script gets that reads a name that a trainer has not: the option of that name.
 

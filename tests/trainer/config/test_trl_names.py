@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback
 
 from fused_grpo.errors import InputError, MissingAttributeError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.config.trl_names import HOOKS, REASONS, check_replaced
+from fused_grpo.trainer.config.trl_names import _THEIRS, HOOKS, REASONS, check_replaced
 from fused_grpo.trainer.loop import _MOVES
 from fused_grpo.trainer.transformers_face import TransformersFace, _Part
 
@@ -128,6 +128,25 @@ def test_no_part_of_a_trainer_can_be_set_to_something_else(make_trainer):
             check_replaced(trainer, made, _MOVES)
         setattr(trainer, name, before)
     assert trainer.train().steps == 1
+
+
+def test_what_a_subclass_sets_before_its_super_call_is_kept_or_refused(make_trainer, monkeypatch):
+    early = {"mine": object()}
+
+    class Mine(GRPOTrainer):
+        def __init__(self, *arguments, **options):
+            vars(self).update(early)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setitem(make_trainer.__globals__, "GRPOTrainer", Mine)
+    trainer = make_trainer(max_steps=1)
+    assert trainer.mine is early["mine"]
+    own = [name for name in vars(trainer) if name not in (*early, *_THEIRS, "_made")]
+    assert {"results", "facts", "buffer", "learner"} <= set(own)
+    early |= dict.fromkeys(own, "of a subclass")
+    with pytest.raises(UnsupportedError, match="set before super") as refused:
+        make_trainer(max_steps=1)
+    assert f"got {', '.join(own)} set before super().__init__()" in str(refused.value)
 
 
 def test_a_part_that_is_set_is_called_what_the_script_calls_it(make_trainer):
