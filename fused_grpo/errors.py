@@ -4,6 +4,7 @@
     +-- InputError(ValueError)              an argument that cannot be right: shape, dtype, device, range
     |   +-- WrongTypeError(TypeError)       an argument of another type than the one that is wanted
     +-- UnsupportedError(NotImplementedError)   a known option that this version does not offer
+    |   +-- MissingAttributeError(AttributeError)   what others expect of an object
     +-- UnavailableError(RuntimeError)      an implementation or engine that cannot run on this machine
     +-- DataError(ValueError)               a dataset or a column that cannot be used
     |   +-- DatasetTypeError(TypeError)     something else than a dataset

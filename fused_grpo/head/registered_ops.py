@@ -105,17 +105,17 @@ def _linear_logprobs(
 
     logprobs, entropies, shift, total = statistics
     logprobs = all_rows(logprobs) if targets.ndim == 1 else torch.where(is_target, all_rows(logprobs.t()).t(), 0.0)
-    # Each output has a memory of its own: PyTorch takes none twice.
-    nothing = functools.partial(logprobs.new_empty, 0)
-    saved = nothing()
+    saved = None
     if any(wanted):
         saved = torch.stack([shift, total] if kept is None or kept.scale is None else [shift, total, kept.scale])
         if index is not None:  # else those of ignored rows stay: rows without a gradient may have any
             saved = all_rows(saved)
+    # Each output has a memory of its own: PyTorch takes none twice.
+    nothing = functools.partial(logprobs.new_empty, 0)
     return (
         logprobs,
         nothing() if entropies is None else all_rows(entropies),
-        saved,
+        nothing() if saved is None else saved,
         nothing() if kept is None else kept.values,
         targets.new_empty(0) if kept is None or kept.targets is None else all_rows(kept.targets),
         nothing() if of_rows is None else all_rows(of_rows.finish(statistics)),

@@ -438,7 +438,8 @@ class GRPOConfig(LossOptions, DerivedOptions):
             extra={
                 name: value
                 for name, value in (self.generation_kwargs or {}).items()
-                if name not in (*OVERRIDDEN, "pad_token_id", "bos_token_id") and said.get(name) != value
+                if value is not None and name not in (*OVERRIDDEN, "pad_token_id", "bos_token_id")
+                if name not in said or said[name] != value  # of other names it may be an array
             },
         )
 

@@ -45,8 +45,11 @@ NAME_ARGUMENTS = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swa
 PROJECTS = {"wandb": "WANDB_PROJECT", "comet_ml": "COMET_PROJECT_NAME", "swanlab": "SWANLAB_PROJECT"}
 NAMES = {"wandb": "WANDB_NAME", "swanlab": "SWANLAB_EXP_NAME"}
 WANDB_STEP = "train/global_step"
-# The arguments with which a tracker goes on with a run that is open, or begins one within it.
-REUSED = {"wandb": {"reinit": False}, "mlflow": {"nested_run": True}}
+# The run that a script has begun, of a tracker's module; the arguments to go on with it, or to begin one within it.
+REUSED: dict[str, tuple[Callable[[Any], Any], dict[str, bool]]] = {
+    "wandb": (lambda module: getattr(module, "run", None), {"reinit": False}),
+    "mlflow": (lambda module: getattr(module, "active_run", lambda: None)(), {"nested_run": True}),
+}
 # Thresholds of the warnings.
 TRUNCATED_STEPS, TRUNCATED_SHARE = 3, 0.5
 EQUAL_STEPS = CALLS_STEPS = 10
@@ -129,8 +132,8 @@ class RunOutput:
                 for tracker, argument in NAME_ARGUMENTS.items()
                 if args.run_name or NAMES.get(tracker, "") not in os.environ
             }
-            for tracker, option in REUSED.items():
-                if _is_open(tracker):
+            for tracker, (open_run, option) in REUSED.items():
+                if open_run(sys.modules.get(tracker)) is not None:
                     options[tracker] = options.get(tracker, {}) | option
             config = args.to_sanitized_dict() | {key: str(redacted(fact, key)) for key, fact in facts.items()}
             try:
@@ -299,12 +302,6 @@ def _project(args: GRPOConfig, trackers: Iterable[Any]) -> str:
     """That of the options, unless a tracker has a variable for it and no option says otherwise."""
     found = (os.environ.get(PROJECTS.get(str(tracker), "")) for tracker in trackers)
     return args.project if args.project != GRPOConfig.project else next(filter(None, found), args.project)
-
-
-def _is_open(tracker: str) -> bool:
-    """Whether a script has begun a run of this tracker."""
-    module = sys.modules.get(tracker)
-    return getattr(module, "run", None) is not None or getattr(module, "active_run", lambda: None)() is not None
 
 
 def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:

@@ -143,6 +143,12 @@ def test_what_generation_kwargs_say_again_is_no_option_of_an_engine(said, extra)
     assert args.sampling(seed=0).extra == extra
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_an_array_in_generation_kwargs_reaches_the_engine(kind):
+    ids = kind([5, 6])
+    assert GRPOConfig(generation_kwargs={"suppress_tokens": ids}).sampling(seed=0).extra == {"suppress_tokens": ids}
+
+
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
 def test_the_weights_of_rewards_may_be_any_sequence_that_trl_takes(kind):
     assert GRPOConfig(reward_weights=kind([0.5, 2.0])).reward_weights == [0.5, 2.0]

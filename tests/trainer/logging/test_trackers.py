@@ -151,7 +151,7 @@ def test_the_variables_of_a_tracker_count_where_no_option_is_set(
         ("wandb", {"run": "theirs"}, {"reinit": False}),
         ("wandb", {"run": None}, {}),
         ("mlflow", {"active_run": lambda: "theirs"}, {"nested_run": True}),
-        ("mlflow", {"active_run": lambda: None}, {}),
+        ("mlflow", {"active_run": lambda: None, "run": "its function of that name"}, {}),
     ],
 )
 def test_a_run_that_the_script_has_begun_is_gone_on_with(monkeypatch, tmp_path, tracker, module, option):
