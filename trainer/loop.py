@@ -327,6 +327,7 @@ class GRPOTrainer(TransformersFace):
         position, self._beginning = self._beginning, self._beginning or self.sampler.position()
         if position is None:
             return
+        self.output.close()  # what a script has logged since may have begun trackers again
         self.learner.restart()
         self.buffer, self._in_epoch = None, False
         start = {"sampler": self.sampler.state_dict(position), "generate_calls": 0, "num_tokens": 0}

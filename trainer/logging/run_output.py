@@ -124,6 +124,7 @@ class RunOutput:
         if self.log is not None:
             self.log.log_config(args.to_dict(), **facts)
         self.trackers: list[Any] = []
+        self._has_ended = False
         if is_main and args.report_to and accelerator is not None:
             accelerator.trackers.clear()  # those of a `train()` before, which have ended
             name = args.run_name or Path(args.output_dir).name
@@ -196,9 +197,13 @@ class RunOutput:
         return report
 
     def close(self) -> None:
-        """End the trackers but W&B's run, however the run ended. Harmless a second time."""
-        self._tell("finish")  # not by `Accelerator.end_training`, which also destroys the process group
-        self.trackers = [tracker for tracker in self.trackers if isinstance(tracker, WandbRun)]
+        """End the trackers but W&B's run, however the run ended. Harmless a second time.
+
+        What comes later, of a script behind `train`, begins them again, until the next call.
+        """
+        if not self._has_ended:  # not by `Accelerator.end_training`, which also destroys the process group
+            self._tell(lambda tracker: tracker.finish())
+        self._has_ended = True
 
     def write(self, record: dict[str, Any]) -> None:
         """A record of a step: metrics.jsonl and the trackers get it."""
@@ -214,19 +219,31 @@ class RunOutput:
             for name, value in record.items()
             if metric(record, name) is not None and name != "step"
         }
-        self._tell("log", rewrite_logs(numbers), step=record["step"])
+        if self._has_ended:
+            self._has_ended = False
+            self._tell(_begin_again)
+        self._tell(lambda tracker: tracker.log(rewrite_logs(numbers), step=record["step"]))
 
-    def _tell(self, what: str, *given: Any, **options: Any) -> None:
-        """Call that method of each tracker. One that raises gets nothing more, with a warning: files have all of it."""
+    def _tell(self, call: Callable[[Any], None]) -> None:
+        """Make that call for each tracker. One that raises gets nothing more, with a warning: files have all of it."""
         for tracker in list(self.trackers):
             try:
-                getattr(tracker, what)(*given, **options)
+                call(tracker)
             except Exception as error:
                 self.trackers.remove(tracker)
                 self.console.warn(
                     f"the tracker {tracker.name} raised {type(error).__name__} ({shown(error, 500)}) and gets nothing "
                     f"more of this run; {METRICS_FILE} has every step"
                 )
+
+
+def _begin_again(tracker: Any) -> None:
+    """Begin a tracker that has ended: the same run where Accelerate's class can name it, or another of that name."""
+    if tracker.name == "mlflow":
+        tracker.run_id, tracker.nested_run = tracker.active_run.info.run_id, True  # a script may have begun its own
+    elif tracker.name == "trackio":
+        tracker.init_kwargs["resume"] = "allow"
+    tracker.start()
 
 
 class WandbRun:
@@ -246,6 +263,8 @@ class WandbRun:
 
     def finish(self) -> None:
         """Nothing."""
+
+    start = finish
 
 
 class LogEntry(dict[str, Any]):

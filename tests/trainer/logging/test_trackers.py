@@ -21,11 +21,14 @@ class Memory(GeneralTracker):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config, self.records, self.finished = {}, [], 0
+        self.config, self.records, self.begun, self.finished = {}, [], 0, 0
 
     @property
     def tracker(self):
         return self
+
+    def start(self):
+        self.begun += 1
 
     def store_init_configuration(self, values):
         self.config = values
@@ -177,7 +180,41 @@ def test_the_run_of_wandb_stays_open_and_its_own_step_may_be_larger(tmp_path):
     assert [call.args for call in run.log.call_args_list] == [(values,) for values in given]
     assert not run.log.call_args.kwargs
     assert not run.finish.called
-    assert other.finished == len(other.records) == 1
+    assert len(other.records) == 2
+
+
+def test_what_is_logged_behind_train_reaches_trackers_which_end_again(make_trainer):
+    memory = Memory()
+    trainer = make_trainer(report_to=[memory], max_steps=1, eval_dataset=[{"prompt": "a"}])
+    trainer.train()
+    assert (memory.begun, memory.finished) == (1, 1)
+    trainer.evaluate()
+    trainer.log({"mine": 2.0})
+    (before, (_, last)) = memory.records[-2:]
+    assert "eval/reward" in before[1]
+    assert last == {"train/mine": 2.0}
+    assert (memory.begun, memory.finished) == (2, 1)
+    trainer.train()
+    assert (memory.begun, memory.finished) == (3, 3)
+    trainer.evaluate()
+    trainer.end()
+    trainer.end()
+    assert (memory.begun, memory.finished) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("mlflow", {"run_id": "7", "nested_run": True}), ("trackio", {"resume": "allow"})]
+)
+def test_the_run_of_a_service_that_has_ended_goes_on(tmp_path, name, start):
+    memory = Memory()
+    args = GRPOConfig(output_dir=str(tmp_path), report_to=[memory])
+    output = RunOutput(args, 1, is_main=True, facts={}, accelerator=accelerator_for(args))
+    memory.name, memory.init_kwargs = name, {}
+    memory.active_run = SimpleNamespace(info=SimpleNamespace(run_id="7"))
+    output.close()
+    output.write({"step": 1, "reward": 0.5})
+    assert start.items() <= (vars(memory) | memory.init_kwargs).items()
+    assert memory.records == [(1, {"train/reward": 0.5})]
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), math.inf, "text", None, [1.0]])
@@ -229,5 +266,8 @@ def test_tensorboard_has_the_points_of_the_run(tmp_path):
     for step in (1, 2):
         output.step({"step": step, "reward": step / 2}, StepMetrics())
     output.close()
+    output.evaluation(2, {"reward": 0.25}, 4)
+    output.close()
     written = EventAccumulator(str(tmp_path / "run" / "trackers" / args.project)).Reload()
     assert [(event.step, event.value) for event in written.Scalars("train/reward")] == [(1, 0.5), (2, 1.0)]
+    assert [(event.step, event.value) for event in written.Scalars("eval/reward")] == [(2, 0.25)]
