@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import FrozenInstanceError, dataclass
@@ -63,7 +64,21 @@ def check_option_types(options: Any, *, but: Collection[str] = (), other: Mappin
     for name, kind in {**option_types(cls), **(other or {})}.items():
         value = getattr(options, name)
         if name not in but and not has_type(value, kind):
-            raise InputError(f"got {name}={repr(value)[:200]}, want {readable(kind)}")
+            raise InputError(f"got {name}={repr(value)[:200]}, want {readable(kind)}{_fix(value, kind)}")
+
+
+def _fix(value: Any, kind: Any) -> str:
+    """The fix where numbers are text, or an integer has a fraction of 0: what Python and YAML read as the numbers."""
+    given = value if isinstance(value, list) else [value]
+    try:
+        found = [float(one) for one in given if isinstance(one, str | float)]
+    except ValueError:
+        return ""
+    numbers: Any = [int(one) if one.is_integer() else one for one in found]
+    numbers = numbers if given is value else next(iter(numbers), None)
+    shown = re.sub(r"(?<![.\d])(\d+)e", r"\1.0e", repr(numbers))
+    why = " (YAML takes 1e-6, without a dot, for text)" if shown != repr(numbers) else ""
+    return f"; fix: {shown}{why}" if found and has_type(numbers, kind) else ""
 
 
 def check_ranges(options: Any, ranges: Ranges) -> None:

@@ -167,3 +167,32 @@ def test_vespo_needs_a_correction_of_tokens_where_there_is_one():
     GRPOConfig(**options, use_vllm=False)
     with pytest.raises(ValueError, match="token_truncate"):
         GRPOConfig(**options, use_vllm=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "fix"),
+    [
+        (float, "1e-6", "1.0e-06 (YAML"),
+        (int, "1e3", "1000"),
+        (int, "1000.0", "1000"),
+        (list[float], "[1e-3]", "[0.001]"),
+    ],
+)
+def test_a_number_that_yaml_reads_as_another_kind_has_its_fix(kind, text, fix):
+    hints = get_type_hints(GRPOConfig)
+    others = {*MISSING, "vllm_importance_sampling_cap"}  # another name of an option
+    names = [name for name in FIELDS if hints[name] in (kind, kind | None) and name not in others]
+    assert names
+    for name in names:
+        with pytest.raises(InputError) as raised:
+            HfArgumentParser((GRPOConfig,)).parse_dict({name: yaml.safe_load(text)})
+        assert f"{name}={yaml.safe_load(text)!r}, want " in str(raised.value)
+        assert f"; fix: {fix}" in str(raised.value)
+    assert isinstance(yaml.safe_load("1.0e-06"), float)
+
+
+@pytest.mark.parametrize("value", ["ten", "", None, [], ["a"], {}, "0.5", object()])
+def test_what_is_no_number_has_no_fix(value):
+    with pytest.raises(InputError) as raised:
+        GRPOConfig(num_generations=value)
+    assert "fix" not in str(raised.value)
