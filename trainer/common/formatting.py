@@ -49,7 +49,17 @@ def _said(message: Mapping[str, Any]) -> str:
         lines = [f"{one['name']}({', '.join(f'{k}={v!r}' for k, v in one['arguments'].items())})" for one in functions]
     except (TypeError, KeyError, AttributeError):
         lines = [str(calls)]
-    return "\n".join(filter(None, [str(message.get("content") or ""), *lines]))
+    return "\n".join(filter(None, [str(joined(message.get("content")) or ""), *lines]))
+
+
+def joined(content: Any) -> Any:
+    """The content of a message: parts of text as one string, anything else as it is."""
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return content
 
 
 def whole_repr(value: object) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_grpo.errors import DataError, DatasetTypeError
+from fused_grpo.trainer.common.formatting import joined
 
 Row = dict[str, Any]
 RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -36,8 +37,8 @@ def is_stream(dataset: Any) -> bool:
 
 
 def as_row(entry: Mapping[str, Any]) -> Row:
-    """A row as everything after the dataset gets it: a dict with a clean prompt."""
-    return {**entry, "prompt": clean_prompt(entry["prompt"])} if isinstance(entry.get("prompt"), list) else dict(entry)
+    """A row as everything after the dataset gets it: a dict, whose prompt has no keys that Arrow made."""
+    return {**entry, "prompt": _without_none(entry["prompt"])} if isinstance(entry.get("prompt"), list) else {**entry}
 
 
 class RowCheck:
@@ -72,7 +73,7 @@ class RowCheck:
         return row
 
     def prompt(self, number: int, prompt: Any) -> None:
-        if problem := prompt_problem(prompt):
+        if problem := prompt_problem(clean_prompt(prompt)):
             raise DataError(f"got {repr(prompt)[:200]} as the prompt of row {number} of {self.name}, {problem}")
         if isinstance(prompt, str) is is_conversational(self.first):
             kinds = ("a string", "a conversation")
@@ -117,7 +118,7 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
     if is_plain_arrow(dataset):
         batches = dataset.select_columns(["prompt"]).iter(batch_size=1000)
         for number, prompt in enumerate(prompt for batch in batches for prompt in batch["prompt"]):
-            check.prompt(number, clean_prompt(prompt))
+            check.prompt(number, prompt)
     elif not is_stream(dataset):
         for number, row in rows:
             check(number, row)
@@ -342,21 +343,16 @@ def is_conversational(row: Mapping[str, Any]) -> bool:
 
 
 def clean_prompt(prompt: Any) -> Any:
-    """A conversation as chat templates expect it, and any other value as it is.
+    """A conversation as chat templates expect it, and any other value as it is: contents of parts are one string.
 
-    Arrow gives all messages of a column the same keys: those that are None were not there. Contents that are parts of
-    text become one string.
+    Arrow gives all messages of a column the same keys: those that are None were not there.
     """
     if not isinstance(prompt, list):
         return prompt
     messages = _without_none(prompt)
     for message in messages:
-        parts = message.get("content") if isinstance(message, dict) else None
-        if isinstance(parts, list) and all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in parts
-        ):
-            message["content"] = "".join(part["text"] for part in parts)
+        if isinstance(message, dict) and "content" in message:
+            message["content"] = joined(message["content"])
     return messages
 
 

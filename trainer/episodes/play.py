@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import Row, clean_prompt, is_conversational
+from fused_grpo.trainer.data.datasets import Row, is_conversational
 from fused_grpo.trainer.data.prompts import CHARACTERS_OF_A_TOKEN
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, all_known, rollouts_of
@@ -122,7 +122,7 @@ class EpisodeEngine:
     def _begin(self, ids: list[int], number: int, row: Row, sampling: SamplingParams, *, seed: str) -> _Played:
         if not is_conversational(row):
             raise DataError("got a string as the prompt of an episode, want a conversation; fix: a list of messages")
-        rules, prompt = self._rules, list(clean_prompt(row["prompt"]))
+        rules, prompt = self._rules, list(row["prompt"])
         environment, tools = None, rules.tools
         if rules.environments is not None:
             environment = rules.environments.take(row)
@@ -130,7 +130,9 @@ class EpisodeEngine:
             task = random.Random(f"{self._batch}/{number}").getrandbits(32)
             if begun := rules.environments.reset(environment, row, seed=task):
                 self._check_length(len(begun) // CHARACTERS_OF_A_TOKEN)  # megabytes are not tokenised
-                prompt[-1] = {**prompt[-1], "content": (prompt[-1].get("content") or "") + begun}
+                content = prompt[-1].get("content") or ""
+                added: Any = begun if isinstance(content, str) else [{"type": "text", "text": begun}]
+                prompt[-1] = {**prompt[-1], "content": content + added}
             ids = rules.template.encode(prompt, tools)
         self._check_length(len(ids))
         return _Played(rules, prompt, ids, environment, tools, sampling.max_tokens, random.Random(seed))

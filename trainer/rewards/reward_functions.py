@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.common.process_state import process_kept
 from fused_grpo.trainer.common.threads import in_thread
-from fused_grpo.trainer.data.datasets import Row, as_row
+from fused_grpo.trainer.data.datasets import Row, as_row, clean_prompt
 from fused_grpo.trainer.data.prompts import as_completion
 from fused_grpo.trainer.logging.run_log import free_name
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward
@@ -399,7 +399,7 @@ class RewardModel:
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
             return prompt + str(completion)
-        messages = [*prompt, *completion]
+        messages = [*clean_prompt(prompt), *completion]
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_options))
 
 

@@ -411,6 +411,18 @@ def test_done_may_be_a_truth_of_numpy_and_a_property(make_trainer):
     assert [one.episode.ended for one in trainer.scored.samples] == ["done"] * 3 + ["stop"]
 
 
+def test_a_prompt_of_parts_stays_one_and_what_reset_returns_is_another(make_trainer):
+    parts = [{"type": "text", "text": text} for text in ("Pl", "ay.")]
+    rows = [{"prompt": [{"role": "user", "content": parts}]}] * 4
+    trainer = make_trainer(play, reward=None, environment_factory=Guess, rows=rows, max_steps=1)
+    trainer.train()
+    for sample, environment in zip(trainer.scored.samples, trainer.environments, strict=True):
+        added = {"type": "text", "text": f" Guess {environment.number % 10}."}
+        assert environment.row["prompt"] == rows[0]["prompt"]
+        assert sample.episode.prompt == [{"role": "user", "content": [*parts, added]}]
+        assert f"Play. Guess {environment.number % 10}." in trainer.processing_class.decode(sample.prompt_ids)
+
+
 @dataclass
 class Board:
     """A dataclass, which reward functions would be given a copy of."""

@@ -25,8 +25,9 @@ def test_a_module_scores_prompt_and_completion(reward, reward_model, tokenizer, 
     assert given.unique().numel() == 4
 
 
-def test_a_conversation_is_scored_in_the_chat_template(reward_model, tokenizer):
-    rows = [{"prompt": [{"role": "user", "content": "p"}]}] * 2
+@pytest.mark.parametrize("content", ["p", [{"type": "text", "text": "p"}]])
+def test_a_conversation_is_scored_in_the_chat_template(reward_model, tokenizer, content):
+    rows = [{"prompt": [{"role": "user", "content": content}]}] * 2
     completions = [[{"role": "assistant", "content": text}] for text in ("ab", "h")]
     given = Rewards(reward_model, processing_classes=[tokenizer])(rows, completions, [[1], [2]], num_generations=2)
     torch.testing.assert_close(given.per_function[:, 0], expected(reward_model, tokenizer, ["u:p|a:ab|", "u:p|a:h|"]))
