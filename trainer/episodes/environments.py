@@ -8,6 +8,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -164,7 +165,7 @@ class Environments:
 
         def begin() -> Any:
             with _seeded(seed):
-                if "seed" in inspect.signature(environment.reset).parameters:
+                if "seed" in getattr(_signature(environment.reset), "parameters", ()):
                     given.setdefault("seed", seed)
                 return environment.reset(**given)
 
@@ -224,11 +225,16 @@ def _own_reward(kind: type[Any]) -> Callable[..., Any]:
     return reward
 
 
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """None for something builtin, which has none."""
+    with suppress(ValueError):
+        return inspect.signature(function)
+    return None
+
+
 def _check_call(function: Callable[..., Any], names: Collection[str], what: str) -> None:
     """InputError where it cannot be called with arguments of these names, and with `seed` where it has that one."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of something builtin, which has none
+    if (signature := _signature(function)) is None:
         return
     given = [*names, *signature.parameters.keys() & {"seed"} - {*names}]
     try:

@@ -67,6 +67,15 @@ def test_each_token_keeps_its_support_however_sequences_are_packed(batch, option
     assert pack(batch, [], Packing(one_row=False), device=CPU).support[1].tolist() == [0]
 
 
+def test_experts_are_those_of_the_tokens_that_predict_and_none_without_rows(batch):
+    counts = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in batch]
+    experts = [torch.full((count, 3, 2), number) for number, count in enumerate(counts)]
+    batch = with_fields(batch, {"routed_experts": experts})
+    table = pack(batch, [[0], [1], [2]], Packing(one_row=True), device=CPU).routed_experts
+    assert table[:, 0, 0].tolist() == [0, 0, 0, 0, -1, 1, 1, 1, -1, 2, 2, 2, 2, -1]
+    assert pack(batch, [], Packing(one_row=True), device=CPU).routed_experts is None
+
+
 def listed(is_top_k: bool) -> dict[str, list]:
     """A column of three completions: ids of each token, and log-probs that say which."""
     ids = [[[8, 9], [9], [3]], [[0, 1]], [[10], [2, 11], [], [1, 5, 6]]]

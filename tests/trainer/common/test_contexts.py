@@ -1,6 +1,7 @@
 """What raises inside of our context managers leaves them as the error that explains it, a StopIteration too."""
 
 import ast
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +95,17 @@ def test_a_context_may_end_an_error():
     with without(StopIteration) as entered:
         raise StopIteration
     assert entered == "entered"
+
+
+def test_a_context_that_yields_again_behind_an_error_is_named():
+    @contextmanager
+    def twice():
+        with suppress(StopIteration):
+            yield
+        yield
+
+    with pytest.raises(RuntimeError, match="yields twice, want one yield"), twice():
+        raise StopIteration
 
 
 def test_every_context_manager_of_the_trainer_is_of_that_kind():

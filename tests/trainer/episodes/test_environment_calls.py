@@ -13,6 +13,9 @@ from fused_grpo.trainer.episodes.environments import Environments, is_done
 RAISED = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
 
 
+SAID = [{"role": "user", "content": "Count."}]
+
+
 class Counter:
     def reset(self, **row) -> str:
         return "Count."
@@ -107,3 +110,11 @@ def test_whatever_an_environment_raises_is_an_error_of_ours(call_of):
 
 def test_what_no_tokenizer_takes_is_replaced_in_what_reset_returns():
     assert reset(reset=lambda self, **row: "a\ud800") == "a?"
+
+
+def test_a_builtin_reset_which_has_no_signature_is_called_with_the_row():
+    environments, row = made_of(type("Native", (Counter, dict), {"reset": dict.update})), {"prompt": SAID}
+    environments.check_rows([row], name="train_dataset")
+    environment = environments.take(row)
+    assert environments.reset(environment, row, seed=0) is None
+    assert environment == row

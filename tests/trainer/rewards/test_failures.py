@@ -121,6 +121,16 @@ def test_a_dropped_group_has_none_in_the_columns_that_were_logged(reward):
     assert reward(logs, failure="drop").extra == {"text": ["a", "b", None, None]}
 
 
+@pytest.mark.parametrize("values", [1.0, "ab", {"a": 1}, None, torch.tensor(1.0)])
+def test_what_is_logged_of_each_completion_is_a_list(reward, values):
+    def logs(completions, log_extra):
+        log_extra("mine", values)
+        return one(completions)
+
+    with pytest.raises(RewardError, match=r"'logs' raised TypeError: log_extra got .* as 'mine', want a list"):
+        reward(logs)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_batch_of_which_nothing_is_left_says_why(reward, groups):
     def always(completions):
