@@ -329,11 +329,10 @@ class GRPOTrainer(TransformersFace):
             return
         self.output.close()  # what a script has logged since may have begun trackers again
         self.learner.restart()
-        self.buffer, self._in_epoch = None, False
         start = {"sampler": self.sampler.state_dict(position), "generate_calls": 0, "num_tokens": 0}
         self.collector.load_state(start)
         self.epochs.resume(0, 0.0)
-        self._is_stale, self.results = True, Results()
+        self.buffer, self._in_epoch, self._is_stale, self.results = None, False, True, Results()
 
     def _restore(self, checkpoint: Path) -> None:
         self.buffer, self.results.eval_before, windows, state = restore(checkpoint, self.learner, self.collector)

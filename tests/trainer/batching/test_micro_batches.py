@@ -67,7 +67,7 @@ def test_each_token_keeps_its_support_however_sequences_are_packed(batch, option
     assert pack(batch, [], Packing(one_row=False), device=CPU).support[1].tolist() == [0]
 
 
-def test_experts_are_those_of_the_tokens_that_predict_and_none_without_rows(batch):
+def test_experts_are_of_the_tokens_that_predict_and_none_without_rows(batch):
     counts = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in batch]
     experts = [torch.full((count, 3, 2), number) for number, count in enumerate(counts)]
     batch = with_fields(batch, {"routed_experts": experts})
