@@ -21,6 +21,8 @@ Reader = Callable[[str, Sequence[Any]], tuple[str, list[Any]]]
 _DEEPEST = 50  # levels of a call's arguments
 _BEGIN, _END = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
 _PYTHON = {"True": True, "False": False, "None": None}  # as templates write them that join arguments as text
+_TYPES = {int: {"integer", "number"}, float: {"number"}, bool: {"boolean"}, type(None): {"null"}}
+_TYPES |= {dict: {"object"}, list: {"array"}}  # those of JSON, that a value has
 _KEY = re.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")  # without quotes
 
 
@@ -46,7 +48,7 @@ class Family:
         message: dict[str, Any] = {"role": "assistant", "content": said.strip() if calls else said}
         if is_over and (thought := thought.strip().removeprefix(begin.strip()).strip()):
             message["reasoning_content"] = thought
-        return message | ({"tool_calls": list(map(checked_call, calls))} if calls else {})
+        return message | ({"tool_calls": [checked_call(one, tools) for one in calls]} if calls else {})
 
 
 def family_of(text: str, name: str) -> Family | None:
@@ -54,12 +56,19 @@ def family_of(text: str, name: str) -> Family | None:
     return next((family for family in _FAMILIES if re.search(family.form.replace("{name}", name), text)), None)
 
 
-def checked_call(function: Mapping[str, Any]) -> Call:
-    """A call as TRL passes it on; TypeError for one without a name, or whose arguments are no object."""
+def checked_call(function: Mapping[str, Any], tools: Sequence[Any] = ()) -> Call:
+    """A call as TRL passes it on; TypeError for one without a name, or whose arguments are no object.
+
+    Texts are what the schemas of `tools` want in their place: "7" is 7 for an integer. With a response template
+    transformers does that.
+    """
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     arguments = {} if arguments is None else arguments
+    if tools and isinstance(arguments, dict):
+        types = _types_of(function["name"], tools)
+        arguments = {key: _of_types(value, types.get(key, ())) for key, value in arguments.items()}
     # ValueError for numbers that JSON does not have, or characters that UTF-8 does not.
     json.dumps([function["name"], arguments], ensure_ascii=False, allow_nan=False).encode()
     if not isinstance(function["name"], str) or not isinstance(arguments, dict) or _depth(arguments) > _DEEPEST:
@@ -117,16 +126,37 @@ def _glm(part: str, tools: Sequence[Any]) -> list[Call]:
 
 
 def _of_texts(name: str, texts: Mapping[str, str], tools: Sequence[Any]) -> Call:
-    """A call whose values are text where the tool's schema says so, else JSON or text."""
-    schemas = [get_json_schema(tool)["function"]["parameters"] for tool in tools if tool.__name__ == name]
-    as_text = {key for schema in schemas for key, one in schema["properties"].items() if one.get("type") == "string"}
-    return {"name": name, "arguments": {key: text if key in as_text else _value(text) for key, text in texts.items()}}
+    """A call whose values are text where the tool's schema allows it, else JSON or text."""
+    types = _types_of(name, tools)
+    values = {key: text if "string" in types.get(key, ()) else _value(text) for key, text in texts.items()}
+    return {"name": name, "arguments": values}
 
 
 def _value(text: str) -> Any:
     with suppress(ValueError):
-        return _PYTHON[text] if text in _PYTHON else json.loads(text)
+        value = _PYTHON[text] if text in _PYTHON else json.loads(text)
+        json.dumps(value, allow_nan=False)  # ValueError for numbers that JSON does not have
+        return value
     return text
+
+
+def _of_types(value: Any, types: Sequence[str]) -> Any:
+    """What a text stands for, where that has one of these types of JSON."""
+    read = _value(value) if isinstance(value, str) and types else value
+    return read if not _TYPES.get(type(read), set()).isdisjoint(types) else value
+
+
+def _types_of(name: str, tools: Sequence[Any]) -> dict[str, list[str]]:
+    """The types of JSON that each argument of the tool of this name may have."""
+    schemas = [get_json_schema(tool)["function"]["parameters"] for tool in tools if tool.__name__ == name]
+    return {key: _types(one) for schema in schemas for key, one in schema["properties"].items()}
+
+
+def _types(schema: Mapping[str, Any]) -> list[str]:
+    declared = schema.get("type", [])
+    types = [declared] if isinstance(declared, str) else list(declared)
+    types += [kind for choice in schema.get("anyOf", ()) for kind in _types(choice)]
+    return types + ["null"] * bool(schema.get("nullable"))
 
 
 def _llama_calls(text: str, _: Any) -> tuple[str, list[Any]]:

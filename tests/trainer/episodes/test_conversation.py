@@ -221,6 +221,36 @@ def test_a_value_is_text_where_the_tool_wants_text():
         assert type(only["function"]["arguments"]["count"]) is type(read)
 
 
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [
+        ("7", 7),
+        ("+1e999", "+1e999"),
+        ("NaN", "NaN"),
+        ("seven", "seven"),
+        ("null", None),
+        ("[1]", "[1]"),
+        ("true", "true"),
+    ],
+)
+def test_a_text_is_a_number_where_the_tool_wants_one_and_it_is_one(said, read):
+    def count(number: int | None, text: str, either: int | str = 1) -> str:
+        """Count.
+
+        Args:
+            number: To where.
+            text: Text.
+            either: Any of both.
+        """
+        return text
+
+    tokenizer, template = made()
+    ids = tokenizer(call("count", number=said, text=said, either=said, other=said) + END)["input_ids"]
+    (only,) = template.reply(ids, [], [count])["tool_calls"]
+    either = said if read is None else read
+    assert only["function"]["arguments"] == {"number": read, "text": said, "either": either, "other": said}
+
+
 def test_schemas_of_tools_are_in_the_prompt():
     def search(query: str) -> str:
         """Search.

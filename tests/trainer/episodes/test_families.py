@@ -1,5 +1,6 @@
 """The chat templates of the families themselves, as TRL keeps them."""
 
+import json
 import re
 import time
 
@@ -77,9 +78,17 @@ def rendered(tokenizer, messages, **options):
     return tokenizer.apply_chat_template(messages, **options)
 
 
+AS_TEXT = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (CALLS | NESTED).items()}
+
+
 @pytest.mark.parametrize("name", CALLING)
-@pytest.mark.parametrize("arguments", [CALLS, CALLS | NESTED], ids=["flat", "nested"])
-def test_calls_are_read_back_as_they_were_written(name, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [(CALLS, CALLS), (CALLS | NESTED,) * 2, (AS_TEXT, CALLS | NESTED)],
+    ids=["flat", "nested", "text"],
+)
+def test_calls_are_read_back_as_they_were_written(name, arguments, read):
+    """Or, where a text is what the schema wants in another type, as that."""
     tokenizer, stops = of_family(name)
     template = Template(tokenizer, {}, stop_ids=stops)
     user, said, answer = conversation(arguments)
@@ -94,7 +103,7 @@ def test_calls_are_read_back_as_they_were_written(name, arguments):
     turn = whole[begun : len(whole) - len(added)]
     assert turn[-1] in stops
     (found,) = template.reply(turn, prompt, [look])["tool_calls"]
-    assert found == {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    assert found == {"type": "function", "function": {"name": "look", "arguments": read}}
 
 
 def test_what_gpt_oss_says_about_a_function_calls_none():
