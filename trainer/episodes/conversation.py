@@ -84,14 +84,18 @@ class Template:
             )
         return ids[before if after is None or after in self._stops else before - 1 :]
 
-    def reply(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Any]) -> Message:
-        """The model's turn as a message, with its `tool_calls`; with its whole text as content where it cannot be read.
+    def reply(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Any] | None) -> Message:
+        """The model's turn as a message, with its `tool_calls`; with its whole text as content where it cannot be read,
+        and, as without episodes, where there are no tools (None) and the tokenizer has no parser of its own.
 
         As TRL: {"type": "function", "function": {"name": str, "arguments": dict}} for each call.
         """
         ids = list(ids)
         with suppress(Exception):  # of the response template, which is a program, or of what the model wrote
-            return (self._parsed if self._has_own_parser else self._by_family)(ids, prefix, tools)
+            if self._has_own_parser:
+                return self._parsed(ids, prefix, tools or ())
+            if tools is not None:
+                return self._by_family(ids, prefix, tools)
         text = ""
         with suppress(Exception):  # of ids that are none, which the check of completions names
             (text,) = decoded(self._tokenizer, [ids])

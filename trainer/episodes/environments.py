@@ -121,7 +121,7 @@ class Environments:
             if (kind := self.name_of(row, f"row {number} of {name}")) not in checked:
                 environment = self.pool[kind][0]
                 what = f"reset() of {type(environment).__name__} for {name}"
-                _check_call(environment.reset, self._given(first), what)
+                _check_call(environment.reset, self._given(environment, first), what)
                 checked.add(kind)
 
     def name_of(self, row: Mapping[str, Any], where: str = "a row") -> str | None:
@@ -159,13 +159,13 @@ class Environments:
 
     def reset(self, environment: Any, row: Row, *, seed: int) -> str | None:
         """Begin an episode; the text that is added to the prompt. All members of a group have one seed: one task."""
-        given = {name: own_copy(value) for name, value in self._given(row).items()}
+        given = {name: own_copy(value) for name, value in self._given(environment, row).items()}
         kind = type(environment).__name__
         wanted = f"it to begin an episode of a row with {', '.join(given) or 'no columns'}"
 
         def begin() -> Any:
             with _seeded(seed):
-                if "seed" in getattr(_signature(environment.reset), "parameters", ()):
+                if _takes(environment.reset, "seed"):
                     given.setdefault("seed", seed)
                 return environment.reset(**given)
 
@@ -179,10 +179,10 @@ class Environments:
             )
         return None if begun is None else clean(begun)
 
-    def _given(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What `reset` gets of a row."""
+    def _given(self, environment: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What `reset` gets of a row: an empty prompt, which may be ours, only where it has a parameter for it."""
         left_out = {COLUMN} if self.is_named else set[str]()
-        left_out |= {"prompt"} if row["prompt"] == NO_PROMPT else set()
+        left_out |= {"prompt"} if row["prompt"] == NO_PROMPT and not _takes(environment.reset, "prompt") else set()
         return {name: value for name, value in row.items() if name not in left_out}
 
     def _made(self, name: str | None) -> Any:
@@ -230,6 +230,10 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     with suppress(ValueError):
         return inspect.signature(function)
     return None
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    return name in getattr(_signature(function), "parameters", ())
 
 
 def _check_call(function: Callable[..., Any], names: Collection[str], what: str) -> None:

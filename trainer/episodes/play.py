@@ -192,7 +192,7 @@ class _Played:
 
     def say(self, turn: Completion) -> Future[list[tuple[ToolCall, str]]] | None:
         """The model's turn; the answers to come, or None where the episode ends."""
-        message = self.rules.template.reply(turn.token_ids, self.prompt_ids + self.ids, self.tools)
+        message = self.rules.template.reply(turn.token_ids, self.prompt_ids + self.ids, self.tools or None)
         self._append(turn, is_own=True)
         if self.experts is None or turn.routed_experts is None:
             self.experts = turn.routed_experts

@@ -8,7 +8,7 @@ import pytest
 from talkers import call
 
 from fused_grpo.errors import InputError, UnavailableError
-from fused_grpo.trainer.episodes.environments import Environments, is_done
+from fused_grpo.trainer.episodes.environments import NO_PROMPT, Environments, is_done
 
 RAISED = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
 
@@ -76,6 +76,35 @@ def test_an_environment_may_take_the_columns_of_its_own_rows_and_the_seed(make_t
     trainer = make_trainer(say, reward=None, environment_factory=OfTask, rows=[{"task": 7}] * 4, max_steps=1)
     trainer.train()
     assert trainer.scored.samples[0].episode.prompt[0]["content"].startswith("7 ")
+
+
+class Given(Counter):
+    def reset(self, prompt=None, **row):
+        return f" {prompt}"
+
+
+@pytest.mark.parametrize("rows", [None, [{"prompt": NO_PROMPT}] * 4, [{"level": 1}] * 4])
+def test_an_empty_prompt_is_given_where_reset_names_it(make_trainer, rows):
+    trainer = make_trainer(say, reward=None, environment_factory=Given, rows=rows, max_steps=1)
+    trainer.train()
+    assert all(one.episode.prompt[0]["content"].startswith(f" {NO_PROMPT}") for one in trainer.scored.samples)
+
+
+class Untold:
+    """A task and a reward, without a tool."""
+
+    def reset(self, **row) -> str:
+        return "Say it."
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def test_where_there_are_no_tools_a_turn_is_its_text(make_trainer):
+    text = f"<think>hm</think>\n\n{call('count', number=1)}"
+    trainer = make_trainer(lambda *_: text, reward=None, environment_factory=Untold, rows=None, max_steps=1)
+    trainer.train()
+    assert [one.episode.messages for one in trainer.scored.samples] == [[{"role": "assistant", "content": text}]] * 4
 
 
 def made_of(kind: Any) -> Environments:
