@@ -69,16 +69,18 @@ def check_option_types(options: Any, *, but: Collection[str] = (), other: Mappin
 
 def _fix(value: Any, kind: Any) -> str:
     """The fix where numbers are text, or an integer has a fraction of 0: what Python and YAML read as the numbers."""
-    given = value if isinstance(value, list) else [value]
     try:
-        found = [float(one) for one in given if isinstance(one, str | float)]
+        numbers: Any = [_number(one) for one in value] if isinstance(value, list) else _number(value)
     except ValueError:
         return ""
-    numbers: Any = [int(one) if one.is_integer() else one for one in found]
-    numbers = numbers if given is value else next(iter(numbers), None)
     shown = re.sub(r"(?<![.\d])(\d+)e", r"\1.0e", repr(numbers))
     why = " (YAML takes 1e-6, without a dot, for text)" if shown != repr(numbers) else ""
-    return f"; fix: {shown}{why}" if found and has_type(numbers, kind) else ""
+    return f"; fix: {shown}{why}" if has_type(numbers, kind) else ""
+
+
+def _number(given: Any) -> Any:
+    found = float(given) if isinstance(given, str | float) else given
+    return int(found) if isinstance(found, float) and found.is_integer() else found
 
 
 def check_ranges(options: Any, ranges: Ranges) -> None:

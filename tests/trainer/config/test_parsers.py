@@ -175,7 +175,7 @@ def test_vespo_needs_a_correction_of_tokens_where_there_is_one():
         (float, "1e-6", "1.0e-06 (YAML"),
         (int, "1e3", "1000"),
         (int, "1000.0", "1000"),
-        (list[float], "[1e-3]", "[0.001]"),
+        (list[float], "[1e-3, 2, 0.5]", "[0.001, 2, 0.5]"),
     ],
 )
 def test_a_number_that_yaml_reads_as_another_kind_has_its_fix(kind, text, fix):
@@ -191,7 +191,7 @@ def test_a_number_that_yaml_reads_as_another_kind_has_its_fix(kind, text, fix):
     assert isinstance(yaml.safe_load("1.0e-06"), float)
 
 
-@pytest.mark.parametrize("value", ["ten", "", None, [], ["a"], {}, "0.5", object()])
+@pytest.mark.parametrize("value", ["ten", "", None, [], ["a"], {}, "0.5", "inf", object()])
 def test_what_is_no_number_has_no_fix(value):
     with pytest.raises(InputError) as raised:
         GRPOConfig(num_generations=value)
