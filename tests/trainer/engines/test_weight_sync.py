@@ -1,6 +1,6 @@
 """After every sync vLLM samples from the trainer's weights, whatever family and whether the head is tied."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +12,7 @@ from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.engines.checked_engine import WeightCheck
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, VLLMOptions
 from fused_grpo.trainer.models.adapters import checkpoint_weights
-from fused_grpo.trainer.types import SamplingParams
+from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 pytestmark = pytest.mark.engine
 
@@ -22,6 +22,8 @@ SAMPLING = SamplingParams(n=4, max_tokens=8, seed=0)
 class Served(NamedTuple):
     model: PreTrainedModel
     engine: VLLMEngine
+    first: Rollouts
+    difference: torch.Tensor  # of their log-probs from those of the model as it was then
 
 
 @pytest.fixture(
@@ -29,12 +31,27 @@ class Served(NamedTuple):
     params=[("qwen2", True), ("qwen2", False), ("llama", True), ("llama", False)],
     ids=["qwen2-tied", "qwen2-untied", "llama-tied", "llama-untied"],
 )
-def served(request, build_model, tokenizer) -> Iterator[Served]:
+def start(request, build_model, tokenizer, prompts, plain_logprobs, sampled_logprobs) -> Iterator[Callable[[], Served]]:
     family, tied = request.param
-    model = build_model(family, tied=tied)
-    engine = VLLMEngine(model, tokenizer, VLLMOptions(max_model_len=192, dtype=torch.float32))
-    yield Served(model, engine)
-    engine.close()
+    kept = list[Served]()
+
+    def start() -> Served:
+        if not kept or kept[0].engine._llm is None:  # a test before has closed it
+            model = build_model(family, tied=tied)
+            engine = VLLMEngine(model, tokenizer, VLLMOptions(max_model_len=192, dtype=torch.float32))
+            rollouts = engine.generate(prompts, SAMPLING)
+            difference = (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs()
+            kept[:] = [Served(model, engine, rollouts, difference)]
+        return kept[0]
+
+    yield start
+    kept[0].engine.close()
+
+
+@pytest.fixture
+def served(start) -> Served:
+    """A model and an engine that has been synced with it, in any state."""
+    return start()
 
 
 @torch.no_grad()
@@ -44,16 +61,14 @@ def train_a_little(model: PreTrainedModel, *, seed: int) -> None:
         parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
 
 
-def test_the_engine_starts_with_the_trainers_weights(served, prompts, plain_logprobs, sampled_logprobs) -> None:
-    rollouts = served.engine.generate(prompts, SAMPLING)
-    difference = (sampled_logprobs(rollouts) - plain_logprobs(served.model, rollouts)).abs()
-    assert difference.max() < 1e-4
-    assert rollouts.weight_version == 0
+def test_the_engine_starts_with_the_trainers_weights(served) -> None:
+    assert served.difference.max() < 1e-4
+    assert served.first.weight_version == 0
 
 
 @pytest.mark.parametrize("version", range(1, 6))
 def test_the_engine_follows_every_sync(served, prompts, plain_logprobs, sampled_logprobs, version) -> None:
-    model, engine = served
+    model, engine, *_ = served
     before = engine.generate(prompts, SAMPLING)
     train_a_little(model, seed=version)
     assert (sampled_logprobs(before) - plain_logprobs(model, before)).abs().max() > 0.05
@@ -65,7 +80,7 @@ def test_the_engine_follows_every_sync(served, prompts, plain_logprobs, sampled_
 
 
 def test_a_forgotten_sync_is_noticed(served, prompts, plain_logprobs, sampled_logprobs) -> None:
-    model, engine = served
+    model, engine, *_ = served
     engine.load_weights(checkpoint_weights(model), version=6)
     train_a_little(model, seed=7)
     rollouts = engine.generate(prompts, SAMPLING)
