@@ -212,7 +212,7 @@ BUGS = {
         ["tests/ops/test_layout.py::test_on_a_gpu_rows_decide_and_its_memory_is_the_limit[8192-151936-1073741824-36]"],
     ),
     "memory that is in use is given out again": Bug(
-        "fused_grpo/passes/buffers.py", "_kept.remove(pages)", "pass", PAGES
+        "fused_grpo/passes/buffers.py", "_free_pages.remove(pages)", "pass", PAGES
     ),
     "memory is kept that the kernel cannot take": Bug(
         "fused_grpo/passes/buffers.py",

@@ -116,7 +116,7 @@ def forward(scale: Scale) -> Iterator[Figure]:
                 ("kernel without logits", triton().logprob_forward, alone),
                 ("GEMM and a reduction", through_logits, reduced),
             ]
-            if triton().prefers_weights(hidden, weight, 10**9):
+            if triton().prefers_softmax_weights(hidden, weight, 10**9):
                 out = triton().empty_tile(N, V, dtype=hidden.dtype, device=hidden.device)
                 straight = line.seconds(flop=flop / line.triton_gemm, moved=moved + 2 * N * V)
                 ops += [

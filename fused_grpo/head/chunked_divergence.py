@@ -91,7 +91,7 @@ class Teacher:
         """Add the gradients of both losses of visited rows, the other's from [R], and keep their divergences."""
         rows, scale = tile.rows_of_head, 1.0 if gradients.scale is None else gradients.scale
         upstream = self.weights[rows] * scale, grad_logprobs * scale
-        gradients.add_gradient(tile, pair.gradient_(*upstream, dtype=tile.hidden.dtype))
+        gradients.add_logits_gradient(tile, pair.gradient_(*upstream, dtype=tile.hidden.dtype))
         self.keep(tile, pair)
 
     def keep(self, tile: Tile, pair: TileDivergence) -> None:
@@ -138,6 +138,6 @@ def chunked_divergence(
             dtype=student.gemm_dtype,
         )
         if gradient is not None:
-            gradients.add_gradient(tile, gradient)
+            gradients.add_logits_gradient(tile, gradient)
         divergences.append(divergence)
     return torch.cat(divergences), gradients.finish()

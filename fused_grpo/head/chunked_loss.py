@@ -117,7 +117,7 @@ def chunked_loss(
     weighted = any(plan.wanted) and rows.takes_weights and not (teacher or shards or two_phases or config.entropy_coef)
     kernel = None
     if weighted and not plan.squares and passes.softmax_weights_forward is not None:
-        kernel = rows.weights_pass(passes, plan.chunk_bytes, plan.wanted)
+        kernel = rows.softmax_weights_kernel(passes, plan.chunk_bytes, plan.wanted)
     if teacher is None:
         dtype, vocab_size = rows.gemm_dtype if kernel else rows.dtype, 0 if shards is None else max(shards.sizes)
         memory = rows.chunk_memory(passes, plan.chunk_bytes, plan.wanted, dtype, vocab_size)
@@ -188,7 +188,9 @@ def _by_weights(
         gradient, _, sums = passes.grpo_token_loss(rows.logprobs, inputs=given, terms=TokenTerms.of(config))
         if (count := active - tile.rows.start) > 0:
             some, first = slice(count), tile if count >= len(scale) else tile.first(count)
-            gradients.add_weights(first, passes, picked(weights, some), picked(scale, some), picked(gradient, some))
+            gradients.add_softmax_weights(
+                first, passes, picked(weights, some), picked(scale, some), picked(gradient, some)
+            )
         visits.append((rows, Upstream(gradient, None), sums))
     every, upstreams, parts = zip(*visits, strict=True)
     statistics = passes.token_statistics(parts)

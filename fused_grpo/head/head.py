@@ -151,12 +151,16 @@ class Head:
             "softcap": self.softcap,
         }
 
-    def weights_pass(self, passes: RowPasses, chunk_bytes: int | None, wanted: Wanted) -> SoftmaxWeightsForward | None:
+    def softmax_weights_kernel(
+        self, passes: RowPasses, chunk_bytes: int | None, wanted: Wanted
+    ) -> SoftmaxWeightsForward | None:
         """The kernel for the softmax weights of a chunk without its logits, where it is faster than those."""
         if self.gemm_dtype != self.hidden.dtype or not self.takes_weights or self.targets.ndim == 2:
             return None  # operands would be cast, weights are too narrow, or a row has several targets
         rows = buffers.chunk_rows(self.sizes(self.gemm_dtype, spares=wanted.weight), chunk_bytes)
-        return passes.softmax_weights_forward if passes.prefers_weights(self.hidden, self.weight, rows) else None
+        return (
+            passes.softmax_weights_forward if passes.prefers_softmax_weights(self.hidden, self.weight, rows) else None
+        )
 
     def chunk_memory(
         self, passes: RowPasses, chunk_bytes: int | None, wanted: Wanted, dtype: torch.dtype, vocab_size: int = 0
@@ -398,7 +402,7 @@ class HeadGradients:
             weights, scale, _ = passes.softmax_weights_(
                 tile.logits, tile.targets, statistics=statistics, dtype=self._head.gemm_dtype, **tile.transform
             )
-            self.add_weights(tile, passes, weights, scale, grad_logprobs)
+            self.add_softmax_weights(tile, passes, weights, scale, grad_logprobs)
             return
         if self.scale is not None:
             grad_logprobs = grad_logprobs * self.scale
@@ -412,17 +416,22 @@ class HeadGradients:
             dtype=self._head.gemm_dtype,
             **tile.transform,
         )
-        self.add_gradient(tile, gradient)
+        self.add_logits_gradient(tile, gradient)
 
-    def add_weights(self, tile: Tile, passes: RowPasses, weights: Tensor, scale: Tensor, grad_logprobs: Tensor) -> None:
+    def add_softmax_weights(
+        self, tile: Tile, passes: RowPasses, weights: Tensor, scale: Tensor, grad_logprobs: Tensor
+    ) -> None:
         """Add softmax weights [R, C], with d log p / d(h.w) = scale * weights, for the upstream gradients [R]."""
         if tile.columns.start == 0:  # once for a row group, not for each of its tiles
             hidden = None if self._weight is None else tile.hidden
             self._factor, self._scaled_hidden = passes.scale_hidden(hidden, scale, grad_logprobs)
-        self.add_gradient(tile, weights, self._factor)
+        self.add_logits_gradient(tile, weights, self._factor)
 
-    def add_gradient(self, tile: Tile, values: Tensor, factor: Tensor | None = None) -> None:
-        """Add d(h.w) [R, C] of a tile, which includes the scale, or its weights and their factors [R]."""
+    def add_logits_gradient(self, tile: Tile, values: Tensor, factor: Tensor | None = None) -> None:
+        """Add what follows from d loss / d(h.w) [R, C] of a tile to the gradients of the head.
+
+        That is `values`, with the scale in it; or `values` are softmax weights, and times `factor` [R] they are that.
+        """
         dtype, index = self._head.dtype, tile.index
         first, last = tile.columns.start == 0, tile.columns.stop == self._head.weight.shape[0]
         if self._hidden is not None:

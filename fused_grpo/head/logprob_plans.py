@@ -219,15 +219,17 @@ def backward(
                 gradients.add_known(tile, passes, statistics.rows(rows), upstream.rows(rows))
             else:
                 gradient = several_targets.logits_gradient_(tile, passes, targets.rows(rows), dtype=head.gemm_dtype)
-                gradients.add_gradient(tile, gradient)
+                gradients.add_logits_gradient(tile, gradient)
     return gradients.finish()
 
 
-def _weights_pass(head: Head, passes: RowPasses, options: Options, wanted: Wanted) -> SoftmaxWeightsForward | None:
-    """`Head.weights_pass` where there is one and no logits are needed."""
+def _softmax_weights_kernel(
+    head: Head, passes: RowPasses, options: Options, wanted: Wanted
+) -> SoftmaxWeightsForward | None:
+    """`Head.softmax_weights_kernel` where there is one and no logits are needed."""
     if options.moments or passes.softmax_weights_forward is None:
         return None
-    return head.weights_pass(passes, options.chunk_bytes, wanted)
+    return head.softmax_weights_kernel(passes, options.chunk_bytes, wanted)
 
 
 def keeps_weights(head: Head, passes: RowPasses, options: Options) -> bool:
@@ -235,7 +237,7 @@ def keeps_weights(head: Head, passes: RowPasses, options: Options) -> bool:
     if options.batch_invariant or not (options.wanted.weight or options.wanted.bias) or not head.takes_weights:
         return False
     # Logits become weights in place, or a kernel writes weights without logits; narrower copies would come on top.
-    if head.gemm_dtype != head.dtype and _weights_pass(head, passes, options, NOTHING) is None:
+    if head.gemm_dtype != head.dtype and _softmax_weights_kernel(head, passes, options, NOTHING) is None:
         return False
     if head.targets.ndim == 2 and head.softcap is not None:  # whose slopes at the targets need logits
         return False
@@ -257,7 +259,7 @@ def memory_to_keep(head: Head, passes: RowPasses) -> Tensor:
 
 def forward_with_weights(head: Head, passes: RowPasses, options: Options, memory: Tensor) -> tuple[Statistics, Kept]:
     """(`forward`, the softmax weights, in `memory` [N, V])."""
-    kernel = _weights_pass(head, passes, options, NOTHING)
+    kernel = _softmax_weights_kernel(head, passes, options, NOTHING)
     with full_precision(head.hidden):
         (tile,) = head.tiles(memory, multiply=kernel is None)
         tile, below = several_targets.largest_target(tile)
@@ -308,12 +310,12 @@ def backward_with_weights(
             else:
                 values = buffers.gather_rows(values, places[tile.rows], out=tile.logits)
             if moved is None:
-                gradients.add_weights(tile, passes, values, scale[tile.rows], upstream)
+                gradients.add_softmax_weights(tile, passes, values, scale[tile.rows], upstream)
             else:
                 # 0 for rows without a gradient, whose scale may be NaN.
                 factor, _ = passes.scale_hidden(None, scale[tile.rows], upstream)
                 torch.mul(values, factor[:, None], out=tile.logits)
-                gradients.add_gradient(tile, several_targets.moved_(tile.logits, tile, moved[tile.rows]))
+                gradients.add_logits_gradient(tile, several_targets.moved_(tile.logits, tile, moved[tile.rows]))
     return gradients.finish()
 
 
@@ -332,7 +334,7 @@ def _rows_and_places(kept: Tensor, has_gradient: Tensor, *, copied: bool) -> tup
 def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tuple[Statistics, Kept]:
     """(`forward`, d log p / d hidden)."""
     wanted = Wanted(hidden=True)
-    kernel = _weights_pass(head, passes, options, wanted)
+    kernel = _softmax_weights_kernel(head, passes, options, wanted)
     dtype, gemm_dtype = head.dtype, head.gemm_dtype
     memory = head.chunk_memory(passes, options.chunk_bytes, wanted, gemm_dtype if kernel else dtype)
     ones = torch.ones_like(head.temperature)
@@ -348,7 +350,7 @@ def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tu
                 weights, factor, statistics = softmax_weights_of(
                     tile, passes, kernel, entropy=entropy, moments=moments, dtype=gemm_dtype
                 )
-                gradients.add_weights(tile, passes, weights, factor, upstream)
+                gradients.add_softmax_weights(tile, passes, weights, factor, upstream)
             else:
                 state = several_targets.row_statistics(tile, passes, entropy=entropy, moments=moments)
                 statistics = several_targets.finish_rows([state], passes, entropy=entropy)

@@ -168,7 +168,7 @@ def moved_(gradient: Tensor, tile: Tile, moved: Tensor) -> Tensor:
     return gradient.scatter_(1, column, torch.where(here, values, values.gather(1, first)))
 
 
-def put_at_targets_(weights: Tensor, tile: Tile, values: Tensor, factor: Tensor) -> Tensor:
+def put_gradients_(weights: Tensor, tile: Tile, values: Tensor, factor: Tensor) -> Tensor:
     """Put d loss / d(h.w) `values` [R, K] at distinct targets into softmax weights of whole rows, in place, over the
     factor [R] that is returned: `factor`, raised where it is far below them.
 

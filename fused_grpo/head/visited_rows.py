@@ -146,7 +146,7 @@ class CentredRows(KnownRows):
         if tile.logits.numel():
             known = self._known(tile, seen, upstream, 1.0 if gradients.scale is None else gradients.scale)
             gradient = several_targets.logits_gradient_(tile, self.sweep.passes, known, dtype=tile.hidden.dtype)
-            gradients.add_gradient(tile, gradient)
+            gradients.add_logits_gradient(tile, gradient)
 
     def all_seen(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig) -> None:
         self.centering.weigh(factors.token_factors(logprobs, entropy, inputs, config)["policy_weights"])
@@ -190,8 +190,8 @@ class WeightedCentredRows(CentredRows):
         known, rows = self._known(tile, seen, upstream), slice(len(tile.targets))
         weights, scale = (x[rows] for x in seen.weights)
         values, factor = known.at_targets * seen.slopes[rows], scale * known.grad_logprobs
-        factor = several_targets.put_at_targets_(weights, tile, values, factor)
-        gradients.add_weights(tile, self.sweep.passes, weights, factor, torch.ones_like(factor))
+        factor = several_targets.put_gradients_(weights, tile, values, factor)
+        gradients.add_softmax_weights(tile, self.sweep.passes, weights, factor, torch.ones_like(factor))
 
 
 def visitor_of(sweep: Sweep, beside: Beside, *, weighted: bool, two_phases: bool) -> KnownRows:

@@ -40,7 +40,7 @@ DEFAULT_TILE_BYTES = 256 * 2**20
 """8192 rows by 8192 columns of logits."""
 
 # Of a column of a chunk on a GPU, 4096 rows in fp32: with so many its GEMMs, not the traffic of dW, set the time.
-MOST_BYTES = 4 * 4096
+MOST_COLUMN_BYTES = 4 * 4096
 MEMORY_SHARE = 48
 
 # A block that stays in the caches of a CPU. The passes of `torch_passes` use two of them.
@@ -123,7 +123,7 @@ def chunk_rows(sizes: Sizes, chunk_bytes: int | None = None) -> int:
         most -= (most - _LINE) % (2 * _LINE) if most >= _LEAST_ALIGNED else 0
     else:
         if chunk_bytes is None:
-            most = min(most, MOST_BYTES // min(itemsize, 4))
+            most = min(most, MOST_COLUMN_BYTES // min(itemsize, 4))
             if num_rows <= most + spared_bytes // itemsize:
                 return max(1, num_rows)
         most -= most % ALIGNMENT if most >= ALIGNMENT else 0
@@ -183,9 +183,10 @@ def chunks(total: int, size: int) -> Iterator[slice]:
 
 # The C library reuses smaller blocks itself.
 _LEAST_BYTES = 8 * 2**20
-_MOST_KEPT_BYTES = 2**30
+_MOST_FREE_BYTES = 2**30
 
-_kept: list[mmap.mmap] = []
+# Memory of tensors that are gone, for the next ones.
+_free_pages: list[mmap.mmap] = []
 
 
 def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -209,10 +210,10 @@ def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _loan(size: int) -> memoryview:
     """At least `size` bytes, which return to the cache when the last reference is gone."""
-    fitting = [pages for pages in _kept if size <= len(pages) <= 2 * size]
+    fitting = [pages for pages in _free_pages if size <= len(pages) <= 2 * size]
     for pages in sorted(fitting, key=len):
         with contextlib.suppress(ValueError):  # another thread took it
-            _kept.remove(pages)
+            _free_pages.remove(pages)
             break
     else:
         pages = _fresh(size)
@@ -226,18 +227,18 @@ def _fresh(size: int) -> mmap.mmap:
     try:
         pages = mmap.mmap(-1, size, flags=flags)
     except OSError:  # cached mappings count against the limit on address space
-        _kept.clear()
+        _free_pages.clear()
         pages = mmap.mmap(-1, size, flags=flags)
     _advised(pages, getattr(mmap, "MADV_HUGEPAGE", 0))
     return pages
 
 
 def _take_back(pages: mmap.mmap) -> None:
-    if len(pages) > _MOST_KEPT_BYTES or not _advised(pages, mmap.MADV_FREE):
+    if len(pages) > _MOST_FREE_BYTES or not _advised(pages, mmap.MADV_FREE):
         return
-    _kept.append(pages)
-    while sum(map(len, _kept)) > _MOST_KEPT_BYTES:
-        _kept.pop(0)
+    _free_pages.append(pages)
+    while sum(map(len, _free_pages)) > _MOST_FREE_BYTES:
+        _free_pages.pop(0)
 
 
 def _advised(pages: mmap.mmap, advice: int) -> bool:

@@ -10,7 +10,7 @@ outside of [0, C) is in another tile.
 The softmax weights E of rows are what the GEMMs of their gradients read. There are two ways to them:
 
     softmax_weights_           overwrites the logits that a GEMM has written
-    softmax_weights_forward    is a GEMM that writes E itself, without logits; `prefers_weights` says where it is faster
+    softmax_weights_forward    is a GEMM that writes E itself, without logits; `prefers_softmax_weights` says where
 
 Two tokens with equal logits, of which the first is the target, have E = (-1, 1) and a scale of -1/2: the gradient of
 log p in their logits is (1/2, -1/2).
@@ -115,7 +115,7 @@ class RowPasses(Protocol):
     def softmax_weights_forward(self) -> SoftmaxWeightsForward | None:
         """The kernel for softmax weights without logits; None where there is none."""
 
-    def prefers_weights(self, hidden: Tensor, weight: Tensor, rows: int) -> bool:
+    def prefers_softmax_weights(self, hidden: Tensor, weight: Tensor, rows: int) -> bool:
         """Whether `softmax_weights_forward` is faster than logits and `softmax_weights_` for so many rows."""
 
     def empty_tile(self, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

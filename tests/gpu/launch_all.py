@@ -28,7 +28,7 @@ def launch(device: str, dtype: torch.dtype, size: tuple[int, int, int], **option
     given = {"temperature": torch.ones(N, device=device), **options}
     for entropy in (False, True):
         kernels.logprob_forward(hidden, weight, targets, entropy=entropy, **given)
-        if kernels.prefers_weights(hidden, weight, 10**9):
+        if kernels.prefers_softmax_weights(hidden, weight, 10**9):
             out = kernels.empty_tile(N, V, dtype=dtype, device=hidden.device)
             kernels.softmax_weights_forward(hidden, weight, targets, out=out, entropy=entropy, **given)
         state = kernels.row_statistics(normal(N, V), targets, entropy=entropy, **given)

@@ -55,7 +55,7 @@ def test_softmax_weights_without_logits_are_those_of_logits(D, V, names):
     """Row by row: a token that is almost certain has small weights, which are as exact as any. Some rows are far."""
     for N in SIZES.rows:
         problem, options = make_problem(N, D, V, off_policy=False), options_of(names, N, V)
-        if not kernels.prefers_weights(problem.hidden, problem.weight, 10**9):
+        if not kernels.prefers_softmax_weights(problem.hidden, problem.weight, 10**9):
             continue
         targets = problem.targets.clamp_min(0)
         problem.hidden[N // 2] *= 40

@@ -40,7 +40,7 @@ def leaves_of(problem: Problem) -> int:
 def test_a_loss_holds_a_chunk_and_gradients_with_their_accumulators(mib, plan):
     problem, head = make_problem(N, D, V, off_policy=False), V * D
     total = torch.cuda.get_device_properties(0).total_memory
-    chunk = min(buffers.MOST_BYTES * V, total // buffers.MEMORY_SHARE) if mib is None else mib * MIB
+    chunk = min(buffers.MOST_COLUMN_BYTES * V, total // buffers.MEMORY_SHARE) if mib is None else mib * MIB
     peak = peak_of(lambda: loss_of(problem, plan, chunk_bytes=None if mib is None else mib * MIB))
     # dW in fp32 beside a chunk, then beside dW in bf16; dH, hidden states gathered, scaled and in fp32.
     of_weight = max(4 * head + chunk, 6 * head) if plan == "trainable" else chunk

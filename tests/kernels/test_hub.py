@@ -132,7 +132,7 @@ calls = {
     "softmax_weights_forward": lambda f: f(some, some, ids, out=some, **of_rows),
     "prefers_tiles": lambda f: f(some),
     "clean_targets": lambda f: f(ids, ignore_index=-100, vocab_size=5),
-    "prefers_weights": lambda f: f(some, some, 5),
+    "prefers_softmax_weights": lambda f: f(some, some, 5),
     "scale_": lambda f: f(some, ones[0]),
     "scale_hidden": lambda f: f(some, ones, ones),
     "entry_logits": lambda f: f(some, some, ids, ids, dtype=some.dtype),

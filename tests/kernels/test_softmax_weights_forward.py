@@ -148,7 +148,7 @@ def test_it_is_preferred_where_it_was_measured_and_can_be_described(monkeypatch:
     def prefers(arch: str, dtype: torch.dtype, rows: int, D: int = 4096, stride: int | None = None) -> bool:
         monkeypatch.setattr(tuning, "architecture", lambda device: arch)
         weight = torch.empty_strided((151936, D), (stride or D, 1), device="meta", dtype=torch.bfloat16)
-        return tuning.prefers_weights(torch.empty(1, D, device="meta", dtype=dtype), weight, rows)
+        return tuning.prefers_softmax_weights(torch.empty(1, D, device="meta", dtype=dtype), weight, rows)
 
     bf16 = torch.bfloat16
     assert prefers("sm_90", bf16, 8192)

@@ -71,7 +71,7 @@ def many_rows(monkeypatch) -> None:
 def gemms(monkeypatch) -> list[tuple[str, int]]:
     """Each product over the head as (what, rows): "logits", "hidden" (its gradient) or "weight", in order."""
     ran: list[tuple[str, int]] = []
-    tiles, add_gradient = head.Head.tiles, head.HeadGradients.add_gradient
+    tiles, add_logits_gradient = head.Head.tiles, head.HeadGradients.add_logits_gradient
 
     def counted_tiles(*arguments: Any, **options: Any) -> Iterator[head.Tile]:
         for tile in tiles(*arguments, **options):
@@ -80,8 +80,8 @@ def gemms(monkeypatch) -> list[tuple[str, int]]:
 
     def counted_gradient(self: head.HeadGradients, tile: head.Tile, *arguments: Any) -> None:
         ran.extend((what, len(tile.logits)) for what in ("hidden", "weight") if getattr(self, f"_{what}") is not None)
-        add_gradient(self, tile, *arguments)
+        add_logits_gradient(self, tile, *arguments)
 
     monkeypatch.setattr(head.Head, "tiles", counted_tiles)
-    monkeypatch.setattr(head.HeadGradients, "add_gradient", counted_gradient)
+    monkeypatch.setattr(head.HeadGradients, "add_logits_gradient", counted_gradient)
     return ran

@@ -27,7 +27,7 @@ def run(case: str, chunk_bytes: int) -> dict[str, int | str]:
     targets, upstream = torch.randint(0, V, (N,)), torch.randn(N)
     cu_seqlens = torch.arange(0, N + 1, N // 8, dtype=torch.int32)
     ctypes.CDLL(None).malloc_trim(0)  # or what an earlier case freed would count as there already
-    buffers._kept.clear()
+    buffers._free_pages.clear()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     if case == "loss":

@@ -31,7 +31,7 @@ def before() -> None:
 
 def forget() -> None:
     gc.collect()
-    buffers._kept.clear()
+    buffers._free_pages.clear()
 
 
 def floats(count: int = FLOATS) -> torch.Tensor:
@@ -39,7 +39,7 @@ def floats(count: int = FLOATS) -> torch.Tensor:
 
 
 def kept() -> list[int]:
-    return [len(pages) for pages in buffers._kept]
+    return [len(pages) for pages in buffers._free_pages]
 
 
 def test_memory_comes_back_when_the_last_tensor_on_it_is_gone():
@@ -76,7 +76,7 @@ def test_memory_of_another_size_is_left_where_it_is(size):
 
 
 def test_no_more_is_kept_than_a_limit(monkeypatch):
-    monkeypatch.setattr(buffers, "_MOST_KEPT_BYTES", 50 * MIB)
+    monkeypatch.setattr(buffers, "_MOST_FREE_BYTES", 50 * MIB)
     everyone = [floats() for _ in range(5)]
     last = everyone[-1].data_ptr()
     while everyone:

@@ -13,13 +13,13 @@ N, D, V = 48, 32, 200
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of the products of each backward pass from kept weights."""
     seen: list[int] = []
-    add = logprob_plans.HeadGradients.add_weights
+    add = logprob_plans.HeadGradients.add_softmax_weights
 
     def counted(self, tile, passes, weights, *rest):
         seen.append(len(weights))
         add(self, tile, passes, weights, *rest)
 
-    monkeypatch.setattr(logprob_plans.HeadGradients, "add_weights", counted)
+    monkeypatch.setattr(logprob_plans.HeadGradients, "add_softmax_weights", counted)
     return seen
 
 

@@ -37,8 +37,8 @@ __all__ = [
     "grpo_token_loss",
     "logits_gradient_",
     "logprob_forward",
+    "prefers_softmax_weights",
     "prefers_tiles",
-    "prefers_weights",
     "row_statistics",
     "scale_",
     "scale_hidden",
@@ -58,6 +58,6 @@ def prefers_tiles(hidden: Tensor) -> bool:
     return True
 
 
-def prefers_weights(hidden: Tensor, weight: Tensor, rows: int) -> bool:
+def prefers_softmax_weights(hidden: Tensor, weight: Tensor, rows: int) -> bool:
     """Never: there is no `softmax_weights_forward`."""
     return False

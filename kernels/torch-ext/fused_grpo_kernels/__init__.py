@@ -16,7 +16,7 @@ from .softmax_weights import empty_tile, row_statistics, softmax_weights_
 from .softmax_weights_forward import softmax_weights_forward
 from .support import entry_logits, weighted_rows_
 from .targets import clean_targets
-from .tuning import prefers_tiles, prefers_weights
+from .tuning import prefers_softmax_weights, prefers_tiles
 
 __all__ = [
     "Divergence",
@@ -29,8 +29,8 @@ __all__ = [
     "is_available",
     "logits_gradient_",
     "logprob_forward",
+    "prefers_softmax_weights",
     "prefers_tiles",
-    "prefers_weights",
     "row_statistics",
     "scale_",
     "scale_hidden",

@@ -183,7 +183,7 @@ def prefers_tiles(hidden: Tensor) -> bool:
 WEIGHTS_FROM: dict[str, int] = {"sm_90": 2**40, "interpreter": 2**17}
 
 
-def prefers_weights(hidden: Tensor, weight: Tensor, rows: int) -> bool:
+def prefers_softmax_weights(hidden: Tensor, weight: Tensor, rows: int) -> bool:
     """Whether softmax weights of so many rows of hidden [N, D], and weight [V, D], should be computed without logits.
 
     On an H200 the GEMM of Triton is as fast as the vendor's, and the weights need neither a pass of their own nor four
