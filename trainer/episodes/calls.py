@@ -20,6 +20,7 @@ Call = dict[str, Any]
 Reader = Callable[[str, Sequence[Any]], tuple[str, list[Any]]]
 _DEEPEST = 50  # levels of a call's arguments
 _BEGIN, _END = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
+_LLAMA = re.compile(r'^\{"name"|\{"name":\s*"[^"]*",\s*"parameters":')
 _PYTHON = {"True": True, "False": False, "None": None}  # as templates write them that join arguments as text
 _TYPES = {int: {"integer", "number"}, float: {"number"}, bool: {"boolean"}, type(None): {"null"}}
 _TYPES |= {dict: {"object"}, list: {"array"}}  # those of JSON, that a value has
@@ -28,11 +29,13 @@ _KEY = re.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")  # without quotes
 
 @dataclass(frozen=True)
 class Family:
-    """How a template writes the call of `{name}`, who reads such calls, and what a thought begins and ends with."""
+    """How a template writes the call of `{name}`, who reads such calls, what a thought begins and ends with, and which
+    keys of a message have it."""
 
     form: str  # a pattern
     read: Reader
     thought: tuple[str, str] = ("<think>", "</think>")
+    keys: tuple[str, ...] = ("reasoning_content",)
 
     def message(self, text: str, tools: Sequence[Any], *, before: str = "") -> dict[str, Any]:
         """A turn as a message, as TRL has it; raises what the reader raises. `before`: what the prompt begins it with.
@@ -40,14 +43,14 @@ class Family:
         A thought ends with the first mark of its end. Without one that has begun, such a mark is text, as in a call.
         """
         begin, end = self.thought
-        begun_before, begins = before.rfind(begin.strip()) > before.rfind(end), text.lstrip().startswith(begin)
-        thought, is_over, rest = text.partition(end) if begun_before or begins else ("", "", text)
-        if begins and not is_over:  # what it only thinks of is not called
+        is_begun = before.rfind(begin.strip()) > before.rfind(end) or text.lstrip().startswith(begin)
+        thought, is_over, rest = text.partition(end) if is_begun else ("", "", text)
+        if is_begun and not is_over:  # what it only thinks of is not called
             return {"role": "assistant", "content": text}
-        said, calls = self.read(rest.lstrip("\n") if is_over else text, tools)
-        message: dict[str, Any] = {"role": "assistant", "content": said.strip() if calls else said}
-        if is_over and (thought := thought.strip().removeprefix(begin.strip()).strip()):
-            message["reasoning_content"] = thought
+        said, calls = self.read(rest.lstrip("\n"), tools)
+        message: dict[str, Any] = {"role": "assistant", "content": said.strip()}
+        if thought := thought.strip().removeprefix(begin.strip()).strip():
+            message |= dict.fromkeys(self.keys, thought)
         return message | ({"tool_calls": [checked_call(one, tools) for one in calls]} if calls else {})
 
 
@@ -160,16 +163,16 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _llama_calls(text: str, _: Any) -> tuple[str, list[Any]]:
-    """The whole turn; several are apart by semicolons."""
-    body = text.removeprefix("<|python_tag|>").strip()
-    if not body.startswith('{"name"'):
+    """All of the turn, or its end; several are apart by semicolons."""
+    text = text.removeprefix("<|python_tag|>").strip()
+    if (begun := _LLAMA.search(text)) is None:
         return text, []
-    decoder, calls = json.JSONDecoder(), list[Any]()
+    decoder, calls, body = json.JSONDecoder(), list[Any](), text[begun.start() :]
     while body:
         call, end = decoder.raw_decode(body)
         calls.append(call)
         body = body[end:].lstrip("; \n")
-    return "", calls
+    return text[: begun.start()].removesuffix("<|python_tag|>"), calls
 
 
 def _gemma(part: str, _: Any, *, quote: str) -> list[Call]:
@@ -206,5 +209,10 @@ _FAMILIES = (
         _marked("<start_function_call>call:", "<end_function_call>", partial(_gemma, quote="<escape>")),
     ),
     # gpt-oss
-    Family(r"to=functions\.{name}<", _harmony_calls, thought=("<|channel|>analysis<|message|>", "<|end|>")),
+    Family(
+        r"to=functions\.{name}<",
+        _harmony_calls,
+        thought=("<|channel|>analysis<|message|>", "<|end|>"),
+        keys=("reasoning_content", "thinking"),  # the latter is the name of its template
+    ),
 )

@@ -90,6 +90,13 @@ def test_thoughts_are_apart_from_the_reply():
     assert only["function"]["name"] == "g"
 
 
+@pytest.mark.parametrize(("before", "said"), [("", "<think>Maybe "), ("<think>\n", "Maybe ")])
+def test_a_thought_without_an_end_calls_nothing(before, said):
+    tokenizer, template = made()
+    prompt, said = tokenizer(f"<|im_start|>assistant\n{before}")["input_ids"], said + call("f")
+    assert template.reply(tokenizer(said + END)["input_ids"], prompt, []) == {"role": "assistant", "content": said}
+
+
 @pytest.mark.parametrize("before", ["", "<think>\n\n</think>\n\n"])
 @pytest.mark.parametrize("thought", ["", "<think>hm</think>\n\n"])
 def test_the_end_of_a_thought_in_an_argument_is_text(before, thought):

@@ -121,6 +121,28 @@ def test_what_gpt_oss_says_about_a_function_calls_none():
     assert (reply["content"], "tool_calls" in reply) == ("Use to=functions.delete.", False)
 
 
+CALL = '{"name": "look", "%s": {"text": "x", "number": "3"}}'
+HERMES = f"<tool_call>\n{CALL % 'arguments'}\n</tool_call>"
+SAID = {
+    "gptoss": ["<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|> Hi<|return|>"],
+    "llama3_1": [CALL % "parameters", f"So: {CALL % 'parameters'}", "It is {}.", '{"name": "Bob"} is one.', " no\n"],
+    "qwen3": [HERMES, f"So:\n{HERMES}", "<think>hm</think>\n\n no\n", " no\n", "<tool_call>{look}</tool_call>"],
+}
+MESSAGES = [(name, said) for name, listed in SAID.items() for said in listed]
+
+
+@pytest.mark.parametrize(("name", "said"), MESSAGES)
+def test_a_turn_is_the_message_that_trls_reward_functions_get(name, said):
+    tokenizer, stops = of_family(name)
+    ids = tokenizer(said if name == "gptoss" else said + tokenizer.decode(stops[0]))["input_ids"]
+    template = Template(tokenizer, {}, stop_ids=stops)
+    prompt = template.encode([{"role": "user", "content": "Where?"}], [look])
+    ours = template.reply(ids, prompt, [look])
+    theirs = trl.parse_response(trl.add_response_schema(tokenizer), ids, prefix=prompt, tools=[look])
+    assert ("tool_calls" in ours) is ("tool_calls" in theirs)
+    assert {key: ours[key] for key in theirs} == theirs
+
+
 LOOPS = ["<tool_call>", "<|tool_call>call:f{", "<function=", "<arg_key>", "to=functions.", "{,", '<|"|>', "<|message|>"]
 LOOPS = [text * 5_000 for text in LOOPS] + ['<tool_call>{"name": "f",' + "\n" * 200_000]
 
