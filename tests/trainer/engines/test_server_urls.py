@@ -1,9 +1,11 @@
 """The server URLs that a trainer calls, and the parts of a URL that errors show."""
 
+import ssl
+
 import pytest
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.engines.server.replicas import checked_url
+from fused_grpo.trainer.engines.server.replicas import Replicas, checked_url
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,13 @@ def test_more_or_less_than_an_address_is_refused_and_not_repeated(url, allow_rem
     with pytest.raises(InputError, match="fix:") as refused:
         checked_url(url, allow_remote=allow_remote)
     assert "hunter2" not in str(refused.value).replace("hunter2.example.com", "")  # a host, and no secret
+
+
+def test_the_certificates_of_the_machine_are_loaded_for_https_alone(monkeypatch) -> None:
+    loaded = []
+    empty = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    monkeypatch.setattr(ssl, "create_default_context", lambda: loaded.append("certificates") or empty)
+    Replicas(["http://127.0.0.1:8000", "http://127.0.0.1:8001"])
+    assert not loaded
+    Replicas(["http://127.0.0.1:8000", "https://127.0.0.1:8001"])
+    assert loaded == ["certificates"]
