@@ -80,6 +80,8 @@ def _fix(value: Any, kind: Any) -> str:
 
 def _number(given: Any) -> Any:
     found = float(given) if isinstance(given, str | float) else given
+    if isinstance(found, float) and not math.isfinite(found):
+        raise ValueError(given)  # its spelling is a text again, to YAML
     return int(found) if isinstance(found, float) and found.is_integer() else found
 
 

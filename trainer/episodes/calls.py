@@ -7,6 +7,7 @@ where what stands in the place of a call cannot be read: then the turn is text, 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,10 +21,9 @@ Call = dict[str, Any]
 Reader = Callable[[str, Sequence[Any]], tuple[str, list[Any]]]
 _DEEPEST = 50  # levels of a call's arguments
 _BEGIN, _END = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
-_LLAMA = re.compile(r'^\{"name"|\{"name":\s*"[^"]*",\s*"parameters":')
+_LLAMA = re.compile(r'\{"name":\s*"[^"]*",\s*"parameters":')  # any other object may be an answer
 _PYTHON = {"True": True, "False": False, "None": None}  # as templates write them that join arguments as text
-_TYPES = {int: {"integer", "number"}, float: {"number"}, bool: {"boolean"}, type(None): {"null"}}
-_TYPES |= {dict: {"object"}, list: {"array"}}  # those of JSON, that a value has
+_TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 _KEY = re.compile(r"([{,]\s*)([^\s\"{}\[\],:]+)\s*:")  # without quotes
 
 
@@ -144,9 +144,35 @@ def _value(text: str) -> Any:
 
 
 def _of_types(value: Any, types: Sequence[str]) -> Any:
-    """What a text stands for, where that has one of these types of JSON."""
-    read = _value(value) if isinstance(value, str) and types else value
-    return read if not _TYPES.get(type(read), set()).isdisjoint(types) else value
+    """What a text stands for in the first of these types of JSON that it has: "0" is no truth to Python."""
+    for kind in types if isinstance(value, str) else ():
+        with suppress(ValueError, KeyError):  # the latter of "string", or of what is no truth
+            return _READERS[kind](value)
+    return value
+
+
+def _number(text: str) -> int | float:
+    with suppress(ValueError):
+        return int(text)  # exact, however long
+    if math.isfinite(number := float(text)):
+        return number
+    raise ValueError(text)
+
+
+def _of_json(text: str, kind: type) -> Any:
+    if isinstance(value := _value(text), kind):
+        return value
+    raise ValueError(text)
+
+
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "integer": int,
+    "number": _number,
+    "boolean": lambda text: _TRUTHS[text.strip().lower()],
+    "null": lambda text: {"null": None, "None": None}[text.strip()],
+    "array": partial(_of_json, kind=list),
+    "object": partial(_of_json, kind=dict),
+}
 
 
 def _types_of(name: str, tools: Sequence[Any]) -> dict[str, list[str]]:

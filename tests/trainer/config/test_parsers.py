@@ -196,3 +196,10 @@ def test_what_is_no_number_has_no_fix(value):
     with pytest.raises(InputError) as raised:
         GRPOConfig(num_generations=value)
     assert "fix" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "1e999"])
+def test_what_yaml_would_read_as_text_again_is_no_fix(text):
+    with pytest.raises(InputError) as raised:
+        GRPOConfig(max_grad_norm=text)
+    assert "fix" not in str(raised.value)

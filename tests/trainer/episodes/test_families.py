@@ -125,7 +125,10 @@ CALL = '{"name": "look", "%s": {"text": "x", "number": "3"}}'
 HERMES = f"<tool_call>\n{CALL % 'arguments'}\n</tool_call>"
 SAID = {
     "gptoss": ["<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|> Hi<|return|>"],
-    "llama3_1": [CALL % "parameters", f"So: {CALL % 'parameters'}", "It is {}.", '{"name": "Bob"} is one.', " no\n"],
+    "llama3_1": [
+        *(CALL % "parameters", f"So: {CALL % 'parameters'}", "It is {}.", '{"name": "Bob"} is one.', " no\n"),
+        *('{"name": "Bob"}', '{"name": "Bob", "age": 3}'),
+    ],
     "qwen3": [HERMES, f"So:\n{HERMES}", "<think>hm</think>\n\n no\n", " no\n", "<tool_call>{look}</tool_call>"],
 }
 MESSAGES = [(name, said) for name, listed in SAID.items() for said in listed]
@@ -141,6 +144,37 @@ def test_a_turn_is_the_message_that_trls_reward_functions_get(name, said):
     theirs = trl.parse_response(trl.add_response_schema(tokenizer), ids, prefix=prompt, tools=[look])
     assert ("tool_calls" in ours) is ("tool_calls" in theirs)
     assert {key: ours[key] for key in theirs} == theirs
+
+
+def kinds(
+    whole: int, number: float, truth: bool, maybe: int | None, either: int | str, some: list, pairs: dict, text: str
+) -> str:
+    """Take some of each kind.
+
+    Args:
+        whole: One.
+        number: One.
+        truth: One.
+        maybe: One.
+        either: One.
+        some: Some.
+        pairs: Some.
+        text: One.
+    """
+    return text
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["7", " 7 ", "007", "+7", "1_000", ".5", "-2.", "nan", "true", "TRUE", "0", "null", "[1]", '{"a": 1}', "", "x"],
+)
+def test_a_text_is_of_the_kind_that_trl_reads_it_as(said):
+    tokenizer, stops = of_family("qwen3")
+    call = json.dumps({"name": "kinds", "arguments": dict.fromkeys(kinds.__annotations__.keys() - {"return"}, said)})
+    ids = tokenizer(f"<tool_call>\n{call}\n</tool_call>{tokenizer.decode(stops[0])}")["input_ids"]
+    ours = Template(tokenizer, {}, stop_ids=stops).reply(ids, [], [kinds])
+    theirs = trl.parse_response(trl.add_response_schema(tokenizer), ids, prefix=[], tools=[kinds])
+    assert repr(ours["tool_calls"]) == repr(theirs["tool_calls"])  # 1 is not True
 
 
 LOOPS = ["<tool_call>", "<|tool_call>call:f{", "<function=", "<arg_key>", "to=functions.", "{,", '<|"|>', "<|message|>"]
