@@ -391,7 +391,8 @@ class TransformersFace:
 
     @property
     def environments(self) -> list[Any] | None:
-        """Those of the newest generated batch, one for each completion; None before it, and without any."""
+        """Those of the newest batch that was generated for training, one for each completion; None before it, and
+        without any. An evaluation resets them."""
         if self.environment_factories is None or self.scored is None:
             return None
         return [sample.episode.environment for sample in self.scored.samples if sample.episode is not None]

@@ -21,7 +21,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, as_row, column_names, is_plain_arrow, is_stream, mapped, read_rows
 from fused_grpo.trainer.episodes.tools import ASYNC, Tool, check_tools, clean
 from fused_grpo.trainer.rewards.isolation import is_isolated
-from fused_grpo.trainer.rewards.reward_call import own_copy
+from fused_grpo.trainer.rewards.reward_call import RAISED, is_async, own_copy
 
 Factory = Callable[[], Any]
 T = TypeVar("T")
@@ -81,23 +81,26 @@ class Environments:
         factory: makes an environment, or a dict of such by name, from which the column "environment" chooses.
         tools: functions that every episode may call beside its environment's methods.
 
-    InputError for an object without `reset`, or a method without a schema; UnavailableError where the factory raises.
+    InputError for an object without `reset`, of a second class, or made before, or a method without a schema;
+    UnavailableError where the factory raises.
     """
 
     def __init__(self, factory: Factory | Mapping[str, Factory], tools: Sequence[Tool]) -> None:
         self.is_named = isinstance(factory, Mapping)
         self.factories: dict[Any, Factory] = dict(factory) if isinstance(factory, Mapping) else {None: factory}
         self.pool, self.tools_of = dict[Any, list[Any]](), dict[Any, list[Tool]]()
+        self._kinds = dict[Any, type[Any]]()
         if not self.factories:
             raise InputError("got an empty dict as environment_factory, want a factory by name; fix: leave it out")
         for name, make in self.factories.items():
             if not callable(make):
                 raise InputError(f"got {make!r} as environment_factory, want something callable without arguments")
             instance = self._made(name)
-            if not callable(getattr(instance, "reset", None)):
+            reset = getattr(instance, "reset", None)
+            if not callable(reset) or is_async(reset) or inspect.isgeneratorfunction(reset):
                 raise InputError(
                     f"got a {type(instance).__name__} from environment_factory, want an object with reset(**row); each "
-                    "environment must define a callable `reset`"
+                    "environment must define a callable `reset`, which returns text: no coroutine and no generator"
                 )
             if callable(getattr(type(instance), "get_reward", None)):
                 _check_call(instance.get_reward, (), f"get_reward() of {type(instance).__name__}")
@@ -143,11 +146,6 @@ class Environments:
         name = self.name_of(row)
         if not self._free[name]:
             made = self._made(name)
-            if any(made is one for one in self.pool[name]):
-                raise InputError(
-                    f"got one {type(made).__name__} twice from environment_factory, want a new object at each call: "
-                    "episodes are played at the same time; fix: the class itself, or a function that makes one"
-                )
             self.pool[name].append(made)
             return made
         return self._free[name].pop(0)
@@ -186,7 +184,19 @@ class Environments:
         return {name: value for name, value in row.items() if name not in left_out}
 
     def _made(self, name: str | None) -> Any:
-        return _awaited("environment_factory", "an environment", self.factories[name])
+        made = _awaited("environment_factory", "an environment", self.factories[name])
+        if any(made is one for pool in self.pool.values() for one in pool):
+            raise InputError(
+                f"got one {type(made).__name__} twice from environment_factory, want a new object at each call: "
+                "episodes are played at the same time; fix: the class itself, or a function that makes one"
+            )
+        # Schemas, the call of `reset` and the reward are those of the first one's class.
+        if type(made) is not (kind := self._kinds.setdefault(name, type(made))):
+            raise InputError(
+                f"got a {type(made).__name__} from environment_factory, which made a {kind.__name__} before, want "
+                "objects of one class; fix: a dict of factories and a column 'environment' for several"
+            )
+        return made
 
 
 def methods_of(environment: Any) -> list[Tool]:
@@ -260,7 +270,7 @@ def _awaited(source: str, wanted: str, call: Callable[[], T]) -> T:
     warning.start()
     try:
         return call()
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         raise UnavailableError(
             f"got {type(error).__name__} from {source}: {shown(error, 2000)}; want {wanted}; fix: the environment"
         ) from error

@@ -33,6 +33,8 @@ RewardFunction = Callable[..., Any]
 T = TypeVar("T")
 # torch.finfo(torch.float32).max; the process of an isolated reward does not import torch.
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
+# By a user's code: argparse calls sys.exit, and asyncio.run raises what cancelled its task. Ctrl-C is the user's own.
+RAISED = (Exception, SystemExit, asyncio.CancelledError)
 ASYNC = "async rewards"  # the name of their event loop
 NUMERIC = tuple("biufO")  # NumPy's kinds of numbers, and objects, which are looked at one by one
 _SHARED = frozenset({str, int, float, bool, bytes, type(None)})
@@ -95,7 +97,7 @@ class RewardCaller:
             returned = self._run(inputs, logged)
         except FusedGRPOError:
             raise
-        except (Exception, SystemExit) as error:  # argparse calls sys.exit
+        except RAISED as error:
             culprit = self._first_to_raise(inputs, type(error)) if pinpoint else prompts[0]
             raise RewardError(
                 f"reward function {self.name!r} raised {type(error).__name__}: {shown(error, 2000)}; at prompt "
@@ -193,7 +195,7 @@ class RewardCaller:
                 self._run(inputs.part(index), Scores())
             except error:
                 return prompt
-            except (Exception, SystemExit):
+            except RAISED:
                 continue
         return prompts[0]
 
@@ -258,7 +260,7 @@ def load_reward(name: str, *, what: str = "reward function") -> RewardFunction:
         else:
             module = importlib.import_module(source)
         function: Any = getattr(module, attribute)
-    except (Exception, SystemExit) as error:  # anything that the module raises when it is imported
+    except RAISED as error:  # when it is imported
         reason = f"it exits with {error}" if isinstance(error, SystemExit) else error
         raise InputError(f"got {what} {name!r}, which cannot be loaded: {reason}") from error
     if not callable(function):

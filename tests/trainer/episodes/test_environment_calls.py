@@ -1,6 +1,8 @@
 """Calls of an environment's own code: what it cannot be called with is found early, and whatever it raises is named."""
 
+import asyncio
 import builtins
+import itertools
 from contextlib import suppress
 from typing import Any
 
@@ -47,6 +49,19 @@ class OfTask(Counter):
         return f"{task} {seed}"
 
 
+class Later(Counter):
+    async def reset(self, **row) -> str:
+        return "Count."
+
+
+class InParts(Counter):
+    def reset(self, **row):
+        yield "Count."
+
+
+SHARED = Counter()
+
+
 def say(read: str, member: int) -> str:
     return "over" if "<answer>" in read else call("count", number=member)
 
@@ -55,6 +70,12 @@ def say(read: str, member: int) -> str:
     ("options", "text"),
     [
         ({"environment_factory": {}}, "an empty dict as environment_factory"),
+        ({"environment_factory": Later}, "got a Later .* no coroutine"),
+        ({"environment_factory": InParts}, "got a InParts .* no generator"),
+        (
+            {"environment_factory": dict.fromkeys("ab", lambda: SHARED), "rows": [{"environment": "a"}]},
+            "got one Counter twice from environment_factory",
+        ),
         ({"environment_factory": Scores}, r"get_reward\(\) of Scores with the signature \(answer\)"),
         ({"environment_factory": Narrow}, r"reset\(\) of Narrow for train_dataset .*one that takes 'prompt', 'answer'"),
         (
@@ -70,6 +91,15 @@ def say(read: str, member: int) -> str:
 def test_what_an_environment_cannot_be_called_with_is_found_before_a_step(make_trainer, options, text):
     with pytest.raises(InputError, match=text):
         make_trainer(lambda *_: pytest.fail("a turn was sampled"), reward=None, **options).train()
+
+
+@pytest.mark.parametrize("other", [OfTask, type(None), object, type("Counter", (Counter,), {})])
+def test_objects_of_another_class_than_the_first_are_refused(make_trainer, other):
+    """They would have no reward, and tools that were not checked."""
+    kinds = itertools.chain([Counter], itertools.repeat(other))
+    trainer = make_trainer(say, environment_factory=lambda: next(kinds)(), reward=None, rows=None)
+    with pytest.raises(InputError, match=f"got a {other.__name__} from environment_factory, which made a Counter befo"):
+        trainer.train()
 
 
 def test_an_environment_may_take_the_columns_of_its_own_rows_and_the_seed(make_trainer):
@@ -126,7 +156,7 @@ def reset(**members: Any) -> str | None:
     ids=["reset", "done", "factory"],
 )
 def test_whatever_an_environment_raises_is_an_error_of_ours(call_of):
-    for kind in [*RAISED, SystemExit]:
+    for kind in [*RAISED, SystemExit, asyncio.CancelledError]:
         with suppress(TypeError):  # of one whose arguments are more than a text
             error = kind("gone")
 

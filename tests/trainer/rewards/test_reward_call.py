@@ -170,6 +170,21 @@ def test_what_a_function_raises_names_the_prompt_that_it_raises_for(reward):
         reward(strict)
 
 
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, MemoryError])
+def test_what_is_no_exception_is_an_error_of_the_function_too(reward, kind):
+    def raises(**columns):
+        raise kind("gone")
+
+    async def raises_later(**columns):
+        raises()
+
+    for function in (raises, raises_later):
+        with pytest.raises(
+            RewardError, match=f"'{function.__name__}' raised (CancelledError|{kind.__name__}): .*prompt"
+        ):
+            reward(function)
+
+
 @pytest.mark.parametrize("with_async", [False, True])
 def test_a_call_that_hangs_is_given_up_and_named(reward, with_async):
     async def sleeps(completions):
