@@ -48,6 +48,7 @@ class Template:
                 "template, want one of the two; fix: tokenizer.response_template = ... (transformers, "
                 "'response parsing')"
             )
+        self._role = self._role_mark()
         self._check_reply(self.added([_answer()]))
         if self._tokenizer.decode(self.added([_answer(), _answer()])).count(_ANSWER) != 2:
             raise UnsupportedError(
@@ -112,7 +113,14 @@ class Template:
         start = next((place for place in range(len(prefix), 0, -1) if prefix[place - 1] in self._stops), 0)
         # Special tokens too: a family may mark its calls, and a thought, with one.
         text, before = decoded(self._tokenizer, [ids[:last], prefix[start:]], skip_special_tokens=False)
-        return self._family.message(text, tools, before=before)
+        # A turn that ends with the beginning of the next one (GLM-4.5) has texts of others behind the last stop.
+        return self._family.message(text, tools, before=before.rpartition(self._role)[2] if self._role else before)
+
+    def _role_mark(self) -> str:
+        """What the template writes before a turn of the model, up to a thought."""
+        user = self._dummy(_CALL)[:1]
+        mark: str = self._rendered(user).removeprefix(self._rendered(user, add_generation_prompt=False))
+        return mark if self._family is None else mark.partition(self._family.thought[0].strip())[0]
 
     def _rendered(self, messages: list[Message], **options: Any) -> Any:
         # Without an option that lets the model continue a prompt's last message: here a whole turn is over.

@@ -177,6 +177,22 @@ def test_a_text_is_of_the_kind_that_trl_reads_it_as(said):
     assert repr(ours["tool_calls"]) == repr(theirs["tool_calls"])  # 1 is not True
 
 
+@pytest.mark.parametrize("role", ["user", "tool"])
+@pytest.mark.parametrize("name", ["glm4moe", "gptoss", "llama3_1", "qwen3"])
+def test_a_thought_that_another_begins_is_not_the_models(name, role):
+    tokenizer, stops = of_family(name)
+    template, (user, said, answer) = Template(tokenizer, {}, stop_ids=stops), conversation(CALLS)
+    begin, end = template._family.thought
+    other = {"user": user, "tool": answer}[role]
+    other["content"] = f"Behind {begin} you think."
+    added = template.added([answer])
+    prompt, whole = rendered(tokenizer, [user]), rendered(tokenizer, [user, said, answer])
+    turn = whole[len(prompt) : len(whole) - len(added)]
+    prefix = prompt if role == "user" else whole
+    turn = tokenizer(tokenizer.decode(turn).split(end)[-1])["input_ids"]  # without the empty thought of GLM
+    assert "tool_calls" in template.reply(turn, prefix, [look])
+
+
 LOOPS = ["<tool_call>", "<|tool_call>call:f{", "<function=", "<arg_key>", "to=functions.", "{,", '<|"|>', "<|message|>"]
 LOOPS = [text * 5_000 for text in LOOPS] + ['<tool_call>{"name": "f",' + "\n" * 200_000]
 
