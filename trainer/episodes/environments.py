@@ -151,7 +151,7 @@ class Environments:
         return self._free[name].pop(0)
 
     def discard(self, environment: Any) -> None:
-        """Do not reset this one again: a call that took too long may still change it."""
+        """Do not reset this one again: a call whose answer is not awaited may still change it."""
         for pool in self.pool.values():
             pool[:] = [one for one in pool if one is not environment]
 

@@ -150,16 +150,20 @@ def _play(episodes: Sequence[_Played], session: TurnSession) -> None:
     for number, episode in enumerate(episodes):
         session.add(episode.next_turn(number))
     when = ALL_COMPLETED if session.is_together else FIRST_COMPLETED
-    while answering or session.pending or session.has_work:
-        wait([*answering, *session.pending], timeout=0 if session.has_work else None, return_when=when)
-        # Where all are waited for, this is the order of the batch: who answered first decides nothing.
-        for complete in [future for future in answering if future.done()]:
-            number = answering.pop(complete)
-            if episodes[number].hear(complete.result()):
-                session.add(episodes[number].next_turn(number))
-        for number, turn in session.step() if session.has_work or session.pending else ():
-            if answers := episodes[number].say(turn):
-                answering[answers] = number
+    try:
+        while answering or session.pending or session.has_work:
+            wait([*answering, *session.pending], timeout=0 if session.has_work else None, return_when=when)
+            # Where all are waited for, this is the order of the batch: who answered first decides nothing.
+            for complete in [future for future in answering if future.done()]:
+                number = answering.pop(complete)
+                if episodes[number].hear(complete.result()):
+                    session.add(episodes[number].next_turn(number))
+            for number, turn in session.step() if session.has_work or session.pending else ():
+                if answers := episodes[number].say(turn):
+                    answering[answers] = number
+    finally:  # where the engine failed, or the user stopped the run, calls go on
+        for number in answering.values():
+            episodes[number].leave_environment()
 
 
 @dataclass
@@ -212,8 +216,8 @@ class _Played:
     def hear(self, answers: Sequence[tuple[ToolCall, str]]) -> bool:
         """The tools' answers; whether the model has a further turn."""
         self.calls += [call for call, _ in answers]
-        if self.answers.has_timed_out and self.rules.environments is not None:
-            self.rules.environments.discard(self.environment)
+        if self.answers.has_timed_out:
+            self.leave_environment()
         messages = [{"role": "tool", "name": call.name, "content": text} for call, text in answers]
         if is_done(self.environment):
             # No token bounds these: as they are in the records.
@@ -230,6 +234,11 @@ class _Played:
         unsampled = Completion(added, [0.0] * len(added), "stop", ListedTokens.of([()] * len(added)))
         self._append(unsampled, is_own=False)
         return True
+
+    def leave_environment(self) -> None:
+        """A call may still change it: no later episode has it."""
+        if self.rules.environments is not None:
+            self.rules.environments.discard(self.environment)
 
     def _append(self, part: Completion, *, is_own: bool) -> None:
         """A turn of the model, or its tools' answers. What one part lacks, the completion lacks."""

@@ -2,9 +2,11 @@
 
 import asyncio
 import re
+import threading
 import time
 
-from talkers import call
+import pytest
+from talkers import ConcurrentTalker, call
 
 from fused_grpo.trainer.episodes import environments
 
@@ -48,3 +50,28 @@ def test_a_reset_that_takes_long_is_named(make_trainer, monkeypatch, caplog):
     warnings = [record.getMessage() for record in caplog.records if "has not returned" in record.getMessage()]
     assert len(warnings) == 4
     assert warnings[0].startswith("reset() of Slow has not returned for 0.05 s, and the run waits for it; fix: a time")
+
+
+@pytest.mark.parametrize("stops", [KeyboardInterrupt, ConnectionError])
+def test_no_later_episode_has_an_environment_that_is_still_called(make_trainer, stops):
+    """The first call waits, the engine stops at the answer to another one."""
+    called, released = list[Door](), threading.Event()
+
+    class Gate(Door):
+        def knock(self) -> str:
+            """Knock."""
+            called.append(self)
+            if called[0] is self:
+                released.wait(60)
+            return "open"
+
+    def talk(read: str, member: int) -> str:
+        if "<answer>" in read:
+            raise stops
+        return call("knock")
+
+    trainer = make_trainer(talk, engine=ConcurrentTalker, rows=None, environment_factory=Gate, max_steps=1)
+    with pytest.raises(stops):
+        trainer.train()
+    released.set()
+    assert called[0] not in trainer._environment_pool[None]
