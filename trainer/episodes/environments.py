@@ -194,7 +194,8 @@ class Environments:
         if type(made) is not (kind := self._kinds.setdefault(name, type(made))):
             raise InputError(
                 f"got a {type(made).__name__} from environment_factory, which made a {kind.__name__} before, want "
-                "objects of one class; fix: a dict of factories and a column 'environment' for several"
+                "objects of one class; fix: define it outside of the factory; a dict of factories and a column "
+                "'environment' for several"
             )
         return made
 

@@ -102,6 +102,12 @@ def test_objects_of_another_class_than_the_first_are_refused(make_trainer, other
         trainer.train()
 
 
+def test_a_class_that_the_factory_defines_anew_has_its_fix(make_trainer):
+    trainer = make_trainer(say, environment_factory=lambda: type("Own", (Counter,), {})(), reward=None, rows=None)
+    with pytest.raises(InputError, match=r"made a Own before, .* fix: define it outside of the factory"):
+        trainer.train()
+
+
 def test_an_environment_may_take_the_columns_of_its_own_rows_and_the_seed(make_trainer):
     trainer = make_trainer(say, reward=None, environment_factory=OfTask, rows=[{"task": 7}] * 4, max_steps=1)
     trainer.train()
