@@ -297,8 +297,7 @@ class GRPOTrainer(TransformersFace):
             if is_main:  # keeps other runs out, before anything there is cut, moved or removed
                 self.lock.acquire(self.output_dir)
         checkpoint = agreed_checkpoint(self.accelerator, self.output_dir, resume) if resume else None
-        # With gradients that the model brings along, torch would make a state of the optimizer that it does not have.
-        self.learner.policy.zero_grad()
+        self.learner.policy.zero_grad()  # of gradients that a model brings along torch makes a state of the optimizer
         self._begin_again()
         with all_ranks_succeed(self.accelerator, "making the output directory"):
             if is_main:
@@ -316,6 +315,7 @@ class GRPOTrainer(TransformersFace):
         facts = self.facts | {"engine": self.engine.name}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
             options: Any = {"accelerator": self.accelerator, "output_dir": self.output_dir, "resumed_from": checkpoint}
+            self._undo.callback(setattr, self, "output", self.output)  # for `evaluate` behind it: the log is not there
             self.output = RunOutput(self.args, self.max_steps, is_main=is_main, facts=facts, **options)
         self.events("on_train_begin")
         wanted = self.args.eval_on_start or (checkpoint is None and self.args.eval_at_ends)

@@ -224,6 +224,25 @@ def test_a_start_that_fails_at_once_leaves_the_directory_as_it_was(make_trainer,
     assert not (run / "former-run-2").exists()
 
 
+@pytest.mark.parametrize("holds_a_run", [False, True])
+def test_an_evaluation_behind_a_start_that_failed_writes_into_no_run(make_trainer, tmp_path, holds_a_run):
+    run, options = tmp_path / "run", {"overwrite_output_dir": False}
+    if holds_a_run:
+        make_trainer(**options).train()
+    before, failures = holds_a_run and everything(run), [KeyboardInterrupt]
+
+    def reward(completions, **columns):
+        if failures:
+            raise failures.pop()
+        return [1.0] * len(completions)
+
+    trainer = make_trainer(reward, **options)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.evaluate([{"prompt": "1+1=", "answer": "2"}])["eval_reward"] == 1.0
+    assert (run.exists() and everything(run)) == before
+
+
 def test_a_second_train_moves_the_files_of_the_first_aside(make_trainer, tmp_path):
     trainer = make_trainer(overwrite_output_dir=False)
     trainer.train()
