@@ -89,7 +89,7 @@ class Environments:
         self.is_named = isinstance(factory, Mapping)
         self.factories: dict[Any, Factory] = dict(factory) if isinstance(factory, Mapping) else {None: factory}
         self.pool, self.tools_of = dict[Any, list[Any]](), dict[Any, list[Tool]]()
-        self._kinds = dict[Any, type[Any]]()
+        self._first, self._firsts = dict[Any, type[Any]](), dict[type[Any], type[Any]]()
         if not self.factories:
             raise InputError("got an empty dict as environment_factory, want a factory by name; fix: leave it out")
         for name, make in self.factories.items():
@@ -110,7 +110,7 @@ class Environments:
     def rewards(self) -> list[Callable[..., Any]]:
         """A reward function for each class with `get_reward`, under its name; None for episodes of other classes."""
         classes = dict.fromkeys(type(pool[0]) for pool in self.pool.values())
-        return [_own_reward(kind) for kind in classes if callable(getattr(kind, "get_reward", None))]
+        return [_own_reward(kind, self._firsts) for kind in classes if callable(getattr(kind, "get_reward", None))]
 
     def check_rows(self, rows: Any, *, name: str) -> None:
         """DataError for a row of an environment that there is not, InputError for columns that a `reset` does not take.
@@ -191,12 +191,13 @@ class Environments:
                 "episodes are played at the same time; fix: the class itself, or a function that makes one"
             )
         # Schemas, the call of `reset` and the reward are those of the first one's class.
-        if type(made) is not (kind := self._kinds.setdefault(name, type(made))):
+        kind, first = type(made), self._first.setdefault(name, type(made))
+        if _code(kind) != _code(first):
             raise InputError(
-                f"got a {type(made).__name__} from environment_factory, which made a {kind.__name__} before, want "
-                "objects of one class; fix: define it outside of the factory; a dict of factories and a column "
-                "'environment' for several"
+                f"got a {kind.__name__} from environment_factory, which made a {first.__name__} before, want objects "
+                "of one class; fix: a dict of factories and a column 'environment' for several"
             )
+        self._firsts[kind] = first
         return made
 
 
@@ -220,13 +221,21 @@ def is_done(environment: Any) -> bool:
     return isinstance(done, bool | np.bool_) and bool(done)
 
 
-def _own_reward(kind: type[Any]) -> Callable[..., Any]:
-    # The class itself: an object of a subclass that is another environment has its own column.
+def _code(kind: type[Any]) -> dict[str, Any]:
+    """That of its methods: a class that a factory defines anew at each call has the same."""
+    methods = inspect.getmembers(kind, predicate=inspect.isroutine)
+    return {name: getattr(method, "__code__", method) for name, method in methods if not name.startswith("__")}
+
+
+def _own_reward(kind: type[Any], firsts: Mapping[type[Any], type[Any]]) -> Callable[..., Any]:
+    def is_of_kind(one: Any) -> bool:  # not a subclass: that is another environment, with its own column
+        return firsts.get(type(one)) is kind
+
     def called(environments: list[Any], **_: Any) -> list[float | None]:
-        return [one.get_reward() if type(one) is kind else None for one in environments]
+        return [one.get_reward() if is_of_kind(one) else None for one in environments]
 
     async def awaited(environments: list[Any], **_: Any) -> list[float | None]:
-        return [await in_loop_of_tools(one.get_reward()) if type(one) is kind else None for one in environments]
+        return [await in_loop_of_tools(one.get_reward()) if is_of_kind(one) else None for one in environments]
 
     def in_loop_of_tools(reward: Any) -> Any:  # where clients belong that the object keeps open
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(reward, event_loop(ASYNC)))

@@ -93,7 +93,7 @@ def test_what_an_environment_cannot_be_called_with_is_found_before_a_step(make_t
         make_trainer(lambda *_: pytest.fail("a turn was sampled"), reward=None, **options).train()
 
 
-@pytest.mark.parametrize("other", [OfTask, type(None), object, type("Counter", (Counter,), {})])
+@pytest.mark.parametrize("other", [OfTask, type(None), object, type("Counter", (OfTask,), {})])
 def test_objects_of_another_class_than_the_first_are_refused(make_trainer, other):
     """They would have no reward, and tools that were not checked."""
     kinds = itertools.chain([Counter], itertools.repeat(other))
@@ -102,10 +102,18 @@ def test_objects_of_another_class_than_the_first_are_refused(make_trainer, other
         trainer.train()
 
 
-def test_a_class_that_the_factory_defines_anew_has_its_fix(make_trainer):
-    trainer = make_trainer(say, environment_factory=lambda: type("Own", (Counter,), {})(), reward=None, rows=None)
-    with pytest.raises(InputError, match=r"made a Own before, .* fix: define it outside of the factory"):
-        trainer.train()
+def test_a_class_that_the_factory_defines_anew_is_one(make_trainer):
+    def make():
+        class Own(Counter):
+            def get_reward(self):
+                return 5.0
+
+        return Own()
+
+    trainer = make_trainer(say, environment_factory=make, reward=None, rows=None, max_steps=1)
+    result = trainer.train()
+    assert len({type(one) for one in trainer.environments}) == 4
+    assert result.metrics["reward"] == 5.0
 
 
 def test_an_environment_may_take_the_columns_of_its_own_rows_and_the_seed(make_trainer):
