@@ -370,7 +370,10 @@ def prompt_problem(prompt: Any) -> str | None:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return "want messages of the form {'role': ..., 'content': ...}"
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            return "want a string, or parts {'type': 'text', 'text': ...}, as the content of every message (text alone)"
+            return (
+                "want a string, or parts {'type': 'text', 'text': ...}, as the content of every message: text alone; "
+                "fix: leave out rows, or parts, with anything else"
+            )
     texts = [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
     if any(_SURROGATE.search(str(text)) for text in texts):
         return "want text: it holds half of a surrogate pair, which UTF-8 cannot encode"
