@@ -28,7 +28,7 @@ BUGS = {
     ),
     "the end of a thought in an argument ends one": (
         "trainer/episodes/calls.py",
-        'text.partition(end) if begun_before or begins else ("", "", text)',
+        'text.partition(end) if is_begun else ("", "", text)',
         "text.partition(end)",
         IDS,
     ),

@@ -38,7 +38,15 @@ from faulty_tools import (
 )
 from talkers import END, Talker, call
 
-from fused_grpo.errors import CheckpointError, DataError, FusedGRPOError, RewardError, UnavailableError, WeightSyncError
+from fused_grpo.errors import (
+    CheckpointError,
+    DataError,
+    FusedGRPOError,
+    InputError,
+    RewardError,
+    UnavailableError,
+    WeightSyncError,
+)
 from fused_grpo.trainer.logging import run_output
 from fused_grpo.trainer.types import Rollouts, Sample
 
@@ -277,7 +285,12 @@ ENDS: dict[str, tuple[dict[str, Any], type[FusedGRPOError], str, int]] = {
         0,
     ),
     "the factory exits": (third(lambda: sys.exit(3)), UnavailableError, "SystemExit from environment_factory: 3", 0),
-    "the factory makes None": (third(lambda: None), UnavailableError, r"AttributeError from reset\(\) of NoneType", 0),
+    "the factory makes None": (
+        third(lambda: None),
+        InputError,
+        "got a NoneType from environment_factory, which made a",
+        0,
+    ),
     "the engine is gone": (engine(lambda _: fail(UnavailableError(UNREACHABLE))), UnavailableError, UNREACHABLE, 1),
     "the engine returns NaN": (
         engine(lambda rollouts: first_with(rollouts, [5, 1], [-1.0, math.nan])),
