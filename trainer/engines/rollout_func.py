@@ -149,7 +149,8 @@ def _masks(given: Any, completion_ids: list[list[int]]) -> list[list[bool]] | No
     """True for the model's own tokens; None where all of them are."""
     if given is None:
         return None
-    masks = [list(map(as_index, mask)) for mask in given]
+    plain = [mask.tolist() if hasattr(mask, "tolist") else mask for mask in given]  # NumPy's truths are no numbers
+    masks = [list(map(as_index, mask)) for mask in plain]
     values, tokens = list(map(len, masks)), list(map(len, completion_ids))
     if values != tokens or not {0, 1}.issuperset(chain.from_iterable(masks)):
         raise DataError(

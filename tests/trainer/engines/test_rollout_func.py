@@ -47,7 +47,9 @@ def test_what_the_function_returns_becomes_rollouts(engine) -> None:
     assert rollouts.weight_version == 7
 
 
-@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+@pytest.mark.parametrize(
+    "kind", [list, np.array, torch.tensor, lambda mask: np.array(mask, bool), lambda mask: torch.tensor(mask).bool()]
+)
 def test_tokens_of_an_environment_are_told_from_the_models_own(engine, kind) -> None:
     masks = [[1, 0], [1], [0, 0, 1], [1]]
     rollouts = engine(env_mask=[kind(mask) for mask in masks]).generate(PROMPT_IDS, SAMPLING)
