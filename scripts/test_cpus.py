@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> int:
             continue
         # A fresh cache: the code in PyTorch's compiler cache is for the instructions of another row.
         cache = tempfile.mkdtemp()
-        # Three workers of two threads that wait in a loop take three times as long.
+        # Threads that wait in a loop take the cores of those that compute: there are more than cores.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHINDUCTOR_CACHE_DIR": cache}
         env[row.variable] = row.value
         bits = subprocess.run([sys.executable, "-c", DIGEST], env=env, capture_output=True, text=True, check=True)

@@ -41,6 +41,7 @@ def test_a_row_has_the_code_of_its_cpu_and_all_other_tests(monkeypatch, capsys) 
     paths = [f"--ignore=tests/{path}" for path, _ in LEFT_OUT]
     assert [tests for tests, _ in seen] == [["tests", *paths, "-k", "loop"]] * 4
     assert [env["OMP_NUM_THREADS"] for _, env in seen] == ["1", "2", "1", "1"]
+    assert all(env["OMP_WAIT_POLICY"] == "PASSIVE" for _, env in seen)
     assert [env.get("MKL_CBWR") for _, env in seen] == [None, None, "COMPATIBLE", "AVX2"]
     table = capsys.readouterr().out.splitlines()
     assert table[0] == "a CPU"

@@ -222,7 +222,7 @@ def is_done(environment: Any) -> bool:
 
 
 def _code(kind: type[Any]) -> dict[str, Any]:
-    """That of its methods: a class that a factory defines anew at each call has the same."""
+    """The code of its methods, by name: a class that a factory defines anew at each call has the same."""
     methods = inspect.getmembers(kind, predicate=inspect.isroutine)
     return {name: getattr(method, "__code__", method) for name, method in methods if not name.startswith("__")}
 

@@ -186,7 +186,7 @@ class Replicas:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._slots, self.timeout = asyncio.Semaphore(max_concurrency), timeout  # of all calls
-        # Loading the certificates of the machine takes 50 ms. Without them, no server of https is trusted.
+        # Loading the certificates of the machine is slow. Without them, no server of https is trusted.
         https = any(replica.url.startswith("https:") for replica in self.all)
         self._certificates = ssl.create_default_context() if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
