@@ -172,7 +172,7 @@ class ToolCall(NamedTuple):
     """A call of a tool, and its answer."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: Any  # a dict, or what the model wrote in its place
     result: str  # the text that the model reads
     failed: bool
     seconds: float

@@ -60,22 +60,20 @@ def family_of(text: str, name: str) -> Family | None:
 
 
 def checked_call(function: Mapping[str, Any], tools: Sequence[Any] = ()) -> Call:
-    """A call as TRL passes it on; TypeError for one without a name, or whose arguments are no object.
+    """A call as TRL passes it on; TypeError for one without a name. Arguments that are no object are the tool's error.
 
     Texts are what the schemas of `tools` want in their place: "7" is 7 for an integer. With a response template
     transformers does that.
     """
     arguments = function.get("arguments", function.get("parameters"))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    arguments = {} if arguments is None else arguments
+    arguments = {} if arguments is None else _of_types(arguments, ["object"])
     if tools and isinstance(arguments, dict):
         types = _types_of(function["name"], tools)
         arguments = {key: _of_types(value, types.get(key, ())) for key, value in arguments.items()}
     # ValueError for numbers that JSON does not have, or characters that UTF-8 does not.
     json.dumps([function["name"], arguments], ensure_ascii=False, allow_nan=False).encode()
-    if not isinstance(function["name"], str) or not isinstance(arguments, dict) or _depth(arguments) > _DEEPEST:
-        raise TypeError("a tool call without a name, or with arguments that are no object, or nested too deeply")
+    if not isinstance(function["name"], str) or _depth(arguments) > _DEEPEST:
+        raise TypeError("a tool call without a name, or nested too deeply")
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

@@ -17,6 +17,7 @@ import torch
 from fused_grpo.errors import DataError, InputError, UnavailableError, shown
 from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.common.threads import event_loop
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, as_row, column_names, is_plain_arrow, is_stream, mapped, read_rows
 from fused_grpo.trainer.episodes.tools import ASYNC, Tool, check_tools, clean
@@ -105,6 +106,7 @@ class Environments:
             if callable(getattr(type(instance), "get_reward", None)):
                 _check_call(instance.get_reward, (), f"get_reward() of {type(instance).__name__}")
             self.pool[name], self.tools_of[name] = [instance], check_tools([*tools, *methods_of(instance)])
+            self.pool[name].append(self._made(name))  # the members of a group need two, and it may be the same
         self.free_all()
 
     def rewards(self) -> list[Callable[..., Any]]:
@@ -217,8 +219,15 @@ def is_done(environment: Any) -> bool:
     """Whether its `done` is true; a method of that name is a tool. UnavailableError for a property that raises."""
     what = f"`done` of {type(environment).__name__}"
     default = () if hasattr(type(environment), "done") else (False,)  # an AttributeError of a property is an error
-    done = _awaited(what, "True or False", lambda: getattr(environment, "done", *default))
-    return isinstance(done, bool | np.bool_) and bool(done)
+
+    def truth() -> Any:
+        done = getattr(environment, "done", *default)
+        return done.item() if hasattr(done, "item") else done  # of NumPy, PyTorch, JAX
+
+    done = _awaited(what, "True or False", truth)
+    if not isinstance(done, int | float | None) and not callable(done):  # a TRL environment's own may be anything
+        warn_once(f"got a {type(done).__name__} as {what}, which ends no episode, want True or False; fix: bool(...)")
+    return isinstance(done, int | float) and bool(done)
 
 
 def _code(kind: type[Any]) -> dict[str, Any]:
@@ -279,7 +288,10 @@ def _awaited(source: str, wanted: str, call: Callable[[], T]) -> T:
     warning = threading.Timer(_LONG, _log.warning, [text, source, _LONG])
     warning.start()
     try:
-        return call()
+        value = call()
+        if inspect.iscoroutine(value):  # refused, without Python's warning that it was never awaited
+            value.close()
+        return value
     except RAISED as error:
         raise UnavailableError(
             f"got {type(error).__name__} from {source}: {shown(error, 2000)}; want {wanted}; fix: the environment"

@@ -104,7 +104,7 @@ class Answers:
             # Awaitable is what a decorator around a coroutine function returns, say.
             return on_loop(lambda: answer).result() if inspect.isawaitable(answer) else as_text(answer)
 
-        return on_loop(partial(tool, **arguments)) if is_async(tool) else in_thread(called, name="tool")
+        return on_loop(lambda: tool(**arguments)) if is_async(tool) else in_thread(called, name="tool")
 
     def _answer(
         self, call: Mapping[str, Any], tool: Tool | None, running: Future[str] | None, start: float, most: int

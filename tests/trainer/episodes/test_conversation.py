@@ -1,5 +1,7 @@
 """What a chat template adds behind a turn, and what calls a reply has."""
 
+import json
+
 import pytest
 from talkers import END, TEMPLATE, call, talking_tokenizer
 
@@ -55,10 +57,13 @@ def test_ids_only_grow_by_what_the_template_writes_behind_a_turn(answers):
         (f'{call("f", a=1)}<tool_call>{{"name": "g"}} or so</tool_call>', None, []),
         ('<tool_call>\n{"name": "f", "arguments": "{\\"a\\": 1}"}\n</tool_call>', "", [("f", {"a": 1})]),
         ('<tool_call>\n{"name": "f"}\n</tool_call>', "", [("f", {})]),
-        # As in TRL, what cannot be read is text.
+        # As in TRL, arguments that are no object are for the tool's error, and what cannot be read is text.
         ('<tool_call>\n{"arguments": {"a": 3}}\n</tool_call>', None, []),
         ("<tool_call>\n{name: f}\n</tool_call>", None, []),
-        ('<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>', None, []),
+        *(
+            (f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(odd)}}}\n</tool_call>', "", [("f", odd)])
+            for odd in ([1], [["a", 1]], "", "x", "[1]", 0, 1.5, False)
+        ),
         ('<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>', None, []),
         ("<tool_call>\n[1]\n</tool_call>", None, []),
         ('<tool_call>\n{"name": "f", "arguments": {"a": NaN}}\n</tool_call>', None, []),

@@ -6,10 +6,13 @@ import itertools
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from talkers import call
 
 from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.episodes.environments import NO_PROMPT, Environments, is_done
 
 RAISED = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
@@ -62,6 +65,10 @@ class InParts(Counter):
 SHARED = Counter()
 
 
+async def make_later():
+    return Counter()
+
+
 def say(read: str, member: int) -> str:
     return "over" if "<answer>" in read else call("count", number=member)
 
@@ -70,6 +77,8 @@ def say(read: str, member: int) -> str:
     ("options", "text"),
     [
         ({"environment_factory": {}}, "an empty dict as environment_factory"),
+        ({"environment_factory": make_later}, "got a coroutine from environment_factory"),
+        ({"environment_factory": lambda: SHARED}, "got one Counter twice from environment_factory"),
         ({"environment_factory": Later}, "got a Later .* no coroutine"),
         ({"environment_factory": InParts}, "got a InParts .* no generator"),
         (
@@ -97,9 +106,8 @@ def test_what_an_environment_cannot_be_called_with_is_found_before_a_step(make_t
 def test_objects_of_another_class_than_the_first_are_refused(make_trainer, other):
     """They would have no reward, and tools that were not checked."""
     kinds = itertools.chain([Counter], itertools.repeat(other))
-    trainer = make_trainer(say, environment_factory=lambda: next(kinds)(), reward=None, rows=None)
     with pytest.raises(InputError, match=f"got a {other.__name__} from environment_factory, which made a Counter befo"):
-        trainer.train()
+        make_trainer(say, environment_factory=lambda: next(kinds)(), reward=None, rows=None)
 
 
 def test_a_class_that_the_factory_defines_anew_is_one(make_trainer):
@@ -179,6 +187,23 @@ def test_whatever_an_environment_raises_is_an_error_of_ours(call_of):
 
         with pytest.raises(UnavailableError, match=f"got {type(error).__name__} from"):
             call_of(fails)
+
+
+TRUTHS = [True, 1, 1.0, np.True_, np.int64(1), np.array([True]), torch.tensor(1)]
+NONE = [False, 0, None, np.False_, np.zeros(1), torch.tensor(False), lambda: True]
+
+
+@pytest.mark.parametrize(("value", "is_true"), [(one, True) for one in TRUTHS] + [(one, False) for one in NONE])
+def test_a_truth_of_any_kind_ends_an_episode(value, is_true, caplog):
+    assert is_done(type("Made", (), {"done": value})) is is_true
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("value", ["no", ["a task"], {}])
+def test_what_is_no_truth_ends_no_episode_and_is_said(value, caplog):
+    warn_once.cache_clear()
+    assert not is_done(type("Made", (), {"done": value})())
+    assert f"got a {type(value).__name__} as `done` of Made, which ends no episode" in caplog.text
 
 
 def test_what_no_tokenizer_takes_is_replaced_in_what_reset_returns():

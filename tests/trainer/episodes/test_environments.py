@@ -158,9 +158,8 @@ def test_every_generator_of_the_process_draws_one_task_for_a_group(make_trainer)
 
 def test_one_object_for_all_episodes_is_refused(make_trainer):
     only = Guess()
-    trainer = make_trainer(play, reward=None, environment_factory=lambda: only, rows=None, max_steps=1)
     with pytest.raises(InputError, match="got one Guess twice from environment_factory, want a new object"):
-        trainer.train()
+        make_trainer(play, reward=None, environment_factory=lambda: only, rows=None, max_steps=1)
 
 
 def test_members_may_have_prompts_of_their_own(make_trainer):

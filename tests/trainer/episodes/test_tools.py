@@ -194,6 +194,7 @@ def test_plain_functions_of_a_turn_are_called_one_after_the_other():
         (("multiply", {"a": 1, "c": 2}), "unexpected keyword argument 'c'"),
         (("multiply", {}), "missing 2 required positional arguments"),
         (("later", {"second": 1}), "unexpected keyword argument 'second'"),
+        *(((name, odd), "must be a mapping, not") for name in ("multiply", "later") for odd in ([1], "x", 3, True)),
         (("fails", {"how": "value"}), r"bad\\x1b[31m"),
         (("fails", {"how": "exit"}), "3"),
         (("fails", {"how": "empty"}), "KeyError"),
