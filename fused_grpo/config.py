@@ -64,10 +64,10 @@ def check_option_types(options: Any, *, but: Collection[str] = (), other: Mappin
     for name, kind in {**option_types(cls), **(other or {})}.items():
         value = getattr(options, name)
         if name not in but and not has_type(value, kind):
-            raise InputError(f"got {name}={repr(value)[:200]}, want {readable(kind)}{_fix(value, kind)}")
+            raise InputError(f"got {name}={repr(value)[:200]}, want {readable(kind)}{number_fix(value, kind)}")
 
 
-def _fix(value: Any, kind: Any) -> str:
+def number_fix(value: Any, kind: Any) -> str:
     """The fix where numbers are text, or an integer has a fraction of 0: what Python and YAML read as the numbers."""
     try:
         numbers: Any = [_number(one) for one in value] if isinstance(value, list) else _number(value)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer, get_scheduler
 
+from fused_grpo.config import number_fix
 from fused_grpo.errors import InputError, UnavailableError, WrongTypeError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -168,7 +169,8 @@ def make_schedule(optimizer: torch.optim.Optimizer, args: GRPOConfig, max_steps:
     try:
         return get_scheduler(args.lr_scheduler_type, optimizer, scheduler_specific_kwargs=options, **steps)
     except (TypeError, ValueError) as error:
+        fixes = (number_fix(one, float) for one in (options or {}).values() if isinstance(one, str))
         raise InputError(
             f"got lr_scheduler_type={args.lr_scheduler_type!r} with lr_scheduler_kwargs={options!r}, want arguments of "
-            f"that scheduler of transformers ({error}); fix: lr_scheduler_kwargs"
+            f"that scheduler of transformers ({error}){next(filter(None, fixes), '; fix: lr_scheduler_kwargs')}"
         ) from error

@@ -208,6 +208,10 @@ def test_a_function_that_returns_a_generator_loses_no_row(folder, tmp_path):
         ({"push_to_hub": True}, "got push_to_hub without a login"),
         ({"lr_scheduler_kwargs": {"cycles": 2}}, r"got lr_scheduler_type='linear' with .*argument 'cycles'"),
         ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.0}}, "got lr_scheduler_type='polyn"),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0, "lr_end": "1e-9"}},
+            r"fix: 1\.0e-09 \(YAML takes",
+        ),
         ({"report_to": "nobodys"}, "got report_to='nobodys'"),
         ({"resume_from_checkpoint": "nowhere"}, r"manifest\.json is missing"),
         ({"resume_from_checkpoint": True}, "no complete checkpoint"),
