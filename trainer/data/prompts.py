@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import compress, islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import Subset
 from transformers.utils.chat_template_utils import get_json_schema
@@ -27,6 +28,7 @@ from fused_grpo.trainer.data.datasets import clean_prompt, is_conversational, is
 # Options of `apply_chat_template` that encode_prompts sets.
 SET_HERE = {"tokenize", "return_dict", "return_tensors", "padding", "add_generation_prompt"}
 _ROWS_AT_ONCE = 1000
+_SCHEMAS = WeakKeyDictionary[Any, dict[str, Any]]()
 # More than a tokenizer puts into a token on average. What is longer is not encoded: that takes 100 bytes a character.
 CHARACTERS_OF_A_TOKEN = 128
 
@@ -76,8 +78,16 @@ def parsed_reply(tokenizer: Any, ids: Sequence[int], prefix: Sequence[int], tool
 
 def tool_options(tools: Sequence[Callable[..., Any]]) -> dict[str, Any]:
     """The variables of a chat template that have the tools' schemas; none without tools."""
-    schemas = [get_json_schema(tool) for tool in tools]
+    schemas = [schema_of(tool) for tool in tools]
     return {"tools": schemas, "xml_tools": schemas} if schemas else {}  # xml_tools: in SmolLM3's
+
+
+def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
+    """Made once: of methods, for all objects of their class."""
+    function = getattr(tool, "__func__", tool)
+    if function not in _SCHEMAS:
+        _SCHEMAS[function] = get_json_schema(tool)
+    return _SCHEMAS[function]
 
 
 def rendered(row: Mapping[str, Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers.utils.chat_template_utils import get_json_schema
+from fused_grpo.trainer.data.prompts import schema_of
 
 Call = dict[str, Any]
 Reader = Callable[[str, Sequence[Any]], tuple[str, list[Any]]]
@@ -85,7 +85,8 @@ def _depth(value: Any, most: int = _DEEPEST + 1) -> int:
 
 def _json_calls(text: str, _: Any) -> tuple[str, list[Any]]:
     calls, decoder, begun = list[Any](), json.JSONDecoder(), _BEGIN.search(text)
-    while begun is not None:
+    last = text.rfind("</tool_call>")  # behind it nothing is decoded: an error there counts all lines before it
+    while begun is not None and begun.end() <= last:
         call, stop = None, begun.end()
         if text.startswith("{", stop):
             with suppress(ValueError):  # decoded, because an argument may hold the end of a call
@@ -175,7 +176,7 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
 
 def _types_of(name: str, tools: Sequence[Any]) -> dict[str, list[str]]:
     """The types of JSON that each argument of the tool of this name may have."""
-    schemas = [get_json_schema(tool)["function"]["parameters"] for tool in tools if tool.__name__ == name]
+    schemas = [schema_of(tool)["function"]["parameters"] for tool in tools if tool.__name__ == name]
     return {key: _types(one) for schema in schemas for key, one in schema["properties"].items()}
 
 
@@ -191,11 +192,11 @@ def _llama_calls(text: str, _: Any) -> tuple[str, list[Any]]:
     text = text.removeprefix("<|python_tag|>").strip()
     if (begun := _LLAMA.search(text)) is None:
         return text, []
-    decoder, calls, body = json.JSONDecoder(), list[Any](), text[begun.start() :]
-    while body:
-        call, end = decoder.raw_decode(body)
+    decoder, calls, place = json.JSONDecoder(), list[Any](), begun.start()
+    while place < len(text):
+        call, end = decoder.raw_decode(text, place)
         calls.append(call)
-        body = body[end:].lstrip("; \n")
+        place = next((at for at in range(end, len(text)) if text[at] not in "; \n"), len(text))
     return text[: begun.start()].removesuffix("<|python_tag|>"), calls
 
 

@@ -8,6 +8,7 @@ import pytest
 from talkers import END, talking_tokenizer
 
 from fused_grpo.errors import UnsupportedError
+from fused_grpo.trainer.episodes.calls import family_of
 from fused_grpo.trainer.episodes.conversation import Template
 
 trl = pytest.importorskip("trl.chat_template_utils", reason="TRL is not installed")
@@ -205,6 +206,20 @@ def test_a_turn_that_says_one_thing_again_and_again_is_read_at_once(name):
     start = time.thread_time()  # not of what else the machine does
     assert not any("tool_calls" in template.reply(ids, [], [look]) for ids in said)
     assert time.thread_time() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("form", "said", "calls"),
+    [
+        ('<tool_call>{"name": "f"', '<tool_call>{"name": "f": {"a": "', 0),
+        ('{"name": "f", "parameters": {}}', "; ", 80_000),
+    ],
+)
+def test_many_calls_are_read_in_time_of_their_number(form, said, calls):
+    start = time.thread_time()
+    _, found = family_of(form, "f").read((form + said) * 80_000, [])
+    assert len(found) == calls
+    assert time.thread_time() - start < 3
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
