@@ -38,7 +38,7 @@ from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.engine_choice import EngineName, check_routing, engine_name, sampling_dtype, server_urls
 from fused_grpo.trainer.engines.sampling import prepared, stop_token_ids
-from fused_grpo.trainer.engines.server.replicas import checked_url
+from fused_grpo.trainer.engines.server.replicas import checked_urls
 from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_installed, enable_batch_invariance
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
 from fused_grpo.trainer.episodes.environments import rows_of_environments, with_prompts
@@ -264,8 +264,7 @@ def check_services(start: Start) -> None:
     if (start.engine is None or inner) and start.engine_name != "transformers":
         if args.vllm_max_model_length is None and start.has_streams:
             raise InputError("got a dataset without random access; fix: set vllm_max_model_length")
-        for url in server_urls(args):
-            checked_url(url, allow_remote=args.vllm_server_allow_remote)
+        checked_urls(server_urls(args), allow_remote=args.vllm_server_allow_remote)
         if start.engine_name == "vllm":
             check_installed()
             if args.vllm_dtype != "auto":

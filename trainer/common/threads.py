@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -48,6 +49,16 @@ def leave_blocked_loop(name: str, *, timeout: float) -> None:
             with _one_at_a_time:
                 if _loops.get(name) is loop:  # else another thread has left it
                     del _loops[name]
+
+
+def _leave_loops() -> None:
+    """In a fork, in which their threads do not run."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()  # a thread may have held the other
+    _loops.clear()
+
+
+os.register_at_fork(after_in_child=_leave_loops)
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -111,7 +111,10 @@ def choose_engine(
 
 def server_urls(args: GRPOConfig) -> list[str]:
     """The addresses of the vLLM servers that the options name."""
-    urls = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    urls, host = args.vllm_server_base_url, args.vllm_server_host
+    if urls is None:
+        is_bare = ":" in host and not host.startswith("[")  # of IPv6
+        urls = f"http://{f'[{host}]' if is_bare else host}:{args.vllm_server_port}"
     return [urls] if isinstance(urls, str) else urls
 
 
@@ -186,6 +189,8 @@ def _engine_beside(args: GRPOConfig, model: Any, tokenizer: Any, options: VLLMOp
     if args.vllm_adapter_sync:
         options, is_4bit = options.with_adapter(ServedAdapter(model)), bool(layers_in_4bit(model))
         environment |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    if on_cpu:  # as in process: a further one for the worker is imported anew, and waits in a busy loop
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     arguments = options.arguments(base, in_process=False)
     served = base_codes if is_4bit else base_weights if args.vllm_adapter_sync else checkpoint_weights
     weights = served(model, options.dtype)

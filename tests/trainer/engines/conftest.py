@@ -45,6 +45,7 @@ class ServerProcess:
         options += ("--no-enable-chunked-prefill", *self.options)
         command, variables = server_command(self.folder, port=self.port, options=options)
         small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        small["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # as on a GPU, the engine's process has the worker
         small |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if "--enable-lora" in self.options else {}
         self.process = self._start_process(command, small | variables)
 

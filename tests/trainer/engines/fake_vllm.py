@@ -54,6 +54,7 @@ class FakeServer(ThreadingHTTPServer):
         self.lora_config, self.environment = None, None  # None: without --enable-lora, without vllm_env
         self.parallel_config, self.device = {}, "cpu"
         self.workers: list[Any] = []  # with our worker extension
+        self.name = "model"  # as others call it
         self.model = ""  # as vLLM prints it; "": the server is too old to do so
         self.mutate: Any = lambda path, answer: answer  # every answer with status 200
         self.refuses_to_join, self.refuses_weights = False, False
@@ -116,7 +117,7 @@ class FakeServer(ThreadingHTTPServer):
             "parallel_config": self.parallel_config,
             "weight_transfer_config": self.transfer and {"backend": self.transfer},
         }
-        models = [{"id": "model", "max_model_len": self.max_model_len}]
+        models = [{"id": self.name, "max_model_len": self.max_model_len}]
         models += [{"id": name, "max_model_len": None} for name in self.adapters]
         answer = {"vllm_config": config} | ({} if self.environment is None else {"vllm_env": self.environment})
         return {
@@ -132,7 +133,7 @@ class FakeServer(ThreadingHTTPServer):
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any] | int | str | None:
         self.calls.append((path, body))
         match path:
-            case "/v1/completions" if body["model"] not in {"model", *self.adapters}:
+            case "/v1/completions" if body.get("model", self.name) not in {self.name, *self.adapters}:
                 return 404
             case "/v1/load_lora_adapter" if self.refuses_weights:
                 return 500

@@ -1,6 +1,8 @@
 """The server engine with servers that fail: no completion is counted twice or stale, and no call hangs."""
 
 import asyncio
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -112,6 +114,7 @@ def test_a_request_that_fails_is_asked_again_and_counted_once(connect, servers, 
         ("one too few", r"completions \[0, 1\] where 3 were asked for"),
         ("one twice", r"completions \[0, 0, 1\] where 3 were asked for"),
         (400, "status 400 from /v1/completions"),
+        ({"finish_reason": "length"}, "a completion that ended for its length after 2 of 8 tokens"),
         ("not json", "an answer from /v1/completions that is not JSON: '<html>"),
         ("json of another kind", r"an answer from /v1/completions that vLLM does not give .*it is list, want dict"),
         ("nothing", r"that vLLM does not give .*choices is NoneType, want list"),
@@ -161,11 +164,38 @@ def test_a_server_that_hangs_is_an_error_at_the_deadline(connect, servers) -> No
     assert time.monotonic() - start < 15
 
 
-def test_a_server_that_never_comes_up_is_an_error_at_the_deadline(model, tokenizer) -> None:
+def test_a_server_that_never_comes_up_is_said_and_an_error_at_the_deadline(model, tokenizer, caplog) -> None:
     with pytest.raises(
         UnavailableError, match=r"no end of getting ready within 1 s .*ConnectError.*fix: start the server"
     ):
         VLLMServerEngine(model, tokenizer, base_urls=["http://127.0.0.1:9"], timeout=1.0)
+    assert caplog.text.count("waiting for http://127.0.0.1:9, which is not up: ConnectError") == 1
+
+
+def test_ctrl_c_ends_the_requests_too(connect, servers) -> None:
+    """In a notebook the process goes on."""
+    engine = connect(1, max_concurrency=2)
+    ctrl_c = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    servers[0].faults = (each() or "silence" for each in (bool, ctrl_c.start))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, SAMPLING)
+    servers[0].released.set()
+    assert engine.generate(PROMPTS[:1], SAMPLING).completion_ids == EXPECTED[: SAMPLING.n]
+    assert servers[0].served == 3
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/server_info?config_format=json", "/version", "/weight_info"])
+def test_what_is_only_read_is_asked_for_again(connect, servers, monkeypatch, path) -> None:
+    faults, get = iter([503, 429]), servers[0].get
+    monkeypatch.setattr(servers[0], "get", lambda asked: next(faults, get(asked)) if asked == path else get(asked))
+    assert connect(1).generate(PROMPTS[:1], SAMPLING).completion_ids == EXPECTED[: SAMPLING.n]
+    assert next(faults, None) is None
+
+
+def test_servers_may_call_their_model_by_names_of_their_own(connect, servers) -> None:
+    servers[1].name = "/another/path"
+    connect().generate(PROMPTS, SAMPLING)
+    assert min(server.served for server in servers) >= 5
 
 
 def test_completions_of_a_server_restarted_since_sync_are_sampled_again(connect, servers) -> None:

@@ -1,11 +1,13 @@
 """The server URLs that a trainer calls, and the parts of a URL that errors show."""
 
 import ssl
+from types import SimpleNamespace
 
 import pytest
 
 from fused_grpo.errors import InputError
-from fused_grpo.trainer.engines.server.replicas import Replicas, checked_url
+from fused_grpo.trainer.engines.engine_choice import server_urls
+from fused_grpo.trainer.engines.server.replicas import Replicas, checked_url, checked_urls
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,9 @@ def test_another_machine_needs_consent(url) -> None:
         "user:hunter2@127.0.0.1:8000",
         "ftp://127.0.0.1/hunter2",
         "http://",
+        "http://127.0.0.1:0/hunter2",
+        "http://127.0.0.1:65536/hunter2",
+        "http://127.0.0.1:8000,http://hunter2:8001",
     ],
 )
 @pytest.mark.parametrize("allow_remote", [False, True])
@@ -56,6 +61,26 @@ def test_more_or_less_than_an_address_is_refused_and_not_repeated(url, allow_rem
     with pytest.raises(InputError, match="fix:") as refused:
         checked_url(url, allow_remote=allow_remote)
     assert "hunter2" not in str(refused.value).replace("hunter2.example.com", "")  # a host, and no secret
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_a_host_may_be_an_address_of_ipv6(host) -> None:
+    args = SimpleNamespace(vllm_server_base_url=None, vllm_server_host=host, vllm_server_port=8000)
+    assert checked_urls(server_urls(args), allow_remote=False) == ["http://[::1]:8000"]
+
+
+@pytest.mark.parametrize("urls", [[], ["http://127.0.0.1:80", "http://127.0.0.1/v1"]])
+def test_no_url_and_one_twice_are_refused(urls) -> None:
+    given = SimpleNamespace(vllm_server_base_url=urls, vllm_server_host="127.0.0.1", vllm_server_port=8000)
+    with pytest.raises(InputError, match=r"^got base_urls=\[.*fix: "):
+        checked_urls(server_urls(given), allow_remote=False)
+
+
+@pytest.mark.parametrize("key", ["", "hunter2\n", "hunter 2", "hünter2"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_repeated(key) -> None:
+    with pytest.raises(InputError, match=r"^got an api_key that .*fix: ") as refused:
+        Replicas(["http://127.0.0.1:8000"], api_key=key)
+    assert "nter" not in str(refused.value)
 
 
 def test_the_certificates_of_the_machine_are_loaded_for_https_alone(monkeypatch) -> None:

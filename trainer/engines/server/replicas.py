@@ -13,14 +13,16 @@ import asyncio
 import base64
 import io
 import ipaddress
+import itertools
 import json
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
-from functools import cache
+from functools import cache, partial
 from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -45,6 +47,8 @@ _GRACE = 1.0  # seconds that the other servers have to answer after one has fail
 # Largest response: of any route but completions, for each sampled token (its text, id and log-prob), each listed one,
 # and the experts of each token that was read or sampled (1,365 of them in all layers, two bytes of each in base64).
 _RESPONSE_BYTES, _TOKEN_BYTES, _LISTED_BYTES, _EXPERT_BYTES = 16 << 20, 1 << 10, 1 << 7, 1 << 12
+
+_KEY = re.compile("[!-~]+")
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +100,8 @@ class Replica:
         self, client: httpx.AsyncClient, path: str, body: Json | None = None, *, field: str, kind: type[T]
     ) -> T:
         """A field of the response, of a kind that `parsed` knows, or RequestError; POST where there is a body."""
-        answer = await self.request(client, "POST" if body else "GET", path, body)
+        read = partial(self.request, client, "GET", path)
+        answer = await (self.request(client, "POST", path, body) if body else asked_again(read))
         try:
             value: T = parsed(kind, parsed(dict[str, object], answer, "it").get(field), field)
         except ValueError as error:
@@ -149,13 +154,15 @@ class Replica:
 
     async def wait_until_ready(self, client: httpx.AsyncClient) -> None:
         """Return once the server reports that it is healthy."""
-        while True:
+        for attempt in itertools.count():
             try:
                 await self.request(client, "GET", "/health")
                 return
             except RequestError as error:
                 if not error.retry:
                     raise
+            if attempt == 0 and self._own is None:  # which one that was just started never is
+                _log.warning("waiting for %s, which is not up: %s", self.url, shown(self.last_error))
             await asyncio.sleep(_HEALTH_INTERVAL)
 
 
@@ -164,7 +171,7 @@ class Replicas:
 
     `own` is one that the trainer has started, in the place of those at `urls`.
 
-    InputError: no URL, one twice, or one that `checked_url` refuses.
+    InputError: a key that no header can have, or what `checked_urls` refuses.
     """
 
     def __init__(
@@ -177,10 +184,16 @@ class Replicas:
         timeout: float | None = 240.0,
         own: OwnServer | None = None,
     ) -> None:
-        checked = [checked_url(url, allow_remote=allow_remote) for url in urls]
-        if own is None and (len(set(checked)) != len(urls) or not urls):
-            raise InputError(f"got base_urls={checked}, want one URL or several different ones; fix: list each once")
-        self.all = [Replica(url, api_key) for url in checked] if own is None else [Replica(own.url, None, own)]
+        # Else an error of httpx would quote it, or be one of a type of its own.
+        if api_key is not None and not _KEY.fullmatch(api_key):
+            raise InputError(
+                "got an api_key that is empty, or has a space, a line end or a character outside of ASCII, want that "
+                "of the servers; fix: key.strip() of one that was read from a file"
+            )
+        if own is None:
+            self.all = [Replica(url, api_key) for url in checked_urls(urls, allow_remote=allow_remote)]
+        else:
+            self.all = [Replica(own.url, None, own)]
         self._socket = None if own is None else own.socket
         self._headers = {"Accept-Encoding": "identity"}
         if api_key is not None:
@@ -203,15 +216,18 @@ class Replicas:
             async with asyncio.timeout(self.timeout), connections as client:
                 return await work(client)
 
+        # Of its own: a notebook runs a loop in this thread, and a user's functions may block theirs.
+        call = asyncio.run_coroutine_threadsafe(with_deadline(), event_loop("servers"))
         try:
-            # Of its own: a notebook runs a loop in this thread, and a user's functions may block theirs.
-            return asyncio.run_coroutine_threadsafe(with_deadline(), event_loop("servers")).result()
+            return call.result()
         except TimeoutError as error:
             errors = "; ".join(f"{replica.url}: {replica.last_error}" for replica in self.all)
             raise UnavailableError(
                 f"got no end of {doing} within {self.timeout:g} s ({errors}), want servers that answer; fix: start "
                 "the server, look at its log, or raise vllm_server_timeout where it only needs longer"
             ) from error
+        finally:
+            call.cancel()  # where Ctrl-C has ended the waiting
 
     def post(self, path: str, body: Json | None = None) -> None:
         """Send every server a request of loading weights; UnavailableError where one refuses it or does not respond."""
@@ -253,19 +269,13 @@ class Replicas:
             async with self._slots:
                 while live := [replica for replica in self.all if replica not in out]:
                     replica = min(live, key=lambda replica: replica.in_flight)
-                    for pause in _PAUSES:
-                        if pause:  # else its request begins before the next prompt looks for the least busy server
-                            await asyncio.sleep(pause)
-                        try:
-                            path, kind = "/v1/completions", list[Choice]
-                            choices = await replica.ask(client, path, body, field="choices", kind=kind)
-                            return replica, _completions(body, choices, top=top)
-                        except RequestError as error:
-                            problem = replica.redacted(str(error))[:1000]
-                            if isinstance(error, NoRouteError):  # restarted: it does not know the adapter of the sync
-                                break
-                            if not error.retry:
-                                raise self._no_completions(f"{problem} at {replica.url}") from None
+                    try:
+                        return replica, await asked_again(partial(_completions, client, replica, body, top=top))
+                    except RequestError as error:
+                        problem = replica.redacted(str(error))[:1000]
+                        # Without a route it was restarted, and does not know the adapter of the sync.
+                        if not error.retry and not isinstance(error, NoRouteError):
+                            raise self._no_completions(f"{problem} at {replica.url}") from None
                     leave_out(replica, problem)
             whys = "; ".join(out.values())
             raise self._no_completions(f"none of them up with the weights of the last sync: {whys}")
@@ -297,20 +307,41 @@ class Replicas:
         return ", ".join(replica.url for replica in self.all)
 
 
-def _completions(body: Json, choices: list[Choice], *, top: int) -> list[Completion]:
+async def asked_again(ask: Callable[[], Awaitable[T]]) -> T:
+    """The result of `ask`, which is called once more after each pause where another call may have one."""
+    for pause in _PAUSES:
+        if pause:  # else its request begins before the next prompt looks for the least busy server
+            await asyncio.sleep(pause)
+        try:
+            return await ask()
+        except RequestError as error:
+            if not error.retry:
+                raise
+            last = error
+    raise last
+
+
+async def _completions(client: httpx.AsyncClient, replica: Replica, body: Json, *, top: int) -> list[Completion]:
     """The completions of one prompt: as many as were asked for, in the order of their index."""
-    choices = sorted(choices, key=lambda choice: choice.index)
+    choices = await replica.ask(client, "/v1/completions", body, field="choices", kind=list[Choice])
+    choices.sort(key=lambda choice: choice.index)
     indices = [choice.index for choice in choices]
     if indices != list(range(body["n"])):
         raise RequestError(f"completions {indices} where {body['n']} were asked for")
-    return [_completion(choice, listed=body["logprobs"] > 0, top=top) for choice in choices]
+    return [_completion(choice, body, top=top) for choice in choices]
 
 
-def _completion(choice: Choice, *, listed: bool, top: int) -> Completion:
+def _completion(choice: Choice, body: Json, *, top: int) -> Completion:
     if choice.finish_reason not in ("stop", "length"):
         raise RequestError(f"a completion that ended with {choice.finish_reason!r}", retry=True)
+    if choice.finish_reason == "length" and len(choice.token_ids) < body["max_tokens"]:
+        raise RequestError(
+            f"a completion that ended for its length after {len(choice.token_ids)} of {body['max_tokens']} tokens, as "
+            "with max_new_tokens in --override-generation-config or --generation-config"
+        )
     # Values and lengths are checked with those of all engines, in checked_engine.py.
-    support = listed_support(map(_by_id, choice.logprobs.top_logprobs or []), top) if listed else None
+    steps = map(_by_id, choice.logprobs.top_logprobs or [])
+    support = listed_support(steps, top) if body["logprobs"] > 0 else None
     reason = cast(FinishReason, choice.finish_reason)
     experts = None if choice.routed_experts is None else as_experts(_array(choice.routed_experts))
     return Completion(choice.token_ids, choice.logprobs.token_logprobs, reason, support, experts)
@@ -335,6 +366,14 @@ def _by_id(step: dict[str, float]) -> dict[int, float]:
     return dict(zip(map(int, names), step.values(), strict=True))
 
 
+def checked_urls(urls: Sequence[str], *, allow_remote: bool) -> list[str]:
+    """All of them, as `checked_url` has them; InputError where there is none, or one twice."""
+    checked = [checked_url(url, allow_remote=allow_remote) for url in urls]
+    if len(set(checked)) != len(checked) or not checked:
+        raise InputError(f"got base_urls={checked}, want one URL or several different ones; fix: list each once")
+    return checked
+
+
 def checked_url(url: str, *, allow_remote: bool) -> str:
     """The URL that routes are appended to: without "/v1" and without what may not be logged; else an InputError."""
     # Parsed by the library that sends the requests: two parsers may find two hosts in one string.
@@ -342,9 +381,11 @@ def checked_url(url: str, *, allow_remote: bool) -> str:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, ValueError, TypeError):
         parts = httpx.URL()
-    if parts.scheme not in ("http", "https") or not parts.host:
+    has_port = parts.port is None or 0 < parts.port < 65536  # None: that of the scheme
+    if parts.scheme not in ("http", "https") or not parts.host or not has_port:
         raise InputError(
-            "got a server URL without scheme and host, want one such as 'http://127.0.0.1:8000'; fix: give both"
+            "got a server URL without a scheme, a host or a port that there is, want one such as "
+            "'http://127.0.0.1:8000' or 'http://[::1]:8000'; fix: give all, and several URLs as a list"
         )
     shown = f"{parts.scheme}://{parts.netloc.decode()}"  # without the user
     if parts.userinfo or parts.query or parts.fragment:

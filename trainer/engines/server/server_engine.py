@@ -122,7 +122,6 @@ class VLLMServerEngine(RolloutEngine):
             adapter_rank=self._adapter.rank if self._adapter else None,
         )
         infos = self._replicas.each(self._ready, doing="getting ready")
-        self._model_name = infos[0].model
         configs = [info.config for info in infos]
         served = [config.model_config for config in configs]
         max_listed = min((one.max_logprobs for one in served if one.max_logprobs >= 0), default=-1)
@@ -241,7 +240,8 @@ class VLLMServerEngine(RolloutEngine):
         regex = sampling.structured_outputs_regex
         return {
             **options,
-            "model": self._server_version if self.takes_adapter else self._model_name,
+            # Else what it serves: it has another name on each server that was started with another path.
+            **({"model": self._server_version} if self.takes_adapter else {}),
             "prompt": prompt,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,

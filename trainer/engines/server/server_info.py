@@ -68,7 +68,6 @@ class VLLMConfig:
 class ServerInfo(NamedTuple):
     """What a server says of itself."""
 
-    model: str
     max_model_len: int
     config: VLLMConfig
 
@@ -172,7 +171,7 @@ async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wante
         await _check_untied(client, replica, wanted.tie)
     if wanted.adapter_rank is not None:
         await _check_lora(client, replica, config, rank=wanted.adapter_rank)
-    return ServerInfo(models[0].id, limit, config)
+    return ServerInfo(limit, config)
 
 
 async def _check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelFacts) -> None:
