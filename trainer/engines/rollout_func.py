@@ -150,7 +150,7 @@ def _masks(given: Any, completion_ids: list[list[int]]) -> list[list[bool]] | No
     if given is None:
         return None
     plain = [mask.tolist() if hasattr(mask, "tolist") else mask for mask in given]  # NumPy's truths are no numbers
-    masks = [list(map(as_index, mask)) for mask in plain]
+    masks = [[int(one) if one in (0, 1) else as_index(one) for one in mask] for mask in plain]  # 1.0 is 1
     values, tokens = list(map(len, masks)), list(map(len, completion_ids))
     if values != tokens or not {0, 1}.issuperset(chain.from_iterable(masks)):
         raise DataError(

@@ -99,19 +99,20 @@ def _json_calls(text: str, _: Any) -> tuple[str, list[Any]]:
     return text.partition("<tool_call>")[0] if calls else text, calls
 
 
-def _marked(begin: str, end: str, read: Callable[[str, Sequence[Any]], Sequence[Any]]) -> Reader:
+def _marked(begin: str, *ends: str, read: Callable[[str, Sequence[Any]], Sequence[Any]]) -> Reader:
     """A reader of what stands between marks; nothing behind the first call is said."""
 
     def calls_in(text: str, tools: Sequence[Any]) -> tuple[str, list[Any]]:
-        calls = [call for part in _between(text, begin, end) for call in read(part, tools)]
+        calls = [call for part in _between(text, begin, *ends) for call in read(part, tools)]
         return text.partition(begin)[0].rstrip().removesuffix("<tool_call>") if calls else text, calls
 
     return calls_in
 
 
-def _between(text: str, begin: str, end: str) -> list[str]:
+def _between(text: str, begin: str, *ends: str) -> list[str]:
     """What stands between a beginning and the last end before the next one; a beginning without an end is none."""
-    return [part.rpartition(end)[0] for part in text.split(begin)[1:] if end in part]
+    parts = [(part, max(map(part.rfind, ends))) for part in text.split(begin)[1:]]
+    return [part[:end] for part, end in parts if end >= 0]
 
 
 def _tagged(part: str, tools: Sequence[Any]) -> list[Call]:
@@ -220,18 +221,18 @@ def _harmony_calls(text: str, _: Any) -> tuple[str, list[Any]]:
 
 _FAMILIES = (
     # Qwen3-Coder, Qwen3.5, Nemotron 3
-    Family("<function={name}>", _marked("<function=", "</function>", _tagged)),
+    Family("<function={name}>", _marked("<function=", "</function>", "</tool_call>", read=_tagged)),
     Family(r"<tool_call>\s*\{", _json_calls),  # Hermes, Qwen2.5, Qwen3, SmolLM
-    Family(r"<tool_call>\s*{name}\s*<arg_key>", _marked("<tool_call>", "</tool_call>", _glm)),  # GLM-4.5
+    Family(r"<tool_call>\s*{name}\s*<arg_key>", _marked("<tool_call>", "</tool_call>", read=_glm)),  # GLM-4.5
     Family(r'\{"name": "{name}", "parameters": ', _llama_calls),  # Llama 3
     Family(  # Gemma 4
         r"<\|tool_call>call:{name}\{",
-        _marked("<|tool_call>call:", "<tool_call|>", partial(_gemma, quote='<|"|>')),
+        _marked("<|tool_call>call:", "<tool_call|>", read=partial(_gemma, quote='<|"|>')),
         thought=("<|channel>thought\n", "<channel|>"),
     ),
     Family(  # FunctionGemma
         r"<start_function_call>call:{name}\{",
-        _marked("<start_function_call>call:", "<end_function_call>", partial(_gemma, quote="<escape>")),
+        _marked("<start_function_call>call:", "<end_function_call>", read=partial(_gemma, quote="<escape>")),
     ),
     # gpt-oss
     Family(

@@ -48,7 +48,12 @@ def test_what_the_function_returns_becomes_rollouts(engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [list, np.array, torch.tensor, lambda mask: np.array(mask, bool), lambda mask: torch.tensor(mask).bool()]
+    "kind",
+    [
+        *(list, np.array, torch.tensor),
+        *(lambda mask: np.array(mask, bool), lambda mask: torch.tensor(mask).bool()),
+        *(lambda mask: list(map(float, mask)), torch.FloatTensor, lambda mask: list(torch.FloatTensor(mask))),
+    ],
 )
 def test_tokens_of_an_environment_are_told_from_the_models_own(engine, kind) -> None:
     masks = [[1, 0], [1], [0, 0, 1], [1]]

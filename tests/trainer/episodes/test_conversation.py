@@ -123,6 +123,10 @@ def test_the_end_of_a_thought_in_an_argument_is_text(before, thought):
             TAGGED,
             "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n</function>",
         ),
+        (
+            TAGGED,
+            "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n</tool_call>",
+        ),
     ],
 )
 def test_calls_of_other_families(form, said):
