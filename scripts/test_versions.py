@@ -27,7 +27,8 @@ SHOWN = ("torch", "triton", "transformers", "accelerate", "datasets", "peft", "n
 TOOLS = ("pytest>=8.4", "pytest-xdist>=3.6", "hypothesis>=6.130", "psutil", "bitsandbytes")
 TOOLS += ("setuptools",)  # which torch 2.10 imports to compile, and a venv of uv's lacks
 TRAINING = ("models/test_adapters.py", "test_loop.py", "checkpoint/test_resume.py", "test_textbook.py")
-TRAINING += ("collect/test_start_checks.py", "distributed/test_scale_out.py", "test_packed_equals_padded.py")
+TRAINING += ("data/test_datasets.py", "collect/test_start_checks.py", "episodes/test_tools.py")
+TRAINING += ("distributed/test_scale_out.py", "test_packed_equals_padded.py")
 TESTS = ("tests/ops", "tests/kernels", "tests/fake_cuda", "tests/integrations")
 TESTS += tuple(f"tests/trainer/{name}" for name in TRAINING)
 OF_VLLM = ("tests/trainer/engines", "tests/trainer/test_router_replay.py", "tests/test_demo.py")

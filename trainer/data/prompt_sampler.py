@@ -171,7 +171,7 @@ class StreamSampler(PromptSampler):
     """The sampler of a dataset that is read from its start, or a state of its own; DataError: no order to shuffle."""
 
     def __init__(self, dataset: Any, **options: Any) -> None:
-        from datasets import IterableDataset
+        from datasets import IterableDataset, __version__
 
         super().__init__(dataset, **options)
         is_own = isinstance(dataset, IterableDataset)
@@ -182,7 +182,8 @@ class StreamSampler(PromptSampler):
             )
         if self._shuffle:
             self._dataset = dataset.shuffle(seed=self._seed)
-        self._seeks = is_own and not self._shuffle
+        # Before 5.0 a mapped or filtered stream of Arrow data goes on behind rows that were not read.
+        self._seeks = is_own and not self._shuffle and int(__version__.partition(".")[0]) >= 5
         # Rows that were passed over count for the place in the pass, and not as used.
         self.dropped = self._pass = self._used_of_pass = 0
         self._kept_in_pass = False
@@ -213,7 +214,7 @@ class StreamSampler(PromptSampler):
         self.used, self._pass, self._used_of_pass = state["prompts"], state["pass"], state["prompts_of_pass"]
         self._rows, self._place = None, state["stream"]
         self.dropped, self._kept_in_pass = state.get("dropped", 0), True
-        if self._seeks:
+        if self._seeks and (self._place or not self._used_of_pass):
             return
         self._open()
         passed_over = sum(1 for _ in islice(self._rows, self._used_of_pass))

@@ -167,7 +167,7 @@ def kinds(
 
 @pytest.mark.parametrize(
     "said",
-    ["7", " 7 ", "007", "+7", "1_000", ".5", "-2.", "nan", "true", "TRUE", "0", "null", "[1]", '{"a": 1}', "", "x"],
+    ["7", " 7 ", "007", "+7", "1_000", ".5", "-2.5", "nan", "true", "TRUE", "0", "null", "[1]", '{"a": 1}', "", "x"],
 )
 def test_a_text_is_of_the_kind_that_trl_reads_it_as(said):
     tokenizer, stops = of_family("qwen3")
@@ -176,6 +176,19 @@ def test_a_text_is_of_the_kind_that_trl_reads_it_as(said):
     ours = Template(tokenizer, {}, stop_ids=stops).reply(ids, [], [kinds])
     theirs = trl.parse_response(trl.add_response_schema(tokenizer), ids, prefix=[], tools=[kinds])
     assert repr(ours["tool_calls"]) == repr(theirs["tool_calls"])  # 1 is not True
+
+
+@pytest.mark.parametrize(
+    ("said", "read"),
+    [("-2.", -2), (" 3.0 ", 3), ("3e2", 300), ("1e18", 10**18), ("2.5", "2.5"), ("inf", "inf"), ("1e400", "1e400")],
+)
+def test_a_whole_number_that_is_written_as_a_float_is_an_integer(said, read):
+    """As transformers reads it from 5.24 on."""
+    tokenizer, stops = of_family("qwen3")
+    call = json.dumps({"name": "kinds", "arguments": {"whole": said, "maybe": said, "text": said}})
+    ids = tokenizer(f"<tool_call>\n{call}\n</tool_call>{tokenizer.decode(stops[0])}")["input_ids"]
+    (found,) = Template(tokenizer, {}, stop_ids=stops).reply(ids, [], [kinds])["tool_calls"]
+    assert repr(found["function"]["arguments"]) == repr({"whole": read, "maybe": read, "text": said})
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])

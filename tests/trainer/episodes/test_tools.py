@@ -277,12 +277,15 @@ async def counts_later(a: int):
 
 
 def half(a: int) -> str:
-    """Say \ud800.
+    """Say half.
 
     Args:
         a: A number.
     """
     return str(a)
+
+
+half.__doc__ = half.__doc__.replace("half", "\ud800")  # which Python 3.13 compiles in no docstring
 
 
 class Counter:
