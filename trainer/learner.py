@@ -359,7 +359,12 @@ class Learner:
         return per_sequence(packed, norms, len(batch))
 
     def with_old_logprobs(self, batch: list[Sample]) -> list[Sample]:
-        """The batch with the log-probs of the current policy, for a step that is made after the policy has moved."""
+        """The batch with the log-probs of the current policy, for a step that is made after the policy has moved.
+
+        As in TRL, a reference that moves too is the one of now for all that was generated now.
+        """
+        if self.args.sync_ref_model:
+            batch = self._with_reference(batch)
         return with_fields(batch, {"old_logprobs": self._logprobs(batch, self._unwrapped)})
 
     def _with_reference(self, batch: list[Sample]) -> list[Sample]:

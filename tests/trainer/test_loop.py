@@ -226,6 +226,15 @@ def test_a_reference_that_follows_is_mixed_once_also_where_ends_are_tied(make_mo
         torch.testing.assert_close(value, start[name] + 0.6, msg=name)
 
 
+def test_a_reference_that_follows_is_that_of_the_generation(make_trainer):
+    """As in TRL, for all steps that use the generated batch: policy and reference are the same when it is made."""
+    options = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "learning_rate": 0.1}
+    trainer = make_trainer(steps_per_generation=2, max_steps=1, **options)
+    trainer.train()
+    for sample in trainer.buffer.current:
+        torch.testing.assert_close(sample.ref_logprobs, sample.old_logprobs)
+
+
 def test_a_quantile_is_that_of_torch_and_nothing_has_one_too():
     values = torch.randn(1001, generator=torch.Generator().manual_seed(0))
     for share in (0.0, 0.2, 0.5, 0.8, 0.999):

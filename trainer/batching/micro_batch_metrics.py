@@ -65,7 +65,11 @@ def step_metrics(
     of_turns = turn_sums(batch, packed, logprobs) if any(sample.completion_mask for sample in batch) else {}
     own = [(of_loss, of_ratios | of_turns), skipped_metrics(batch, config)]
     losses, ratios = zip(*chain.from_iterable(gather_objects("joining metrics", own)), strict=True)
-    return means(merge_metrics(losses) | merge_metrics(ratios)) | of_gradient
+    # A step without a token has the names of every other, as in TRL: callbacks read them.
+    nothing = torch.zeros(1)
+    names = [*_clip_sums(nothing, nothing, nothing, config), *(["kl"] if config.beta else [])]
+    names += ["vespo/phi_seq_mean"] if config.loss_type == "vespo" else []
+    return means(dict.fromkeys(names, 0.0) | merge_metrics(losses) | merge_metrics(ratios)) | of_gradient
 
 
 @torch.no_grad()

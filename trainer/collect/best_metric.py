@@ -59,7 +59,7 @@ def check_best_metric(name: str | None, metrics: Any) -> None:
     if name is None:
         return
     found = metrics if isinstance(metrics, Mapping) else {}
-    if not any(isinstance(found.get(one), int | float) for one in keys_of_best(name)):
+    if not any(isinstance(found.get(one, ""), int | float | None) for one in keys_of_best(name)):
         choice = ", ".join(one for one in found if "reward" in one or "length" in one) or f"eval_{name}"
         raise InputError(
             f"got metric_for_best_model={name!r}, want a metric of an evaluation: {choice}; fix: "

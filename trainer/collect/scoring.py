@@ -390,12 +390,12 @@ class Evaluation(NamedTuple):
     started: float  # by time.time
     batch: list[Sample]  # of this rank
 
-    def named(self, prefix: str) -> dict[str, float]:
-        """All numbers as `<prefix>_<metric>`, with `<prefix>_runtime` (s), `_samples_per_second` (prompts) and
-        `_steps_per_second` (generate calls)."""
+    def named(self, prefix: str) -> dict[str, Any]:
+        """All numbers as `<prefix>_<metric>`, None for the mean of nothing as in the entries of steps, with
+        `<prefix>_runtime` (s), `_samples_per_second` (prompts) and `_steps_per_second` (generate calls)."""
         speed: dict[str, float] = speed_metrics(prefix, self.started, num_samples=self.num_prompts, num_steps=1)
         kept = {name: value for name, value in self.metrics.items() if not name.startswith("time/")}
-        return {f"{prefix}_{name}": value for name, value in kept.items()} | speed
+        return {f"{prefix}_{name}": None if math.isnan(value) else value for name, value in kept.items()} | speed
 
     def rewards(self, names: Sequence[str], *, of_set: str) -> dict[str, float]:
         """What `TrainResult` has: "reward", "rewards/<function>/mean" and "pass@<k>", after "<set>_" if it is named."""

@@ -175,9 +175,10 @@ class Events:
         `check_best_metric` has found it there.
         """
         name, rises = self.args.metric_for_best_model, self.args.greater_is_better
-        if name is None:
+        keys = () if name is None else keys_of_best(name)
+        value = next((metrics[key] for key in keys if isinstance(metrics.get(key), int | float)), None)
+        if value is None:  # also of an evaluation in which nothing was scored
             return False
-        value = next(metrics[key] for key in keys_of_best(name) if isinstance(metrics.get(key), int | float))
         if self.state.best_metric is None:
             self.state.best_metric = float("-inf" if rises else "inf")
         if not (value > self.state.best_metric if rises else value < self.state.best_metric):

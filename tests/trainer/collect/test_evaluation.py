@@ -62,6 +62,20 @@ def test_eval_loss_is_the_loss_of_a_step_with_the_completions(make_trainer, monk
     assert abs(metrics["loss"]) > 1e-4
 
 
+def never(completions, **columns):
+    return [None for _ in completions]
+
+
+def test_the_mean_of_nothing_is_none_in_every_entry(make_trainer):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "reward", "max_steps": 1}
+    trainer = make_trainer([never], eval_dataset=ROWS, num_generations_eval=2, **options)
+    trainer.train()
+    entries = trainer.state.log_history
+    assert [entry["eval_reward"] for entry in entries if "eval_reward" in entry] == [None]
+    assert not [name for entry in entries for name, value in entry.items() if value != value]
+    assert (trainer.evaluate()["eval_rewards/never/std"], trainer.state.best_metric) == (None, None)
+
+
 @pytest.mark.parametrize("kind", ["list", "Dataset", "stream"])
 def test_a_set_may_be_of_any_kind(trainer, kind):
     dataset = ROWS if kind == "list" else Dataset.from_list(ROWS)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,28 @@ def test_all_names_that_a_run_logs_are_taken(make_trainer, options):
     entries = [*read_metrics(trainer.output_dir / "metrics.jsonl"), *trainer.state.log_history]
     entries += read_metrics(trainer.output_dir / "rollouts.jsonl")
     assert {name for entry in entries for name in entry if not TAKEN.fullmatch(name)} == set()
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize(
+    "options", [{"beta": 0.1}, {"loss_type": "cispo", "epsilon_high": 2.0}, {"loss_type": "vespo"}]
+)
+def test_a_step_without_a_token_has_the_names_of_every_other(make_trainer, served_engine, tmp_path, options, skips):
+    class Cut(served_engine):
+        def generate(self, prompt_ids, sampling):
+            made = super().generate(prompt_ids, sampling)
+            ids = [[2 + place % 3] for place, _ in enumerate(made.completion_ids)]
+            return replace(made, completion_ids=ids, sampling_logprobs=None, finish_reasons=["length"] * len(ids))
+
+    options |= {"max_completion_length": 1, "skip_zero_advantages": skips, "engine": Cut, "max_steps": 1}
+    logged = []
+    for masked in (True, False):
+        trainer = make_trainer(mask_truncated_completions=masked, output_dir=str(tmp_path / f"{masked}"), **options)
+        trainer.train()
+        logged.append(trainer.state.log_history[0])
+    nothing, other = logged
+    assert nothing.keys() | {"ratio_min", "ratio_max"} == other.keys()  # extremes that TRL has not
+    assert not [name for name in nothing if ("clip" in name or name == "kl") and nothing[name] != other[name]]
 
 
 def test_the_names_of_trl_and_of_the_report_are_taken():
