@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from fused_grpo.errors import InputError, elide_middle
 from fused_grpo.trainer.common.threads import event_loop, in_thread, leave_blocked_loop
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.rewards.isolation import CannotLoadError, is_isolated
 from fused_grpo.trainer.rewards.reward_call import is_async, own_copy
 from fused_grpo.trainer.rewards.worker import as_text, error_text
@@ -29,6 +31,7 @@ from fused_grpo.trainer.types import ToolCall
 Tool = Callable[..., Any]
 Slots = threading.Semaphore  # of calls at the same time, of all episodes
 ASYNC = "async tools"  # the name of their event loop: one that blocks it stops no reward
+_OF_THREADS = re.compile("(main|same|different|another) thread")  # errors of SQLite, signals, Playwright
 _RECORDED = 10_000  # characters of an answer, in rollouts.jsonl and the report
 
 
@@ -128,6 +131,12 @@ class Answers:
             if isinstance(error, CannotLoadError):
                 raise  # which no model can mend
             text, failed = str({"error": error_text(error)}), True
+            if _OF_THREADS.search(text):
+                warn_once(
+                    f"got {text[:500]} from the tool {call['name']!r}, and plain functions run in threads, none of "
+                    "which is the main one; fix: objects for any thread, as sqlite3.connect(..., check_same_thread="
+                    "False) makes, and no signals"
+                )
         recorded, text, seconds = clean(elide_middle(text, _RECORDED)), text[: most + 1], time.perf_counter() - start
         return ToolCall(call["name"], own_copy(call["arguments"]), recorded, failed, seconds), clean(text)
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import functools
+import sqlite3
 import threading
 import time
 
 import pytest
 
 from fused_grpo.errors import InputError
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.episodes.tools import Answers, check_tools
 from fused_grpo.trainer.rewards.worker import as_text
 
@@ -213,6 +215,25 @@ def test_what_goes_wrong_is_what_the_model_reads(call, text):
     assert answer.startswith("{'error': ")
     assert text in answer
     assert len(answer) < 2200
+
+
+def test_an_object_of_another_thread_is_an_error_and_a_warning(caplog):
+    database = sqlite3.connect(":memory:")
+
+    def query(text: str) -> str:
+        """Query.
+
+        Args:
+            text: SQL.
+        """
+        return str(database.execute(text).fetchall())
+
+    warn_once.cache_clear()
+    ((made, _),) = answered(("query", {"text": "select 1"}), tools=[query])
+    database.close()
+    assert made.failed
+    assert "from the tool 'query', and plain functions run in threads" in caplog.text
+    assert "check_same_thread=False" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["slow", "later"])
