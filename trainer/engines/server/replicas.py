@@ -123,7 +123,7 @@ class Replica:
         except httpx.HTTPError as error:
             if self._own is not None:
                 await asyncio.sleep(_MOMENT)
-            await self._failed(f"{type(error).__name__} ({str(error)[:500] or 'connection lost'})")
+            await self._failed(f"{type(error).__name__} ({str(_innermost(error))[:500] or 'connection lost'})")
             raise RequestError(self.last_error, retry=self._own is None or not self._own.has_ended) from error
         finally:
             self.in_flight -= 1
@@ -411,6 +411,13 @@ def is_loopback(host: str) -> bool:
     with suppress(OSError):  # it does not resolve
         return all(is_loopback(str(address[4][0])) for address in socket.getaddrinfo(host, None))
     return True
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What an error comes from: refused, no such host, too many open files, where httpx says that no attempt worked."""
+    while inner := [*getattr(error, "exceptions", ()), error.__cause__ or error.__context__][0]:
+        error = inner
+    return error
 
 
 def _largest_response(body: Json | None) -> int:
