@@ -39,7 +39,12 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.engine_choice import EngineName, check_routing, engine_name, sampling_dtype, server_urls
 from fused_grpo.trainer.engines.sampling import prepared, stop_token_ids
 from fused_grpo.trainer.engines.server.replicas import checked_urls
-from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_installed, enable_batch_invariance
+from fused_grpo.trainer.engines.vllm.start_vllm import (
+    check_dtype,
+    check_installed,
+    check_vllm_arguments,
+    enable_batch_invariance,
+)
 from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
 from fused_grpo.trainer.episodes.environments import rows_of_environments, with_prompts
 from fused_grpo.trainer.episodes.play import Rules, rules_of
@@ -267,6 +272,7 @@ def check_services(start: Start) -> None:
         checked_urls(server_urls(args), allow_remote=args.vllm_server_allow_remote)
         if start.engine_name == "vllm":
             check_installed()
+            check_vllm_arguments(args.vllm_engine_kwargs or ())
             if args.vllm_dtype != "auto":
                 check_dtype(sampling_dtype(args))
             if args.batch_invariant:

@@ -2,6 +2,9 @@
 
 import importlib.util
 import logging
+import sys
+from dataclasses import make_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from fused_grpo.trainer.engines import engine_choice
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm import inprocess
+from fused_grpo.trainer.engines.vllm.start_vllm import check_vllm_arguments
 from fused_grpo.trainer.models.weight_stream import WeightStream
 
 ROWS = [{"prompt": f"{a}+{a}="} for a in range(4)]
@@ -122,6 +126,16 @@ def test_an_argument_of_vllm_may_be_more_than_an_option_needs() -> None:
     inprocess.check_engine_options(kwargs, {"max_lora_rank": 16})
     with pytest.raises(InputError, match=r"got max_lora_rank=64 in vllm_engine_kwargs, want 128 with vllm_adapter"):
         inprocess.check_engine_options(kwargs, {"max_lora_rank": 128})
+
+
+@pytest.mark.parametrize("name", ["port", "uds", "max-model-len", "trust-remote-code", "max_num", "max_num_sequences"])
+def test_what_is_no_argument_of_vllm_is_refused(monkeypatch, name) -> None:
+    fields = [(known, object, None) for known in ("max_num_seqs", "max_model_len", "trust_remote_code")]
+    arguments = SimpleNamespace(EngineArgs=make_dataclass("EngineArgs", fields))
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", arguments)
+    check_vllm_arguments({"max_num_seqs": 4})
+    with pytest.raises(InputError, match=f"^got {name} in vllm_engine_kwargs, want arguments of vllm.LLM.*; fix: "):
+        check_vllm_arguments({"max_num_seqs": 4, name: 1})
 
 
 @pytest.mark.usefixtures("without_vllm")

@@ -384,7 +384,7 @@ def checked_url(url: str, *, allow_remote: bool) -> str:
     has_port = parts.port is None or 0 < parts.port < 65536  # None: that of the scheme
     if parts.scheme not in ("http", "https") or not parts.host or not has_port:
         raise InputError(
-            "got a server URL without a scheme, a host or a port that there is, want one such as "
+            "got a server URL without scheme, host, or a port that there is, want one such as "
             "'http://127.0.0.1:8000' or 'http://[::1]:8000'; fix: give all, and several URLs as a list"
         )
     shown = f"{parts.scheme}://{parts.netloc.decode()}"  # without the user

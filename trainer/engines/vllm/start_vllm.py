@@ -14,6 +14,8 @@ tracebacks. All of this is restored here; what else batch invariance changes sta
 from __future__ import annotations
 
 import copy
+import dataclasses
+import difflib
 import gc
 import hashlib
 import importlib
@@ -24,7 +26,7 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fused_grpo.errors import UnavailableError, UnsupportedError, shown
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, shown
 from fused_grpo.trainer.common.contexts import contextmanager
 from fused_grpo.trainer.common.redaction import public_text, redacted
 from fused_grpo.trainer.engines.weight_files import Tie, write_weights, writing
@@ -69,6 +71,23 @@ def check_installed() -> None:
         raise UnavailableError(
             "got no vllm in this environment, want it for the vllm engine; "
             f"fix: pip install {packages}, or take the transformers engine"
+        )
+
+
+def check_vllm_arguments(given: Collection[str]) -> None:
+    """InputError for a name that is no argument of `vllm.LLM`. It imports vLLM.
+
+    The command line of a server beside the trainer has more, and takes prefixes: of its address, say, or of an option
+    that is the trainer's.
+    """
+    if not given:
+        return
+    known = [field.name for field in dataclasses.fields(_imported("vllm.engine.arg_utils", "EngineArgs"))]
+    if wrong := sorted({*given} - {*known}):
+        close = difflib.get_close_matches(wrong[0], known, n=1)
+        raise InputError(
+            f"got {', '.join(wrong)} in vllm_engine_kwargs, want arguments of vllm.LLM"
+            f"{f', such as {close[0]}' if close else ''}; fix: their names, or leave it out"
         )
 
 
