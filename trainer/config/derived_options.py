@@ -275,6 +275,7 @@ def complete_intervals(args: Any) -> None:
         setattr(args, f"{name}_strategy", str(getattr(chosen, "value", chosen)))
         if isinstance(steps, float) and steps >= 1 and steps.is_integer():
             setattr(args, f"{name}_steps", int(steps))
+    args.do_eval = args.do_eval or args.eval_strategy != "no"  # as in transformers: a script may read it
     if args.eval_strategy == "steps" and args.eval_steps is None:
         args.eval_steps = args.logging_steps
     if args.greater_is_better is None and args.metric_for_best_model is not None:

@@ -73,7 +73,8 @@ def refuse_unless_harmless(name: str, value: Any, *, uploads: bool) -> None:
     `uploads`: whether the run uploads its model.
     """
     missing = MISSING[name]
-    if value == missing.default:
+    # An `eval_strategy` makes it True (`complete_intervals`).
+    if value == missing.default or (name, value) == ("do_eval", True):
         return
     # What a trainer makes of None (`fill_loader_options`); of a stream without batches that one process reads for all.
     if name == "accelerator_config" and value in (type(value)(), *_of_streams(value)):

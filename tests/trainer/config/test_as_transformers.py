@@ -11,6 +11,7 @@ from transformers import IntervalStrategy, TrainingArguments
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.grpo_config import check_options
 
 
@@ -38,6 +39,15 @@ def test_intervals_are_completed_as_in_transformers():
     assert type(args.eval_strategy) is str
     assert GRPOConfig(metric_for_best_model="reward").greater_is_better
     assert not GRPOConfig(metric_for_best_model="eval_loss").greater_is_better
+
+
+@pytest.mark.parametrize(("strategy", "evaluates"), [("steps", True), ("epoch", True), ("no", False), (None, False)])
+def test_a_script_reads_in_do_eval_whether_there_are_evaluations(strategy, evaluates, caplog):
+    warn_once.cache_clear()
+    args = GRPOConfig(eval_strategy=strategy)
+    assert args.do_eval is evaluates
+    check_options(args)  # as a trainer does
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
