@@ -68,8 +68,8 @@ def step_metrics(
     # A step without a token has the names of every other, as in TRL: callbacks read them.
     nothing = torch.zeros(1)
     names = [*_clip_sums(nothing, nothing, nothing, config), *(["kl"] if config.beta else [])]
-    names += ["vespo/phi_seq_mean"] if config.loss_type == "vespo" else []
-    return means(dict.fromkeys(names, 0.0) | merge_metrics(losses) | merge_metrics(ratios)) | of_gradient
+    absent = dict.fromkeys(names, 0.0) | ({"vespo/phi_seq_mean": 1.0} if config.loss_type == "vespo" else {})
+    return means(absent | merge_metrics(losses) | merge_metrics(ratios)) | of_gradient
 
 
 @torch.no_grad()
