@@ -135,7 +135,7 @@ FAULTS = {
     "gets no argument": Fault(call("multiply"), "missing 2 required positional arguments"),
     "gets an argument too many": Fault(call("multiply", a=1, b=1, c=1), "unexpected keyword argument 'c'"),
     "gets arguments of another type": Fault(call("multiply", a="x", b=[1]), "can't multiply sequence"),
-    "gets a list": Fault('<tool_call>\n{"name": "odd", "arguments": [1]}\n</tool_call>', failed=()),
+    "gets a list": Fault('<tool_call>\n{"name": "odd", "arguments": [1]}\n</tool_call>', "must be a mapping, not list"),
     "gets 600 levels": Fault(
         f'<tool_call>\n{{"name": "odd", "arguments": {{"values": {"[" * 600}{"]" * 600}}}}}\n</tool_call>',
         failed=(),
