@@ -203,6 +203,15 @@ def test_a_refused_save_does_not_read_the_checkpoint_that_it_names(run, monkeypa
         save_checkpoint(run / "checkpoint-8", model=Full(), tokenizer=None, trainer_state={})
 
 
+@pytest.mark.parametrize(
+    ("keep", "best", "left"),
+    [(1, None, [6]), (2, None, [4, 6]), (1, 2, [2, 6]), (2, 2, [2, 6]), (2, 6, [4, 6]), (4, 2, [2, 4, 6])],
+)
+def test_the_best_checkpoint_is_one_of_those_that_are_kept(run, keep, best, left):
+    remove_old_checkpoints(run, keep=keep, best=None if best is None else f"elsewhere/checkpoint-{best}")
+    assert [path.name for path in checkpoints(run)] == [f"checkpoint-{step}" for step in left]
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(run, monkeypatch, caplog):
     unlink = Path.unlink
 

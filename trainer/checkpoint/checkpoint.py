@@ -386,13 +386,15 @@ def step_of(path: Path) -> int:
 def remove_old_checkpoints(
     output_dir: Path, keep: int | None, *, step: int | None = None, best: str | None = None
 ) -> None:
-    """Remove all but the `keep` newest checkpoints and the `best` one; None or 0 keeps all. The user's files stay.
+    """Remove the oldest checkpoints until `keep` are left, as transformers does: the newest and the `best` one are
+    among these. None or 0 keeps all. The user's files stay.
 
     Those after `step` do not count, and stay: a run that resumed from an earlier one may have been unable to use them.
     """
     counted = [path for path in checkpoints(output_dir) if step is None or step_of(path) <= step]
-    for path in counted[:-keep] if keep else ():
-        if (best is None or path.name != Path(best).name) and is_removable(path):
+    spare = [path for path in counted[:-1] if best is None or path.name != Path(best).name]
+    for path in spare[: max(0, len(counted) - keep)] if keep else ():
+        if is_removable(path):
             try:
                 remove([path])
             except OSError as error:
