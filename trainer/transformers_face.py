@@ -184,6 +184,7 @@ class TransformersFace:
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
+        private: bool | None = None,
         **card: Any,
     ) -> Any:
         """Upload the model as it is now, with its card, in one commit: `<output_dir>/final`, and nothing beside it.
@@ -192,6 +193,7 @@ class TransformersFace:
             commit_message, revision: of the commit.
             blocking: wait until it is uploaded.
             token: of the account. None: the one that is logged in.
+            private: of a repository that is not there yet. None: `args.hub_private_repo`.
             card: arguments of `create_model_card`.
 
         Returns:
@@ -203,7 +205,7 @@ class TransformersFace:
         self.events("on_push_begin")
         final = self._save_final(facts)
         options = {"commit_message": commit_message, "revision": revision, "run_as_future": not blocking}
-        return self._upload(final, token=token, **options)
+        return self._upload(final, private=private, token=token, **options)
 
     def create_model_card(
         self,
@@ -250,13 +252,14 @@ class TransformersFace:
         """The model as it is now, with its card."""
         return self._save(self.output_dir / "final", lambda folder: write_model_card(folder, card, self.args))
 
-    def _upload(self, directory: Path, **options: Any) -> Any:
+    def _upload(self, directory: Path, *, private: bool | None = None, **options: Any) -> Any:
         """Upload a directory in one commit. Returns the commit, on the main process."""
         commit = None
         with all_ranks_succeed(self.accelerator, f"uploading {directory.name}"):
             if self.accelerator.is_main_process:
-                name, private = self.args.hub_model_id, self.args.hub_private_repo
-                self.hub_model_id, commit = push_to_hub(directory, name, private=private, **options)
+                private = self.args.hub_private_repo if private is None else private
+                options |= {"private": private}
+                self.hub_model_id, commit = push_to_hub(directory, self.args.hub_model_id, **options)
         return commit
 
     def _card(

@@ -218,7 +218,17 @@ def test_a_changed_field_is_refused_or_said_or_changes_nothing(outcome, copy, tm
             node[f"{way[-1]} "] = node.pop(way[-1])
     replace(directory / name, json.dumps(content).encode())
     end = outcome(resign(directory))
-    assert end in ("refused", "said", "unaffected") or set(way) & set(FREE), (way, node)
+    assert end in ("refused", "said", "unaffected") or set(way) & {*FREE, "generate_calls"}, (way, node)
+
+
+@pytest.mark.parametrize("calls", [0, 10**12, -1, 2.0])
+def test_a_count_of_calls_that_no_run_has_is_refused(outcome, copy, calls):
+    """Any call draws a prompt."""
+    directory = copy()
+    content = json.loads((directory / "training.json").read_bytes())
+    content["collector"]["generate_calls"] = calls
+    replace(directory / "training.json", json.dumps(content).encode())
+    assert outcome(resign(directory)) == "refused"
 
 
 def test_a_pace_that_this_run_does_not_go_by_is_not_taken_over(outcome, copy):

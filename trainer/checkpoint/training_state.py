@@ -333,7 +333,7 @@ def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
         )
         and all(schedule.get(name, value) == value for name, value in beginning.items() if name in _WITHIN_A_CALL),
         "epoch": rows is None or epoch <= math.ceil(used / rows) + 1e-6,
-        "generate_calls": calls * steps >= step,
+        "generate_calls": calls * steps >= step and calls <= used,
         "prompts": used >= learned and (jumped or used in (learned, calls * prompts)),
         "prompts_of_pass": max(place.get("prompts_of_pass", 0), place.get("pass", 0)) <= used + place.get("dropped", 0),
         "buffers": numbers["buffers"].keys() == {str(rank) for rank in range(processes)}

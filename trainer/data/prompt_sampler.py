@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from packaging.version import Version
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
@@ -182,8 +183,8 @@ class StreamSampler(PromptSampler):
             )
         if self._shuffle:
             self._dataset = dataset.shuffle(seed=self._seed)
-        # Before 5.0 a mapped or filtered stream of Arrow data goes on behind rows that were not read.
-        self._seeks = is_own and not self._shuffle and int(__version__.partition(".")[0]) >= 5
+        # Before 5.0.1 a mapped or filtered stream of Arrow data goes on behind rows that were not read.
+        self._seeks = is_own and not self._shuffle and Version(__version__) >= Version("5.0.1")
         # Rows that were passed over count for the place in the pass, and not as used.
         self.dropped = self._pass = self._used_of_pass = 0
         self._kept_in_pass = False

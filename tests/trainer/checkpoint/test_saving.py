@@ -26,6 +26,7 @@ class Hub:
         self.calls.append(("login", options["token"]))
 
     def create_repo(self, name: str, **options: Any) -> SimpleNamespace:
+        self.repositories.append(options["private"])
         return SimpleNamespace(repo_id=f"me/{name}")
 
     def upload_folder(self, *, folder_path: Any, **options: Any) -> str:
@@ -39,10 +40,11 @@ def front_matter(card: str) -> dict[str, Any]:
 
 def test_a_model_goes_to_the_hub_with_its_card_and_nothing_of_the_data(make_trainer, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    monkeypatch.setattr(Hub, "calls", [], raising=False)
+    for kept in ("calls", "repositories"):
+        monkeypatch.setattr(Hub, kept, [], raising=False)
     monkeypatch.setenv("HF_TOKEN", "of a test")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    trainer = make_trainer(max_steps=1, push_to_hub=True)
+    trainer = make_trainer(max_steps=1, push_to_hub=True, hub_private_repo=True)
     trainer.train()
     assert trainer.hub_model_id == "me/run"
     assert len(Hub.calls) == 2
@@ -53,6 +55,8 @@ def test_a_model_goes_to_the_hub_with_its_card_and_nothing_of_the_data(make_trai
     assert front_matter(card)["datasets"] == ["me/sums"]
     assert front_matter(card)["tags"] == ["grpo", "fused-grpo", "reinforcement-learning", "maths"]
     assert "for 1 optimizer steps on `digit_reward`" in card
+    trainer.push_to_hub(private=False)
+    assert Hub.repositories == [True, True, False]
 
 
 def test_a_run_whose_upload_fails_has_its_report_and_its_model(make_trainer, monkeypatch, tmp_path, capsys):

@@ -5,13 +5,14 @@ from typing import Any
 import datasets
 import pytest
 from datasets import IterableDataset
+from packaging.version import Version
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.data.prompt_sampler import PromptSampler, prompt_sampler
 
 ROWS = [{"prompt": f"{number}="} for number in range(12)]
-# Before 5.0 the state of a mapped stream loses rows, and none is used.
-JUMPS = int(datasets.__version__.split(".")[0]) >= 5
+# Before that the state of a mapped stream loses rows, and none is used.
+JUMPS = Version(datasets.__version__) >= Version("5.0.1")
 
 
 def sampler_of(stream: Any, size: int) -> PromptSampler:
