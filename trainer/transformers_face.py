@@ -239,13 +239,15 @@ class TransformersFace:
         """The checkpoint of this step; one that is not `resumable` has the model alone."""
         step, state = self.step, self.events.state
         directory = self.output_dir / f"checkpoint-{step}"
-        if state.best_global_step == step:
-            state.best_model_checkpoint = str(directory)
+        # Of an evaluation behind the save of its step it is an older one.
+        best = self.output_dir / f"checkpoint-{state.best_global_step}"
+        if best == directory or best.is_dir():
+            state.best_model_checkpoint = str(best)
         self._save(directory, self._training_state() if resumable else None)
         with all_ranks_succeed(self.accelerator, "removing old checkpoints"):
             if self.accelerator.is_main_process:
-                keep, best = self.args.save_total_limit, state.best_model_checkpoint
-                remove_old_checkpoints(self.output_dir, keep, step=step, best=best)
+                keep, named = self.args.save_total_limit, state.best_model_checkpoint
+                remove_old_checkpoints(self.output_dir, keep, step=step, best=named)
         return directory
 
     def _save_final(self, card: CardFacts) -> Path:

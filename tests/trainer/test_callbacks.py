@@ -3,6 +3,7 @@
 import json
 import os
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,6 +215,19 @@ def test_early_stopping_ends_the_run_and_the_best_model_is_loaded(make_trainer):
     assert all(torch.equal(value, saved["final"][name]) for name, value in saved["checkpoint-1"].items())
     assert not (trainer.output_dir / "checkpoint-2").exists()
     assert result.eval_after["reward"] == -3.0
+
+
+def test_a_checkpoint_that_is_evaluated_once_it_is_saved_may_be_the_best(make_trainer):
+    def worse_and_worse(completions, **_):
+        return [-trainer.step if len(completions) == len(EVAL_ROWS) else 0.0 for _ in completions]
+
+    options = {"eval_strategy": "epoch", "save_steps": 1, "save_total_limit": 1, "metric_for_best_model": "reward"}
+    rows = [{"prompt": "1+1="}] * 2
+    trainer = make_trainer(worse_and_worse, dataset=rows, eval_dataset=EVAL_ROWS, max_steps=4, **options)
+    trainer.train()
+    best = trainer.output_dir / "checkpoint-2"
+    assert Path(trainer.state.best_model_checkpoint) == best
+    assert best.is_dir()
 
 
 def test_an_entry_is_the_mean_of_its_steps_and_the_last_one_has_the_time(make_trainer):
