@@ -123,7 +123,7 @@ class StandIn(ThreadingHTTPServer):
             self._work.append(([*lengths], done))
             self._changed.notify()
         done.wait()
-        return {"choices": [choice(*each) for each in enumerate(lengths)]}
+        return {"choices": [choice(index, length, length < longest) for index, length in enumerate(lengths)]}
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         match path:
@@ -164,10 +164,11 @@ class Handler(BaseHTTPRequestHandler):
         """Not on the console."""
 
 
-def choice(index: int, length: int) -> dict[str, Any]:
+def choice(index: int, length: int, has_ended: bool) -> dict[str, Any]:
     """A completion under a head of zeros, which gives every token the same probability."""
     logprobs = {"token_logprobs": [-math.log(len(build_tokenizer()))] * length}
-    return {"index": index, "token_ids": [2 + index % 10] * length, "logprobs": logprobs, "finish_reason": "length"}
+    reason = "stop" if has_ended else "length"
+    return {"index": index, "token_ids": [2 + index % 10] * length, "logprobs": logprobs, "finish_reason": reason}
 
 
 def serve(run: Run, servers: int, urls: Any) -> None:

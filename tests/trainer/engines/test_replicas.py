@@ -177,8 +177,10 @@ def test_ctrl_c_ends_the_requests_too(connect, servers) -> None:
     engine = connect(1, max_concurrency=2)
     ctrl_c = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     servers[0].faults = (each() or "silence" for each in (bool, ctrl_c.start))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, SAMPLING)
+    signal.signal(signal.SIGINT, before)
     servers[0].released.set()
     assert engine.generate(PROMPTS[:1], SAMPLING).completion_ids == EXPECTED[: SAMPLING.n]
     assert servers[0].served == 3
