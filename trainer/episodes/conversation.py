@@ -143,9 +143,10 @@ class Template:
             return
         turn = whole[len(prefix) : len(whole) - len(added)]
         calls = [one["function"] for one in self.reply(turn, prefix, ()).get("tool_calls", [])]
-        # Without a schema a value may be a number.
-        read = [(one["name"], str(one["arguments"]).replace("'", "")) for one in calls]
-        if read != [(_CALL, str(_ARGUMENTS).replace("'", ""))]:
+        for one in calls:  # without a schema a value may be a number
+            if isinstance(one["arguments"], dict):
+                one["arguments"] = {key: str(value) for key, value in one["arguments"].items()}
+        if calls != [{"name": _CALL, "arguments": _ARGUMENTS}]:
             raise UnsupportedError(
                 f"got the chat template's tool call {self._tokenizer.decode(turn)[:500]!r}, which is read as none, "
                 "want a parser that reads it; fix: tokenizer.response_template = ..."
