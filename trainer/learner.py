@@ -46,6 +46,7 @@ from fused_grpo.trainer.distributed.failures import NonFiniteSteps, all_ranks_su
 from fused_grpo.trainer.distributed.sharding import (
     check_reduced,
     frozen_copy,
+    prepare,
     prepare_sharding,
     reduced_parameters,
     same_weights,
@@ -164,7 +165,7 @@ class Learner:
         self.frozen_weights = weights if is_read_again else None
         frozen = frozen_copy(accelerator, policy) if needs_copy else None
         optimizer = optimizers[0] or make_optimizer(model, args)
-        self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
+        self.policy, self.optimizer = prepare(accelerator, policy, optimizer)
         self._unwrapped: PolicyLoss = accelerator.unwrap_model(self.policy)
         self._reduced = reduced_parameters(self.policy, args)
         self.reference = None if frozen is None else shard_frozen(accelerator, frozen, self.policy)

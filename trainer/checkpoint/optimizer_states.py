@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer.checkpoint.training_state import FULL, check_alike, random_state, set_random_state
+from fused_grpo.trainer.distributed.sharding import as_shards
 
 _TENSOR, _TUPLE, _DICT = "$tensor", "$tuple", "$dict"
 
@@ -77,20 +77,13 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sav
     parameters = {name: one for group, of in groups for name, one in zip(of["params"], group["params"], strict=True)}
     # In the same order on all ranks.
     placed = {
-        path: _placed(tensors[path], here.get(path, parameters.get(path.split("/")[2]))) for path in sorted(tensors)
+        path: as_shards(tensors[path], here.get(path, parameters.get(path.split("/")[2]))) for path in sorted(tensors)
     }
     state = unpack(saved, placed)
     optimizer.load_state_dict(state)
     # What most classes inherit casts tensors to the dtype of their parameter, and takes text apart.
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         optimizer.state.update({parameters[name]: values for name, values in state["state"].items()})
-
-
-def _placed(tensor: Tensor, like: Tensor | None) -> Tensor:
-    """A full tensor where this run has its own, or else its parameter."""
-    if isinstance(like, DTensor) and like.shape == tensor.shape:
-        return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
-    return tensor if like is None else tensor.to(like.device)
 
 
 def check_optimizer_state(own: dict[str, Any], saved: Any, *, of_torch: bool = False) -> list[str]:

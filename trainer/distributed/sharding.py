@@ -19,7 +19,8 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, fsdp2_prepare_model
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer_utils import enable_full_determinism
 from transformers.utils.import_utils import enable_tf32
@@ -209,6 +210,30 @@ def prepare_sharding(accelerator: Accelerator) -> None:
         # By default it rounds inputs as well, old log-probs and advantages among them, and the loss that comes out.
         options: Any = {"reduce_dtype": torch.float32, "output_dtype": None, "cast_forward_inputs": False}
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **options)
+
+
+def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: Any) -> Any:
+    """As Accelerate's, with the state of each parameter that some optimizers make at once, such as Adagrad.
+
+    FSDP2 puts shards into the places of the parameters, and Accelerate leaves their state with these.
+    """
+    if not accelerator.is_fsdp2:
+        return accelerator.prepare(policy, optimizer)
+    made = [optimizer.state.pop(one, None) for group in optimizer.param_groups for one in group["params"]]
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    now = (one for group in optimizer.param_groups for one in group["params"])
+    for one, state in zip(now, made, strict=True):
+        if state is not None:
+            full = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
+            optimizer.state[one] = state | {name: as_shards(value, one) for name, value in full.items()}
+    return policy, optimizer
+
+
+def as_shards(full: Tensor, like: Tensor | None) -> Tensor:
+    """A full tensor on the device of `like` and, where that has the same shape and is sharded, in shards like it."""
+    if isinstance(like, DTensor) and like.shape == full.shape:
+        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements)
+    return full if like is None else full.to(like.device)
 
 
 def same_weights(accelerator: Accelerator, what: str, model: Any) -> str:

@@ -81,7 +81,7 @@ RESUMED = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "lr_sche
 WHOLE = ("whole", TIED, {**RESUMED, "max_steps": 6})
 CUT = ("cut", TIED, {**RESUMED, "max_steps": 5, "save_steps": 3})
 ADAPTER = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "lr_scheduler_type": "constant"}
-ADAPTER |= {**ADAPTED_OPTIONS, "save_steps": 3}
+ADAPTER |= {**ADAPTED_OPTIONS, "save_steps": 3, "optim": "adagrad"}  # which has a state before its first step
 SHARDED_ADAPTER = (
     ("whole adapter", ADAPTED, {**ADAPTER, "max_steps": 4, "save_strategy": "no"}),
     ("cut adapter", ADAPTED, {**ADAPTER, "max_steps": 3}),
