@@ -168,8 +168,8 @@ BUGS = {
     ),
     "a server that has ended is waited for": (
         "trainer/engines/server/replicas.py",
-        "retry=self._own is None or not self._own.has_ended",
-        "retry=True",
+        "retry=not (is_untrusted or has_ended)",
+        "retry=not is_untrusted",
         [OWN, "-k", "at_once and room"],
     ),
     "any user can connect to a server of the trainer's own": (

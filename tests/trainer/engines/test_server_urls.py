@@ -1,13 +1,15 @@
 """The server URLs that a trainer calls, and the parts of a URL that errors show."""
 
+import asyncio
 import ssl
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.engines.engine_choice import server_urls
-from fused_grpo.trainer.engines.server.replicas import Replicas, checked_url, checked_urls
+from fused_grpo.trainer.engines.server.replicas import Replica, Replicas, RequestError, checked_url, checked_urls
 
 
 @pytest.mark.parametrize(
@@ -91,3 +93,23 @@ def test_the_certificates_of_the_machine_are_loaded_for_https_alone(monkeypatch)
     assert not loaded
     Replicas(["http://127.0.0.1:8000", "https://127.0.0.1:8001"])
     assert loaded == ["certificates"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_final"),
+    [("CERTIFICATE_VERIFY_FAILED", True), ("WRONG_VERSION_NUMBER", True), ("UNEXPECTED_EOF_WHILE_READING", False)],
+)
+def test_a_server_that_is_not_trusted_is_not_waited_for(reason, is_final) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        cause = ssl.SSLError(1, reason)
+        cause.reason = reason
+        raise httpx.ConnectError("all attempts failed") from cause
+
+    async def ask() -> object:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(refuse)) as client:
+            return await Replica("https://gpu-node", None).request(client, "GET", "/health")
+
+    with pytest.raises(RequestError, match=reason) as refused:
+        asyncio.run(ask())
+    assert refused.value.retry is not is_final
+    assert ("SSL_CERT_FILE" in str(refused.value)) is is_final

@@ -49,6 +49,7 @@ _GRACE = 1.0  # seconds that the other servers have to answer after one has fail
 _RESPONSE_BYTES, _TOKEN_BYTES, _LISTED_BYTES, _EXPERT_BYTES = 16 << 20, 1 << 10, 1 << 7, 1 << 12
 
 _KEY = re.compile("[!-~]+")
+_UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")  # waiting changes neither
 
 _log = logging.getLogger(__name__)
 
@@ -123,8 +124,12 @@ class Replica:
         except httpx.HTTPError as error:
             if self._own is not None:
                 await asyncio.sleep(_MOMENT)
-            await self._failed(f"{type(error).__name__} ({str(_innermost(error))[:500] or 'connection lost'})")
-            raise RequestError(self.last_error, retry=self._own is None or not self._own.has_ended) from error
+            cause = _innermost(error)
+            is_untrusted = getattr(cause, "reason", None) in _UNTRUSTED
+            advice = "; http:// is for a server without TLS, SSL_CERT_FILE for a certificate of its own" * is_untrusted
+            await self._failed(f"{type(error).__name__} ({str(cause)[:500] or 'connection lost'}{advice})")
+            has_ended = self._own is not None and self._own.has_ended
+            raise RequestError(self.last_error, retry=not (is_untrusted or has_ended)) from error
         finally:
             self.in_flight -= 1
         if not response.is_success:
