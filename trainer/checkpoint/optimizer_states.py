@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer.checkpoint.training_state import FULL, check_alike, random_state, set_random_state
@@ -123,7 +124,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, schedule
     """Raise UnsupportedError for what could not be used: in the first step, the first save, or a resumed run.
 
     It is tried out: two more of the optimizer's class, over a parameter like the smallest of each group, make a step
-    and save and load the state. One whose constructor wants other arguments is not tried.
+    and save and load the state, in shards under FSDP2. One whose constructor wants other arguments is not tried.
     """
     generators, part, what = random_state(), schedule, "step() or state"
     trained = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
@@ -150,9 +151,9 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, schedule
     except Exception as error:
         raise UnsupportedError(
             f"got {type(part).__name__} in optimizers, whose {what} gives {type(error).__name__}: {error}; want steps "
-            "without arguments, on dense gradients of the model's parameters, and states of tensors, numbers, text, "
-            "None, and lists, tuples and mappings of these; fix: another one; where it is its state alone, "
-            "save_only_model=True"
+            "without arguments, on dense gradients of the model's parameters (of shards, under FSDP2), and states of "
+            "tensors, numbers, text, None, and lists, tuples and mappings of these; fix: another one; where it is its "
+            "state alone, save_only_model=True"
         ) from error
     finally:
         set_random_state(generators)
@@ -165,7 +166,7 @@ def _smaller_ones(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Module, tor
         groups, model = list[dict[str, Any]](), nn.ParameterList()
         for group in optimizer.param_groups:
             like = min(group["params"], key=Tensor.numel)
-            model.append(nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=like.device)))
+            model.append(nn.Parameter(torch.zeros_like(like)))  # in shards where that is
             model[-1].grad = torch.ones_like(model[-1])
             groups.append(deepcopy({**group, "params": []}) | {"params": [model[-1]]})
         defaults = {
@@ -180,4 +181,5 @@ def _written(state: Any) -> tuple[str, bytes]:
     """A state as it is in files."""
     tensors = dict[str, Tensor]()
     text = json.dumps(pack(state, tensors, "optimizer"))
-    return text, save({path: tensor.detach().contiguous().clone() for path, tensor in tensors.items()})
+    own = {path: tensor.to_local() if isinstance(tensor, DTensor) else tensor for path, tensor in tensors.items()}
+    return text, save({path: tensor.detach().contiguous().clone() for path, tensor in own.items()})

@@ -1,5 +1,7 @@
 """What is refused before anything is sharded across ranks; what works is in test_scale_out.py."""
 
+import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,14 +10,17 @@ import torch.distributed
 from accelerate.utils import DistributedType
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import ConstantLR
 
 from fused_grpo.errors import UnsupportedError
 from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer.checkpoint.optimizer_states import check_optimizer
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.engines import transformers_generate
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.models.adapters import adapt, checkpoint_weights
+from fused_grpo.trainer.models.optimizer import make_optimizer
 
 
 @pytest.mark.parametrize(
@@ -67,13 +72,32 @@ def test_a_sharded_model_does_not_generate(make_model, tokenizer, monkeypatch):
         TransformersEngine(model, tokenizer)
 
 
-def test_a_sync_of_one_process_leaves_its_shards(make_model):
+@pytest.fixture
+def alone():
+    """A process group of this process, which is enough for shards."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_sync_of_one_process_leaves_its_shards(make_model, alone):
     model = get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    fully_shard(model)
+    dict(checkpoint_weights(model))
+    assert all(torch.equal(shard.full_tensor(), before[name]) for name, shard in model.named_parameters())
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "adamw_torch_fused", "adagrad", "rmsprop", "sgd"])
+def test_an_optimizer_that_cannot_step_on_shards_is_refused_at_the_start(make_model, alone, optim):
+    model = fully_shard(make_model())
+    optimizer = make_optimizer(model, GRPOConfig(optim=optim))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     try:
-        fully_shard(model)
-        dict(checkpoint_weights(model))
-        assert all(torch.equal(shard.full_tensor(), before[name]) for name, shard in model.named_parameters())
-    finally:
-        torch.distributed.destroy_process_group()
+        optimizer.step()
+        refused = nullcontext()
+    except RuntimeError as error:
+        refused = pytest.raises(UnsupportedError, match=f"RuntimeError: {re.escape(str(error))}.* want steps .*shards")
+    with refused:
+        check_optimizer(model, optimizer, ConstantLR(optimizer), is_saved=True)
