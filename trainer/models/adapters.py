@@ -7,14 +7,13 @@
 Rows of token ids have n places in front of each sequence, so that positions, attention and the places of predictors
 count them; whatever runs the model puts the trained embeddings there. (PEFT has them before the padding on the left, so
 with prompts of different lengths its log-probs depend on the other rows.)
-
-PEFT is imported only where there is an adapter.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,16 +166,23 @@ def model_inputs(model: Any, input_ids: Tensor, position_ids: Tensor) -> dict[st
 @contextmanager
 def as_reference(model: Any) -> Iterator[None]:
     """Within this context the model is the reference: its adapter is disabled, or replaced by the frozen copy."""
-    if REFERENCE not in model.peft_config:
-        with model.disable_adapter():
-            yield
-        return
-    trained = _trained(model)
-    model.set_adapter(REFERENCE, inference_mode=True)
+    has_copy = REFERENCE in model.peft_config
+    with _as_before(model), nullcontext() if has_copy else model.disable_adapter():
+        if has_copy:
+            model.set_adapter(REFERENCE)
+        yield
+
+
+@contextmanager
+def _as_before(model: Any) -> Iterator[None]:
+    """Afterwards the same is active and trained: PEFT trains all of what it makes active, frozen factors too."""
+    active, trained = _trained(model), {name for name, weight in model.named_parameters() if weight.requires_grad}
     try:
         yield
     finally:
-        model.set_adapter(trained)
+        model.set_adapter(active)
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(name in trained)
 
 
 def checkpoint_weights(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
@@ -307,7 +313,7 @@ def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
                 f"leaves the virtual tokens out; fix: {kind}(task_type='CAUSAL_LM', ...)"
             )
         return
-    if not isinstance(config, peft.LoraConfig):
+    if config.peft_type != peft.PeftType.LORA:  # AdaLoRA's is a LoraConfig, too
         where, fix = ("in the PeftModel", "merge_and_unload() it") if given else ("as peft_config", "pass one")
         raise UnsupportedError(
             f"got a {kind} {where}, want LoRA, prompt tuning or P-tuning: packed sequences have no KV cache for a "
@@ -324,7 +330,8 @@ def _check_given(model: Any, config: Any, peft: Any) -> None:
     if config is not None or not isinstance(model, peft.PeftModel):
         raise InputError(
             f"got a {type(model).__name__} that has an adapter{' and a peft_config' if config is not None else ''}, "
-            "want a PeftModel alone, or a plain model and a peft_config; fix: merge_and_unload(), or no peft_config"
+            "want a PeftModel alone, or a plain model and a peft_config; fix: merge_and_unload() or no peft_config; of "
+            "add_adapter() or an adapter's hub id, PeftModel.from_pretrained(base, adapter, is_trainable=True)"
         )
     if len(model.active_adapters) != 1:
         raise InputError(f"got active adapters {model.active_adapters}, want one; fix: model.set_adapter(<its name>)")
@@ -406,16 +413,16 @@ def _keep_reference(model: Any) -> None:
             f"got a PeftModel with an adapter {REFERENCE!r}, and a reference, which is a frozen copy of that name, "
             f"want another name for it; fix: model.delete_adapter({REFERENCE!r}), or another adapter_name for it"
         )
-    if REFERENCE not in model.peft_config:
-        model.add_adapter(REFERENCE, model.peft_config[trained])
+    config = copy.copy(model.peft_config[trained])
+    config.init_lora_weights = False  # "pissa" and others would move one more part of the base into the copy
+    with _as_before(model):
+        if REFERENCE not in model.peft_config:
+            model.add_adapter(REFERENCE, config)
+        if is_prompt_tuned(model):
+            model.prompt_encoder[REFERENCE].load_state_dict(model.prompt_encoder[trained].state_dict())
+        else:
+            _peft().set_peft_model_state_dict(model, adapter_weights(model), adapter_name=REFERENCE)
     _WITH_COPY.add(model)
-    if is_prompt_tuned(model):
-        prompts = model.prompt_encoder
-        prompts[REFERENCE].load_state_dict(prompts[trained].state_dict())
-        prompts[REFERENCE].requires_grad_(False)  # PEFT freezes inactive adapters inside the base only
-    else:
-        _peft().set_peft_model_state_dict(model, adapter_weights(model), adapter_name=REFERENCE)
-    model.set_adapter(trained)
 
 
 def _named_weights(
@@ -473,24 +480,20 @@ def _base_layer(layer: Any) -> Any:
 def _merged(layer: Any) -> Any:
     """A copy of a layer, merged by PEFT; or the trained copy of the layer."""
     base = _base_layer(layer)
-    if not hasattr(layer, "active_adapters"):
-        return dequantized(base)
-    active = layer.active_adapters[0]
     if hasattr(layer, "modules_to_save"):
-        return layer.modules_to_save[active]
+        return layer.modules_to_save[layer.active_adapters[0]]
     plain = dequantized(base)
-    # What stands in a copy for the layer's own: full tensors for shards, a plain layer for one in 4 bits.
-    instead: dict[int, Any] = {
-        # Of one process, a shard is the full tensor.
-        id(weight): nn.Parameter(gathered(weight.detach()).clone())
-        for weight in layer.parameters()
-        if is_sharded(weight)
-    }
+    if not hasattr(layer, "active_adapters"):
+        return plain
+    # What stands in a copy for the layer's own: full tensors for shards (of one process, a shard is that tensor), a
+    # plain layer for one in 4 bits.
+    shards = filter(is_sharded, layer.parameters())
+    instead: dict[int, Any] = {id(weight): nn.Parameter(gathered(weight.detach()).clone()) for weight in shards}
     instead |= {} if plain is base else {id(base): plain}
     merged = copy.deepcopy(layer, instead)
     # PEFT's own merge of a layer in 4 bits would quantise the sum.
     merge = type(merged).merge if plain is base else _peft().tuners.lora.Linear.merge
     while hasattr(merged, "base_layer"):
-        merge(merged, adapter_names=[active])
+        merge(merged, adapter_names=layer.active_adapters[:1])
         merged = merged.base_layer
     return merged

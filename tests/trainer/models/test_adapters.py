@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from batches import batch_of, column
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
 from fused_grpo.errors import (
@@ -31,6 +31,7 @@ from fused_grpo.trainer.types import SamplingParams
 
 # Trained from the first step on: with B = 0, nothing would show.
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+PISSA = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "pissa"}  # which takes a part of the base
 KINDS = {
     "plain": PLAIN,
     "attention only": {**PLAIN, "target_modules": ["q_proj", "v_proj"], "use_rslora": True},
@@ -88,7 +89,7 @@ def adapted(make_model):
     def make(kind="plain", seed=1, **options) -> PeftModel:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return get_peft_model(make_model(**options), LoraConfig(**KINDS[kind]))
+            return get_peft_model(make_model(**options), LoraConfig(**{**KINDS, "pissa": PISSA}[kind]))
 
     return make
 
@@ -185,11 +186,12 @@ def test_the_reference_is_the_base(make_lora_trainer, make_model):
     assert learner.reference is None
 
 
-@pytest.mark.parametrize("kind", ["plain", "head trained"])
+@pytest.mark.parametrize("kind", ["plain", "head trained", "pissa"])
 def test_the_reference_of_an_adapter_that_came_along_is_that_adapter(make_lora_trainer, adapted, kind):
     trainer = make_lora_trainer(adapted(kind), peft_config=None, beta=0.1)
     model, start = trainer.model, completion_logprobs(adapted(kind), BATCH).detach()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    torch.testing.assert_close(completion_logprobs(model, BATCH).detach(), start, rtol=1e-5, atol=1e-5)
     trainer.learner.learn(BATCH)
     found = torch.cat(column(trainer.learner._with_reference(BATCH), "ref_logprobs"))
     torch.testing.assert_close(found, start, rtol=1e-5, atol=1e-5)
@@ -197,6 +199,23 @@ def test_the_reference_of_an_adapter_that_came_along_is_that_adapter(make_lora_t
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
     assert not any(".ref." in name for name in trained)
     assert not any(".ref." in name for name in load_file(trainer.save_model() / "adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("frozen", ["lora_A", "layers.0", "v_proj"])
+def test_what_a_user_has_frozen_of_an_adapter_stays_so(make_lora_trainer, adapted, frozen, is_new):
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        parameter.data.mul_(not (is_new and "lora_B" in name))
+        parameter.requires_grad_("lora_" in name and frozen not in name)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    learner = make_lora_trainer(model, peft_config=None, beta=0.1).learner
+    start = values(model)
+    for _ in range(2):
+        learner._with_reference(BATCH)
+        learner.learn(BATCH)
+        assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
+    assert {name for name, value in values(model).items() if not torch.equal(value, start[name])} == trained
 
 
 @pytest.mark.parametrize("zeroed", [("lora_B", "lora_embedding_A"), ("lora_B",), ("lora_embedding_A",)])
@@ -292,6 +311,7 @@ def test_the_transformers_engine_samples_from_the_adapter(adapted, tokenizer):
     ("config", "error", "message"),
     [
         (PrefixTuningConfig(num_virtual_tokens=2), UnsupportedError, "PrefixTuningConfig as peft_config"),
+        (AdaLoraConfig(total_step=3), UnsupportedError, "AdaLoraConfig as peft_config"),  # no LoRA, but a LoraConfig
         ("lora", WrongTypeError, "got a str as peft_config"),
         (LoraConfig(init_lora_weights="pissa"), UnsupportedError, "init_lora_weights='pissa'"),
         (LoraConfig(trainable_token_indices=[3]), UnsupportedError, "trainable_token_indices"),
@@ -327,9 +347,13 @@ def test_arguments_that_contradict_each_other_are_refused(make_lora_trainer, ada
     for bias in ("all", "lora_only"):
         with pytest.raises(UnsupportedError, match=f"bias='{bias}'.* trains biases of the base, and a reference"):
             make_lora_trainer(peft_config=LoraConfig(**KINDS["plain"], bias=bias), beta=0.1)
-    frozen = adapted().requires_grad_(False)
-    with pytest.raises(InputError, match="is_trainable=True"):
-        make_lora_trainer(frozen, peft_config=None)
+    for beta in (0.0, 0.1):
+        with pytest.raises(InputError, match="is_trainable=True"):
+            make_lora_trainer(adapted().requires_grad_(False), peft_config=None, beta=beta)
+    inside = make_model()
+    inside.add_adapter(LoraConfig(**PLAIN))
+    with pytest.raises(InputError, match=r"a Qwen2ForCausalLM that has an adapter, .*PeftModel.from_pretrained\("):
+        make_lora_trainer(inside, peft_config=None)
 
 
 @pytest.mark.parametrize("is_trainable", [False, True])
