@@ -55,7 +55,7 @@ def token_factors(
         drift = -log_rho(current, old if sampling is None else sampling, mask)
         # What is not a number is left out nowhere here: it has to reach the loss.
         far = sequences.mean(drift, mask) > config.off_policy_mask_threshold
-        policy_factors.append(((tokens.advantages >= 0) | ~sequences.spread(far, len(mask))).double())
+        policy_factors.append((~((tokens.advantages < 0) & sequences.spread(far, len(mask)))).double())
     if config.sequence_rejection is not None and sampling is not None:
         kept = kept_sequences(log_rho(old, sampling, mask), inputs, config)
         policy_factors.append(sequences.spread(kept, len(mask)).double())
@@ -68,8 +68,10 @@ def token_factors(
     on = mask
     if config.top_entropy_quantile < 1.0:
         assert entropy is not None
-        on = mask & (entropy.detach() >= entropy_threshold(entropy.detach()[mask], inputs, config))
-        policy_factors.append(on.double())
+        least = entropy_threshold(entropy.detach()[mask], inputs, config)
+        on = mask & ~(entropy.detach() < least)
+        # Nor here, where one entropy that is not a number makes the quantile of all none.
+        policy_factors.append(torch.where(on > (entropy.detach() >= least), torch.nan, on.double()))
     if policy_factors:
         factors["policy_weights"] = torch.stack(policy_factors).prod(0).to(current.dtype)
     if config.entropy_coef:

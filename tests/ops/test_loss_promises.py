@@ -213,6 +213,22 @@ def test_huge_advantages_and_policies_far_apart_stay_finite(leaves, rest, impl, 
     assert all(x.isfinite() for x in out.metrics.values())
 
 
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_what_is_not_a_number_reaches_the_loss_whatever_selects(leaves, rest, impl):
+    """A comparison with it is False, so that a selection would leave it out: a broken model would train on nothing."""
+    of_sampler = {"sequence_rejection": "k3", "sequence_rejection_max": 9.0, "sampling_correction": "sequence_mask"}
+    share, far = {"top_entropy_quantile": 0.5}, {"off_policy_mask_threshold": -9.0}
+    hidden = leaves[0].detach().clone()
+    hidden[1, 2] = torch.nan
+    for options in ({}, share, far, of_sampler, {"clip_cov_ratio": 0.1}, share | {"kl_cov_ratio": 0.1}):
+        how = {"config": GRPOLossConfig(**options), "impl": impl, "sampling_logprobs": rest["old_logprobs"]}
+        assert run([hidden, leaves[1]], rest, **how).loss.isnan(), options
+        if options is not share:  # which may leave out the tokens that this advantage is of
+            assert run(leaves, rest, advantages=rest["advantages"].log(), **how).loss.isnan(), options
+    how = {"config": GRPOLossConfig(**share), "entropy_threshold": torch.tensor(torch.nan), "impl": impl}
+    assert run(leaves, rest, **how).loss.isnan()
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_hidden_states_of_masked_tokens_may_hold_anything(leaves, rest, impl, level):
