@@ -8,7 +8,6 @@ on the command line, and a mapping (or JSON) in YAML.
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import json
 import shlex
@@ -30,7 +29,7 @@ from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.derived_options import mapping
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, changed_options, own_fields
-from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless
+from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, unknown_options
 from fused_grpo.trainer.tasks.named import ARITHMETIC, BUILT_IN, CALCULATOR
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -361,9 +360,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         refuse_unless_harmless(name, values.pop(name), uploads=bool(values.get("push_to_hub")))
     names = [field.name for field in own_fields(TrainOptions) if field.name != "config"]
     if unknown := sorted(values.keys() - set(names), key=str):
-        close = difflib.get_close_matches(str(unknown[0]), names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "see fused-grpo train --help"
-        raise InputError(f"got unknown option(s) {', '.join(map(repr, unknown))} in {path}; {hint}")
+        raise InputError(unknown_options(unknown, names, f"in {path}"))
     return {name: _as_meant(name, value, path) for name, value in values.items()}
 
 

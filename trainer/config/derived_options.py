@@ -259,7 +259,7 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
         args.optim_target_modules = "all-linear"
     if args.vllm_importance_sampling_cap not in (None, args.vllm_importance_sampling_clip_max):  # once
         fix = "fix: set vllm_importance_sampling_clip_max"
-        warnings.warn(f"vllm_importance_sampling_cap is deprecated; {fix}", FutureWarning, stacklevel=5)
+        warnings.warn(f"vllm_importance_sampling_cap is deprecated; {fix}", FutureWarning, stacklevel=6)
         args.vllm_importance_sampling_clip_max = args.vllm_importance_sampling_cap
 
 

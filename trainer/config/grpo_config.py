@@ -16,7 +16,7 @@ from fused_grpo.errors import FusedGRPOError, WrongTypeError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
-from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, with_trl_fields
+from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, refusing_others, with_trl_fields
 from fused_grpo.trainer.types import SamplingParams
 
 # HfArgumentParser of transformers has one type per option, that of its text: of a union, the second member but None.
@@ -36,6 +36,7 @@ PYTHON_TYPES: dict[str, Any] = {
 }
 
 
+@refusing_others
 @dataclass
 @with_trl_fields
 class GRPOConfig(LossOptions, DerivedOptions):

@@ -1,7 +1,7 @@
 """The fields of TRL 1.16's `GRPOConfig` that have no effect here: trl_fields.json has them and their defaults.
 
 They stand there by what other values do, and by the reason; "types" has those that a default does not show. A test
-compares all with TRL's own class.
+compares all with TRL's own class. "former" are fields of older versions of TRL and transformers, and what to write now.
 
 `GRPOConfig` has every field of TRL's, so that parsers and callbacks find them. The default of one that has no effect
 here changes nothing; a value that changes nothing either gets a warning with the reason, any other an error with it.
@@ -10,12 +10,14 @@ here changes nothing; a value that changes nothing either gets a warning with th
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer.common.redaction import REDACTED, redacted
 from fused_grpo.trainer.common.warnings import warn_once
 
@@ -45,7 +47,7 @@ class Missing(NamedTuple):
 
 
 _FILE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-_KINDS = _FILE.pop("types")
+_KINDS, FORMER = _FILE.pop("types"), _FILE.pop("former")
 MISSING = {
     name: Missing(default, why, others, _KINDS.get(name, "str | None" if default is None else type(default).__name__))
     for others, reasons in _FILE.items()
@@ -61,6 +63,31 @@ def with_trl_fields(cls: type[Config]) -> type[Config]:
         listed = isinstance(missing.default, list)
         setattr(cls, name, dataclasses.field(default_factory=list) if listed else missing.default)
     return cls
+
+
+def refusing_others(cls: type[Config]) -> type[Config]:
+    """The class of options, whose constructor says of a name that is none what to write instead."""
+    construct, names = cls.__init__, [entry.name for entry in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(construct)
+    def checked(self: Any, *values: Any, **options: Any) -> None:
+        if others := [name for name in options if name not in names]:
+            raise WrongTypeError(unknown_options(others, names, f"of {cls.__name__}"))
+        construct(self, *values, **options)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
+
+
+def unknown_options(others: Iterable[object], names: Iterable[str], place: str) -> str:
+    """The text of an error about what is no option: what to write instead, by the history or by similarity."""
+
+    def instead(other: str) -> str:
+        close = difflib.get_close_matches(other, names, n=1)
+        return FORMER.get(other) or (f"did you mean {close[0]!r}?" if close else "see fused-grpo train --help")
+
+    fixes = "; ".join(f"{other}: {instead(other)}" for other in map(str, others))
+    return f"got unknown option(s) {', '.join(map(repr, others))} {place}; fix: {fixes}"
 
 
 def _of_streams(config: Any) -> list[Any]:

@@ -9,10 +9,10 @@ import pytest
 from transformers import Trainer
 from trl_differences import DIFFERENT
 
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.config.trl_fields import MISSING
+from fused_grpo.trainer.config.trl_fields import FORMER, MISSING
 from fused_grpo.trainer.config.trl_names import HOOKS, REASONS
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -124,3 +124,19 @@ def test_what_says_how_to_upload_is_refused_where_a_run_uploads(name, caplog):
 
 def test_an_upload_at_the_end_is_what_there_is():
     assert GRPOConfig(push_to_hub=True, hub_strategy="end").hub_strategy == "end"
+
+
+def test_a_former_name_and_a_misspelled_one_are_refused_with_the_one_to_write():
+    names = {entry.name for entry in dataclasses.fields(GRPOConfig)}
+    assert not names & FORMER.keys()
+    for name, instead in FORMER.items():
+        with pytest.raises(TypeError, match=rf"'{name}' of GRPOConfig; fix: {name}: {re.escape(instead)}$"):
+            GRPOConfig(**{name: 1})
+    with pytest.raises(InputError, match=r"'beta_', 'lr' of GRPOConfig; fix: beta_: did you mean 'beta'\?; lr: see"):
+        GRPOConfig(beta_=0.1, lr=1e-6)
+
+
+def test_what_replaces_a_former_name_is_an_option():
+    names = {entry.name for entry in dataclasses.fields(GRPOConfig)}
+    first = {re.split(r"[ ,=]", instead)[0] for instead in FORMER.values()} - {"leave", "the"}
+    assert first <= names - MISSING.keys()
