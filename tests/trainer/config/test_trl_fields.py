@@ -126,7 +126,7 @@ def test_an_upload_at_the_end_is_what_there_is():
     assert GRPOConfig(push_to_hub=True, hub_strategy="end").hub_strategy == "end"
 
 
-def test_a_former_name_and_a_misspelled_one_are_refused_with_the_one_to_write():
+def test_a_former_or_misspelled_name_is_refused_with_the_one_to_write():
     names = {entry.name for entry in dataclasses.fields(GRPOConfig)}
     assert not names & FORMER.keys()
     for name, instead in FORMER.items():
