@@ -104,7 +104,8 @@ def has_type(value: Any, kind: Any) -> bool:
             return True
         case None if kind is float:
             largest = EXACT if isinstance(value, int) else LARGEST
-            return isinstance(value, int | float) and not largest < abs(value) < math.inf
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            return is_number and not largest < abs(value) < math.inf
         case None if kind is int:
             return isinstance(value, int) and -(2**63) <= value < 2**63
         case None:
@@ -323,6 +324,11 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
         """Whether Clip-Cov or KL-Cov is on."""
         return self.clip_cov_ratio > 0 or self.kl_cov_ratio > 0
 
+    @functools.cached_property
+    def token_terms(self) -> TokenTerms:
+        """What of it decides the loss of one token."""
+        return TokenTerms.of(self)
+
     def _take_icepop(self) -> None:
         if (self.sampling_clip_min, self.sampling_clip_max) != (None, 3.0):
             raise InputError(
@@ -407,7 +413,6 @@ class TokenTerms(NamedTuple):
     log_ratio_penalty: float = 0.0
 
     @staticmethod
-    @functools.lru_cache(maxsize=64)
     def of(config: GRPOLossConfig) -> TokenTerms:
         """The terms of a config.
 

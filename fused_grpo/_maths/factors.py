@@ -31,7 +31,7 @@ from fused_grpo._maths.formulas import (
     policy_term,
     token_loss,
 )
-from fused_grpo.config import GRPOLossConfig, TokenTerms
+from fused_grpo.config import GRPOLossConfig
 
 
 def token_factors(
@@ -135,7 +135,7 @@ def covariance_selection(logprobs: Tensor, inputs: LossInputs, config: GRPOLossC
 
 def ratio_and_clipped(logprobs: Tensor, inputs: LossInputs, config: GRPOLossConfig) -> tuple[Tensor, Tensor, Tensor]:
     """(the ratio of each token, or of its sequence; whether it is clipped from below, from above), [N] each."""
-    tokens, terms = inputs.tokens, TokenTerms.of(config)
+    tokens, terms = inputs.tokens, config.token_terms
     old = logprobs if tokens.old_logprobs is None else torch.where(tokens.mask, tokens.old_logprobs, 0.0)
     if tokens.sampling_logprobs is not None and terms.correction == "sampler":
         old = denominator(old, tokens.sampling_logprobs, tokens.mask)
@@ -187,7 +187,7 @@ def sequence_log_ratio(logprobs: Tensor, inputs: LossInputs, config: GRPOLossCon
     tokens, sequences = inputs.tokens, inputs.sequences
     change = logprobs - (logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs)
     if config.loss_type == "gmpo":
-        change, *_ = clipped_change(change, tokens.advantages, TokenTerms.of(config))
+        change, *_ = clipped_change(change, tokens.advantages, config.token_terms)
     return sequences.spread(sequences.mean(change, tokens.mask), len(logprobs)).to(logprobs.dtype)
 
 
@@ -201,7 +201,7 @@ def share_of_ratio(logprobs: Tensor, ratio_gradient: Tensor, inputs: LossInputs,
     moves = tokens.mask
     if config.loss_type == "gmpo":
         old = logprobs if tokens.old_logprobs is None else tokens.old_logprobs
-        _, below, above = clipped_change(logprobs - old, tokens.advantages, TokenTerms.of(config))
+        _, below, above = clipped_change(logprobs - old, tokens.advantages, config.token_terms)
         moves = moves & (tokens.advantages != 0) & ~(below | above)
     return torch.where(moves, sequences.spread(shares, len(logprobs)), 0.0).to(ratio_gradient.dtype)
 
@@ -217,5 +217,5 @@ def grpo_loss(
         **factors,
         entropy=entropy,
         log_ratio=sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else None,
-        terms=TokenTerms.of(config),
+        terms=config.token_terms,
     )

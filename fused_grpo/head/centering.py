@@ -18,7 +18,7 @@ from fused_grpo._maths import formulas
 from fused_grpo._maths.centering import Bounds, coefficients
 from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.statistics import Statistics
-from fused_grpo.config import GRPOLossConfig, TokenTerms
+from fused_grpo.config import GRPOLossConfig
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head.checks import FLOATS, check_tensors
 from fused_grpo.head.entries import Segments, Support
@@ -204,7 +204,7 @@ class SamplerHead(NamedTuple):
             logprobs=torch.full_like(sampler, torch.nan),
             advantages=inputs.tokens.advantages,
             weights=weights_of(inputs),
-            bounds=Bounds.of(TokenTerms.of(config)),
+            bounds=Bounds.of(config.token_terms),
             whole=config.score_centering == "kept",
             closed=support is not None,
         )

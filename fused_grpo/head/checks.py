@@ -148,7 +148,7 @@ def check_head(
 
 def is_number(value: Any, low: float, high: float) -> bool:
     """Whether `value` is a number from `low` to `high` that a tensor can represent: Python's or NumPy's, no tensor."""
-    if not isinstance(value, int | float):  # a compiler traces no more than this
+    if isinstance(value, bool) or not isinstance(value, int | float):  # a compiler traces no more than this
         if not (isinstance(value, Real) and hasattr(value, "dtype")):  # NumPy's; tensors take no other, like Fraction
             return False
         value = int(value) if isinstance(value, Integral) else float(value)
@@ -263,14 +263,14 @@ def check_plan(
         ignore_index = plain_number(ignore_index)
     if chunk_bytes is not None and type(chunk_bytes) is not int:
         chunk_bytes = plain_number(chunk_bytes)
-    if not isinstance(ignore_index, int) or not -INT64 <= ignore_index < INT64:
+    if type(ignore_index) is not int or not -INT64 <= ignore_index < INT64:
         raise InputError(f"got ignore_index={ignore_index!r}, want a whole number of 64 bits")
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
         raise InputError(
             f"got process_group of type {type(process_group).__name__}, want a torch.distributed.ProcessGroup; "
             "fix: that of a DeviceMesh is mesh.get_group(name)"
         )
-    if chunk_bytes is not None and not (isinstance(chunk_bytes, int) and 0 < chunk_bytes < INT64):
+    if chunk_bytes is not None and not (type(chunk_bytes) is int and 0 < chunk_bytes < INT64):
         raise InputError(f"got chunk_bytes={chunk_bytes!r}, want a whole number of bytes > 0, or None for the default")
     return chunk_bytes, ignore_index
 

@@ -51,7 +51,7 @@ from fused_grpo._maths import factors, formulas
 from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.moments import RowsMoments
 from fused_grpo._maths.statistics import Statistics, Upstream, joined, picked
-from fused_grpo.config import GRPOLossConfig, TokenTerms
+from fused_grpo.config import GRPOLossConfig
 from fused_grpo.head.checks import differentiated_once, leaves_out_rows, may_synchronize
 from fused_grpo.head.chunked_divergence import Teacher
 from fused_grpo.head.head import Gradients, Head, HeadGradients, Wanted, softmax_weights_of
@@ -185,7 +185,7 @@ def _by_weights(
             tile, passes, kernel, entropy=entropy, moments=moments, dtype=tile.hidden.dtype
         )
         given = {**vars(tokens.rows(tile.rows)), "entropy": rows.entropy}
-        gradient, _, sums = passes.grpo_token_loss(rows.logprobs, inputs=given, terms=TokenTerms.of(config))
+        gradient, _, sums = passes.grpo_token_loss(rows.logprobs, inputs=given, terms=config.token_terms)
         if (count := active - tile.rows.start) > 0:
             some, first = slice(count), tile if count >= len(scale) else tile.first(count)
             gradients.add_softmax_weights(
@@ -314,7 +314,7 @@ def _value_and_gradient(
             logprobs,
             log_ratio=factors.sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else None,
             inputs={**vars(inputs.tokens), **many, "entropy": entropy},
-            terms=TokenTerms.of(config),
+            terms=config.token_terms,
         )
         if ratio_gradient is not None:
             gradient = gradient + factors.share_of_ratio(logprobs, ratio_gradient, inputs, config)

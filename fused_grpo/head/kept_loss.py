@@ -9,7 +9,7 @@ from fused_grpo._maths import factors, formulas
 from fused_grpo._maths.centering import Bounds, coefficients
 from fused_grpo._maths.formulas import LossInputs
 from fused_grpo._maths.statistics import Statistics
-from fused_grpo.config import GRPOLossConfig, TokenTerms
+from fused_grpo.config import GRPOLossConfig
 from fused_grpo.head.centering import SamplerHead, scored_by_sampler, weights_of, with_centering
 from fused_grpo.head.chunked_loss import ChunkedLoss, LossPlan, loss_and_gradient, rows_to_score
 from fused_grpo.head.entries import Support
@@ -68,7 +68,7 @@ def _centering_of_entries(
     row, unknown = rows.row_of_entries, rows.sums_of_rows(sampler.isnan().to(logprobs.dtype)) > 0
     known = scored_by_sampler(inputs)[row] & ~unknown
     given = logprobs[:, None], sampler.to(logprobs.dtype)[:, None], inputs.tokens.advantages[row], known[:, None]
-    weighted, mass = coefficients(*given, Bounds.of(TokenTerms.of(config)), whole=True)
+    weighted, mass = coefficients(*given, Bounds.of(config.token_terms), whole=True)
     c = weighted[:, 0] - mass[1] * rows.sums_of_rows(weighted[:, 0])
     weights = weights_of(inputs)
     policy_weights = factors.token_factors(statistics.logprobs, statistics.entropy, inputs, config)["policy_weights"]

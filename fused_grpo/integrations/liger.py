@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from fused_grpo._maths.factors import vespo_phi
 from fused_grpo._maths.formulas import corrected_kl, kl_term, policy_term
 from fused_grpo._maths.statistics import compute_dtype
-from fused_grpo.config import CLIPPED, TRL_LOSS_TYPES, GRPOLossConfig, Level, LossType, TokenTerms
+from fused_grpo.config import CLIPPED, TRL_LOSS_TYPES, GRPOLossConfig, Level, LossType
 from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
 from fused_grpo.head.checks import check_tensors
@@ -261,7 +261,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     def _loss_with_padding(self, logprobs: Tensor, tokens: _Tokens, config: GRPOLossConfig) -> Tensor:
         """ "luspo" where padding counts: [B, T] log-probs to the loss."""
         change = self._log_ratio(logprobs, tokens)
-        loss, *_ = policy_term(logprobs, change, tokens.advantages, TokenTerms.of(config))
+        loss, *_ = policy_term(logprobs, change, tokens.advantages, config.token_terms)
         if tokens.rho is not None:
             loss = loss * tokens.rho
         if tokens.ref is not None:

@@ -67,6 +67,7 @@ HEAD = [
     ({"logit_scale": "1"}, "logit_scale='1', want a finite number"),
     ({"ignore_index": None}, "ignore_index=None, want a whole number"),
     ({"process_group": object()}, "type object, want a torch.distributed.ProcessGroup; fix: .*get_group"),
+    *[({name: True}, f"got {name}=True, want") for name in ("temperature", "logit_scale", "softcap", "ignore_index")],
 ]
 LOSS = [
     ({"advantages": torch.ones(3)}, r"advantages \(3,\), want \[B\] = \(2,\)"),
@@ -95,6 +96,7 @@ LOSS = [
     ({"weight_main_grad": of_inference_mode(9, 4)}, "of inference_mode; fix: a plain tensor"),
     ({"sampling_topk_ids": numpy.zeros((6, 2), dtype=int)}, "leave the sampler's tokens out"),
     ({"entropy": "no"}, "entropy='no', want True or False"),
+    *[({name: True}, f"got {name}=True, want") for name in ("num_tokens", "entropy_threshold", "chunk_bytes")],
 ]
 
 
@@ -124,6 +126,7 @@ def test_the_fused_loss_names_what_is_wrong_and_leaves_no_gradient(change, messa
         ({"sampling_correction": "clip"}, "sampling_correction='clip'"),
         ({"epsilon": -0.1}, "epsilon=-0.1, want a finite value >= 0"),
         ({"epsilon": "0.2"}, "epsilon='0.2', want float"),
+        ({"beta": True}, "beta=True, want float"),
         ({"epsilon_high": 2**70}, "epsilon_high=1180591620717411303424, want float or None"),
         ({"epsilon": math.inf}, "epsilon=inf"),
         ({"epsilon_high": -1.0}, "epsilon_high=-1.0"),

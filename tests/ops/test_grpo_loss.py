@@ -1,6 +1,7 @@
 """What the loss means: layouts, normalisers, clipping, masks. Expected values are written out, not taken from us."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -118,3 +119,18 @@ def test_the_module_is_the_function(make_problem):
     arguments = {"targets": problem.targets, **leaves, **problem.head, **problem.loss}
     module = FusedLinearGRPOLoss(config, chunk_bytes=4096)
     assert torch.equal(module(**arguments).loss, fused_linear_grpo_loss(**arguments, config=config).loss)
+
+
+def test_a_dataclass_of_a_users_own_over_the_config_is_the_config(batch):
+    """Python makes such a class unhashable: nothing may look a config up by its hash."""
+
+    @dataclass(kw_only=True)
+    class Mine(GRPOLossConfig):
+        name: str = "mine"
+
+    given, advantages = batch
+    for options in ({}, {"importance_sampling_level": "sequence"}, {"loss_type": "gmpo"}, {"clip_cov_ratio": 0.5}):
+        loss, own = (
+            grpo_loss(advantages=advantages, config=kind(**options), **given) for kind in (GRPOLossConfig, Mine)
+        )
+        assert torch.equal(loss.loss, own.loss)

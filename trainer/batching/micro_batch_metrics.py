@@ -35,7 +35,7 @@ from torch import Tensor
 
 from fused_grpo._maths.factors import ratio_and_clipped, sampling_weights, select_by_covariance, vespo_weights
 from fused_grpo._maths.formulas import LossInputs, kl_term, log_rho
-from fused_grpo.config import BOUNDED, GRPOLossConfig, TokenTerms
+from fused_grpo.config import BOUNDED, GRPOLossConfig
 from fused_grpo.head.checks import LossArguments, loss_inputs
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, joined_rows
@@ -78,7 +78,7 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
     if not len(part.advantages):
         return {}
     inputs = inputs_of(part, config)
-    current, tokens, sequences, terms = logprobs.float(), inputs.tokens, inputs.sequences, TokenTerms.of(config)
+    current, tokens, sequences, terms = logprobs.float(), inputs.tokens, inputs.sequences, config.token_terms
     old = current if tokens.old_logprobs is None else tokens.old_logprobs
     ratio, *clipped = ratio_and_clipped(current, inputs, config)
     low, high = (sequences.mean(of_side, tokens.mask) for of_side in clipped)
