@@ -116,7 +116,7 @@ def check_head(
             f"got weight of shape {tuple(weight.shape)}, want [V, D] (nn.Linear's layout)"
             + (fix if hasattr(weight, "ds_id") else "")
         )
-    if hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
+    if not hidden.ndim or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
             f"got hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}, want [..., D] and [V, D] with one D"
             + ("; fix: pass weight.t()" if hidden.ndim and hidden.shape[-1] == weight.shape[0] else "")

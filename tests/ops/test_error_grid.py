@@ -311,6 +311,17 @@ def test_leading_shapes_change_no_bit(leading, impl):
             assert torch.equal(value.reshape(expected[name].shape), expected[name]), name
 
 
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_a_token_alone_needs_no_leading_dimension(impl):
+    hidden, weight = torch.randn(8, requires_grad=True), torch.randn(5, 8)
+    for targets in (torch.tensor(3), torch.tensor([3, 0]), torch.tensor(-100)):
+        alone = linear_logprobs_and_entropy(hidden, weight, targets, temperature=torch.tensor(0.5), impl=impl)
+        row = linear_logprobs_and_entropy(hidden[None], weight, targets[None], temperature=0.5, impl=impl)
+        assert all(torch.equal(one[None], other) for one, other in zip(alone, row, strict=True))
+        gradients = [torch.autograd.grad(sum(x.sum() for x in one), hidden)[0] for one in (alone, row)]
+        assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_number_as_temperature_is_that_number_for_each_token(impl, plan):
