@@ -76,7 +76,7 @@ from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import no_reward
 from fused_grpo.trainer.rewards.reward_functions import is_reward_model
 
-_CONFIG_OPTIONS = ("trust_remote_code", "revision", "subfolder", "gguf_file", "cache_dir", "token", "local_files_only")
+_NOT_OF_CONFIG = ("dtype", "torch_dtype", QUANTIZATION)  # options of `from_pretrained`, which keeps them from it
 # Options of what a run shows, evaluates and saves: the first parts of their names. All others are used at the start.
 _LATER = re.compile("eval_|log_|logging_|save_|load_best|metric_for|greater_is|hub_|push_to_hub|overwrite|run_")
 OF_RESET = 1024  # tokens that an environment may add to a prompt, where no option says
@@ -291,13 +291,13 @@ def check_services(start: Start) -> None:
 
 
 def load_config(what: str, model: Any, args: GRPOConfig, init_kwargs: Mapping[str, Any] | None) -> Any:
-    """The configuration of a module, or of a path or hub id; DataError where it cannot be loaded."""
+    """The configuration of a module, or with which a path or hub id will be; DataError where it cannot be loaded."""
     if isinstance(model, nn.Module):
         return base_model(model).config
     options = {"trust_remote_code": args.runs_remote_code, **(init_kwargs or {})}
     with loading(f"{what} {str(model)!r}, whose config"):
-        given = {name: options[name] for name in _CONFIG_OPTIONS if name in options}
-        return options.get("config") or AutoConfig.from_pretrained(model, **given)
+        given = {name: value for name, value in options.items() if name not in _NOT_OF_CONFIG}
+        return given.pop("config", None) or AutoConfig.from_pretrained(model, return_unused_kwargs=True, **given)[0]
 
 
 def check_model(start: Start) -> None:
@@ -361,7 +361,7 @@ def check_saving(start: Start) -> None:
     parts = {"the tokenizer": start.tokenizer}
     if start.peft_config is None and not is_adapted(start.model):  # else the adapter alone is saved
         warn_of_other_weights(start.model)
-        parts |= {"the config": start.config} if start.model_path is None else {}
+        parts |= {"the config": start.config}
         if (found := copy.deepcopy(generation_config(start.model, start.args))) is not None:
             found.pad_token_id = start.tokenizer.pad_token_id  # a run sets it; some are saved only as they were loaded
             parts |= {"the generation_config": found}

@@ -54,7 +54,7 @@ def loading(what: str) -> Iterator[None]:
         reason = " ".join(str(error).split())[:600] or type(error).__name__
         raise DataError(
             f"got {what} cannot be loaded: {reason}; want a folder with a model in it, or the name of one on the hub; "
-            "fix: the path or the name, or a network and a login where it is on the hub"
+            "fix: the path or the name, what it says of an option, or a network and a login where it is on the hub"
         ) from error
 
 

@@ -49,3 +49,13 @@ def test_other_options_are_taken(given):
 def test_a_run_loads_with_options_that_say_what_is_the_default(folder, tmp_path):
     given = {"output_loading_info": False, "device_map": None, "config": model_of().config}
     assert trainer_in(tmp_path, folder, model_init_kwargs=given).train().steps == 2
+
+
+def test_a_run_begins_with_the_config_that_its_model_will_have(folder, tmp_path):
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    given = {"rope_parameters": scaled, "max_position_embeddings": 64, "dtype": "float32"}
+    trainer = trainer_in(tmp_path, folder, model_init_kwargs=given, max_completion_length=6)
+    assert trainer.start.limit.tokens == 4 * 64 - 6
+    assert trainer.start.config.to_dict() == trainer.model.config.to_dict()
+    with pytest.raises(InputError, match=r"could not be saved after the run \(.*num_hidden_layers"):
+        trainer_in(tmp_path, folder, model_init_kwargs={"num_hidden_layers": 1})
