@@ -1,10 +1,13 @@
-"""A check of another project's version, for all drop-ins."""
+"""Checks for all drop-ins: of another project's version, and of ids, for which others take any integers."""
 
 from __future__ import annotations
 
 import importlib.metadata
 
-from fused_grpo.errors import UnavailableError
+import torch
+from torch import Tensor
+
+from fused_grpo.errors import InputError, UnavailableError
 
 
 def check_version(package: str, versions: str) -> None:
@@ -25,3 +28,14 @@ def check_version(package: str, versions: str) -> None:
         raise UnavailableError(
             f"got {package} {installed}, want {versions}, whose inner parts this was written against; {fix}"
         )
+
+
+def token_ids(name: str, ids: Tensor) -> Tensor:
+    """`ids` as int64, which are integers: a cast would make ids of a mask, or of log-probs.
+
+    Raises:
+        InputError: they are not.
+    """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise InputError(f"got {name} of dtype {ids.dtype}, want integers; fix: {name}.long()")
+    return ids.long()

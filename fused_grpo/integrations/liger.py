@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from fused_grpo._maths.factors import vespo_phi
 from fused_grpo._maths.formulas import corrected_kl, kl_term, policy_term
 from fused_grpo._maths.statistics import compute_dtype
-from fused_grpo.config import CLIPPED, TRL_LOSS_TYPES, GRPOLossConfig, Level, LossType
+from fused_grpo.config import CLIPPED, LARGEST, TRL_LOSS_TYPES, GRPOLossConfig, Level, LossType
 from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
-from fused_grpo.head.checks import check_tensors
+from fused_grpo.head.checks import check_tensors, is_number
+from fused_grpo.integrations._peers import token_ids
 from fused_grpo.logprobs import linear_logprobs
 
 _BY_NUM_TOKENS = ("dapo", "cispo", "vespo")
@@ -97,8 +98,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             raise InputError(f"got loss_type={loss_type!r}, want one of Liger's: {TRL_LOSS_TYPES}")
         bounds = {"sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg}
         for name, value in {**bounds, "delta": delta}.items():
-            if value is not None and value <= 0:
-                raise InputError(f"got {name}={value}, want a number > 0")
+            if value is not None and not (is_number(value, 0, LARGEST) and value):
+                raise InputError(f"got {name}={value!r}, want a finite number > 0")
         self.beta, self.use_ref_model = beta, use_ref_model
         self.compiled, self.chunk_size = compiled, chunk_size
         self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
@@ -153,7 +154,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         _check_per_token(selected_token_ids.shape, old_per_token_logps, ref_per_token_logps)
         mask, has_kl = attention_mask != 0, self.use_ref_model and self.beta != 0.0
         with_padding = self.loss_type == "luspo" and (has_kl or self.importance_sampling_level == "token")
-        ids = selected_token_ids.long() if with_padding else selected_token_ids.long().masked_fill(~mask, -100)
+        ids = token_ids("selected_token_ids", selected_token_ids)
+        ids = ids if with_padding else ids.masked_fill(~mask, -100)
         ref = self._reference(ids, ref_per_token_logps, (ref_input, ref_weight, ref_bias))
         rho = vllm_is_ratio[:, None] if vllm_is_ratio is not None and vllm_is_ratio.ndim == 1 else vllm_is_ratio
         constants = (advantages[:, None], old_per_token_logps, ref, rho)
@@ -210,8 +212,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         clipped = self.loss_type in CLIPPED
         return GRPOLossConfig(
             loss_type=self.loss_type,
-            # The ratio is never negative.
-            epsilon=min(self.epsilon_low, 1.0) if clipped else 0.0,
+            epsilon=self.epsilon_low if clipped else 0.0,
             epsilon_high=self.epsilon_high,
             delta=self.delta if clipped else None,
             beta=0.0 if tokens.ref is None else self.beta,

@@ -93,6 +93,7 @@ def return_logprobs(
         UnsupportedError: a head that is not one matrix; a model whose transform of the logits is not in its config.
     """
     causal_lm = _causal_lm(model)
+    check_plan(impl, chunk_bytes, batch_invariant=batch_invariant, entropy=entropy)  # before a backbone has run
     options = {"chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant, "impl": impl}
     scorer = _Scorer(causal_lm, temperature, entropy, options)
     try:

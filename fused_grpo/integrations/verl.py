@@ -34,7 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_grpo.errors import InputError, UnavailableError
-from fused_grpo.head.checks import check_tensors
+from fused_grpo.head.checks import check_plan, check_tensors
+from fused_grpo.integrations._peers import token_ids
 from fused_grpo.logprobs import linear_logprobs_and_entropy
 
 # Releases whose function has this signature and no other call sites than those named above.
@@ -78,12 +79,13 @@ def linear_cross_entropy(
     if reduce is None:
         raise InputError(f"got reduction={reduction!r}, want one of {', '.join(map(repr, REDUCTIONS))}")
     check_tensors(hidden=hidden, weight=weight, labels=labels)
+    check_plan("auto", process_group=dist_process_group)
     if dist_process_group is not None:
         hidden = _Share.apply(hidden, dist.get_world_size(dist_process_group))  # type: ignore[no-untyped-call]
     logprobs, entropy = linear_logprobs_and_entropy(
         hidden.flatten(0, -2) if hidden.ndim > 2 else hidden,
         weight,
-        labels.reshape(-1).long(),
+        token_ids("labels", labels).reshape(-1),
         temperature=temperature,
         process_group=dist_process_group,
     )

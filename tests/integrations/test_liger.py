@@ -291,13 +291,24 @@ def test_calls_refuse(loss_class, case):
         {"ref_per_token_logps": torch.ones(B, 1)},
         {"advantages": torch.ones(B, T)},
         {"ref_per_token_logps": None, "ref_input": make_batch()["ref_input"]},
+        {"selected_token_ids": torch.ones(B, T)},
     ],
     ids=lambda x: list(x)[-1],
 )
 def test_ours_refuses_what_would_broadcast_or_crash(wrong):
     _, inputs = chosen("log-probs", "no ratio", old=True)
-    with pytest.raises(InputError, match=r"want .* of both|got ref_per|got old_per|got advantages|ref_weight"):
+    with pytest.raises(
+        InputError, match=r"want .* of both|got ref_per|got old_per|got advantages|ref_weight|got selected"
+    ):
         liger.LigerFusedLinearGRPOLoss()(**{**inputs, **wrong})
+
+
+@pytest.mark.parametrize("wrong", ["0.2", torch.inf])
+def test_what_is_no_finite_number_is_named(wrong):
+    _, inputs = chosen("log-probs", "no ratio", old=True)
+    for name in ("delta", "epsilon_low", "epsilon_high", "beta"):
+        with pytest.raises(InputError, match=f"{name.removesuffix('_low')}={wrong!r}, want"):
+            liger.LigerFusedLinearGRPOLoss(**{name: wrong})(**inputs)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,9 @@ def test_arguments_that_cannot_be_right_are_refused(model, batch):
             called(model, batch | arguments, **options)
     with pytest.raises(InputError, match="got a Linear with no model of transformers inside"):
         called(nn.Linear(2, 2), batch)
+    for wrong in ({"chunk_bytes": 0}, {"batch_invariant": 1}, {"entropy": "no"}, {"impl": "cuda"}):
+        with pytest.raises(InputError, match=f"got {next(iter(wrong))}"):  # before a model is called
+            return_logprobs(model, **wrong).__enter__()
     model.z_loss_coefficient = 0.1
     with pytest.raises(UnsupportedError, match=r"want z_loss_coefficient=0\.0"):
         called(model, batch)

@@ -111,6 +111,8 @@ def test_an_ignored_label_gives_nothing_and_counts_in_the_mean():
         ({"hidden": None}, "hidden of type NoneType, want a torch.Tensor"),
         ({"hidden": torch.tensor(1.0)}, r"got hidden \(\)"),
         ({"labels": [[0] * T] * B}, "labels of type list, want a torch.Tensor"),
+        *[({"labels": torch.ones(B, T).to(x)}, f"labels of dtype {x}") for x in (torch.float32, torch.bool)],
+        ({"dist_process_group": "tensor"}, "process_group of type str, want a torch.distributed.ProcessGroup"),
     ],
 )
 def test_what_cannot_be_right_is_refused(change, message):
