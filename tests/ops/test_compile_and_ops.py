@@ -120,8 +120,8 @@ def test_a_compiled_call_equals_an_eager_one(assert_as_exact, backend, frozen, i
         assert_as_exact(ours, eager, exact, what=str(tuple(exact.shape)))
 
 
-@pytest.mark.parametrize("trainable", [False, True])
-def test_another_number_of_rows_does_not_compile_again(trainable):
+@pytest.mark.parametrize(("trainable", "impl"), [(False, "auto"), (True, "auto"), (True, "reference")])
+def test_another_number_of_rows_does_not_compile_again(trainable, impl):
     weight, graphs = torch.randn(V, D, requires_grad=trainable), []
 
     def backend(graph, _):
@@ -129,7 +129,10 @@ def test_another_number_of_rows_does_not_compile_again(trainable):
         return graph.forward
 
     compiled = torch.compile(
-        lambda hidden, ids: linear_logprobs(hidden, weight, ids), fullgraph=True, dynamic=True, backend=backend
+        lambda hidden, ids: linear_logprobs(hidden, weight, ids, impl=impl),
+        fullgraph=True,
+        dynamic=True,
+        backend=backend,
     )
     for count in (5, 6, 64, 200, 1000):
         hidden, ids = torch.randn(count, D), targets(count)
