@@ -63,6 +63,16 @@ def test_an_error_of_this_rank_is_raised_although_the_others_have_ended(monkeypa
     assert "Connection closed" in str(raised.value.__cause__)
 
 
+def test_a_rank_that_held_the_store_is_not_said_to_have_reported_nothing(monkeypatch):
+    def gone(*_: object) -> None:
+        raise RuntimeError("Broken pipe")
+
+    store = SimpleNamespace(set=gone, check=gone)
+    monkeypatch.setattr(failures.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    here = failures._FailureStore(SimpleNamespace(process_index=1, num_processes=2))
+    assert here.explanation(timed_out=False).startswith("rank 0 of 2 ended, and with it the store of what it may have")
+
+
 def test_a_failure_is_written_to_the_error_file_of_torchrun(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(ValueError, match="no fours"), report_failure(SimpleNamespace(num_processes=1)):

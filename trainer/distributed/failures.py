@@ -221,7 +221,8 @@ class _FailureStore:
 
     def explanation(self, *, timed_out: bool) -> str:
         """Why a collective failed on this rank, as far as the store tells."""
-        silent = [0]  # which holds the store
+        # Without a launcher that keeps the store, it ends with rank 0.
+        silent, ended = [0], "ended, and with it the store of what it may have reported"
         with suppress(RuntimeError):
             self.store.set(f"{self.prefix}/{self.rank}", "")
             deadline = time.monotonic() + REASON_SECONDS
@@ -231,12 +232,13 @@ class _FailureStore:
                 rank, reason = json.loads(self.store.get(known))
                 return f"rank {rank} of {self.count} has failed, and this one stopped with it: {reason}"
             silent = [rank for rank in range(self.count) if not self.store.check([f"{self.prefix}/{rank}"])]
+            ended = "ended without reporting an error"
         who = f"rank {' or '.join(map(str, silent))} of {self.count}"
         if not silent:
             return f"the connection between the {self.count} ranks broke, and none of them reported why"
         if not timed_out:
             return (
-                f"{who} ended without reporting an error, and this one stopped with it; killed, or out of memory? "
+                f"{who} {ended}, and this one stopped with it; killed, or out of memory? "
                 "fix: read its log and the kernel's, and call there what this one calls; resume_from_checkpoint goes "
                 "on from the last checkpoint"
             )
