@@ -46,8 +46,9 @@ _SMALL_D = 16.0
 def picked(values: Tensor, rows: slice | Tensor) -> Tensor:
     """`values[rows]`, or the values themselves where these are all: no view is needed, which costs a microsecond."""
     count = values.shape[0]
-    whole = isinstance(rows, slice) and (rows == slice(None) or rows.indices(count) == (0, count, 1))
-    return values if whole else values[rows]
+    if isinstance(rows, slice) and rows.stop is None and rows == slice(None):
+        return values  # before `indices`, which makes the count a constant of a compiled graph
+    return values if isinstance(rows, slice) and rows.indices(count) == (0, count, 1) else values[rows]
 
 
 class RowState(NamedTuple):
