@@ -15,6 +15,7 @@ from fused_grpo.errors import CheckpointError, InputError, UnsupportedError, Wro
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.models.adapters import adapt
+from fused_grpo.trainer.models.loading import load_teacher
 
 TEMPERATURE, COEF, BETA = 0.8, 0.7, 0.3
 WIDER = {"hidden_size": 48, "num_hidden_layers": 3, "num_key_value_heads": 2}
@@ -350,3 +351,9 @@ def test_the_policy_is_no_teacher_of_itself_while_it_moves(make_trainer, make_mo
     trainer = make_trainer()
     with pytest.raises(InputError, match="got the model that is trained as its teacher_model"):
         type(trainer.learner)(trainer.model, trainer.args, trainer.accelerator, max_steps=1, teacher=trainer.model)
+    base = make_model()
+    for policy in (base, get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))):
+        trained = [parameter.requires_grad for parameter in base.parameters()]
+        with pytest.raises(InputError, match="got the model that is trained as its teacher_model"):
+            load_teacher(base, trainer.args, trainer.accelerator, None, policy)
+        assert [parameter.requires_grad for parameter in base.parameters()] == trained  # what they share

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from torch import nn
 
 from fused_grpo.errors import elide_middle, visible
-from fused_grpo.trainer.collect.start_checks import Start, load_config
+from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.common.formatting import bytes_text, short_number
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import as_row, is_conversational, is_stream, read_rows
@@ -22,7 +22,7 @@ from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.logging.console import Console
 from fused_grpo.trainer.logging.run_output import at_start
 from fused_grpo.trainer.models.adapters import base_model
-from fused_grpo.trainer.models.loading import SELF, wants_bf16
+from fused_grpo.trainer.models.loading import SELF, load_config, wants_bf16
 from fused_grpo.trainer.models.memory_estimate import (
     LEFT_OUT,
     ModelShape,

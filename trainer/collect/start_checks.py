@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from torch import nn
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from fused_grpo.errors import DataError, InputError, WrongTypeError
 from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
@@ -52,7 +51,7 @@ from fused_grpo.trainer.learner import Learner, Optimizers
 from fused_grpo.trainer.logging.callbacks import EVENTS
 from fused_grpo.trainer.logging.model_card import check_hub
 from fused_grpo.trainer.logging.run_output import tracker_arguments
-from fused_grpo.trainer.models.adapters import adapt, base_model, is_adapted
+from fused_grpo.trainer.models.adapters import adapt, is_adapted
 from fused_grpo.trainer.models.loading import (
     SELF,
     check_gradients,
@@ -60,6 +59,8 @@ from fused_grpo.trainer.models.loading import (
     check_source,
     generation_config,
     known_tokens,
+    knows_text,
+    load_config,
     load_model,
     load_teacher,
     loading,
@@ -76,7 +77,6 @@ from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import no_reward
 from fused_grpo.trainer.rewards.reward_functions import is_reward_model
 
-_NOT_OF_CONFIG = ("dtype", "torch_dtype", QUANTIZATION)  # options of `from_pretrained`, which keeps them from it
 # Options of what a run shows, evaluates and saves: the first parts of their names. All others are used at the start.
 _LATER = re.compile("eval_|log_|logging_|save_|load_best|metric_for|greater_is|hub_|push_to_hub|overwrite|run_")
 OF_RESET = 1024  # tokens that an environment may add to a prompt, where no option says
@@ -290,16 +290,6 @@ def check_services(start: Start) -> None:
             )
 
 
-def load_config(what: str, model: Any, args: GRPOConfig, init_kwargs: Mapping[str, Any] | None) -> Any:
-    """The configuration of a module, or with which a path or hub id will be; DataError where it cannot be loaded."""
-    if isinstance(model, nn.Module):
-        return base_model(model).config
-    options = {"trust_remote_code": args.runs_remote_code, **(init_kwargs or {})}
-    with loading(f"{what} {str(model)!r}, whose config"):
-        given = {name: value for name, value in options.items() if name not in _NOT_OF_CONFIG}
-        return given.pop("config", None) or AutoConfig.from_pretrained(model, return_unused_kwargs=True, **given)[0]
-
-
 def check_model(start: Start) -> None:
     """The model's configuration, what can be trained on a quantised one, and its tokenizer."""
     args = start.args
@@ -313,8 +303,7 @@ def check_model(start: Start) -> None:
     start.shape = planned_shape(start.config, start.model, start.peft_config, quantization, args.runs_remote_code)
     with loading(f"model {start.model_path or start.config._name_or_path!r}, whose tokenizer"):
         start.tokenizer = tokenizer_for(start.model, start.processing_class, args)
-    # A folder without a tokenizer's files gives one that knows no text, without an error.
-    if set(start.tokenizer.get_vocab()) <= set(start.tokenizer.all_special_tokens):
+    if not knows_text(start.tokenizer):
         raise DataError(
             f"got a tokenizer without a vocabulary from {start.tokenizer.name_or_path!r}, want that of the model; fix: "
             "save it beside the model, or pass it as processing_class"
@@ -338,12 +327,16 @@ def check_episodes(start: Start) -> None:
 
 def check_prompts(start: Start) -> None:
     """Every prompt has tokens that the model knows, and room for a completion; a curriculum has its column."""
-    own, text = start.engine, start.config.get_text_config()
+    own, args, text = start.engine, start.args, start.config.get_text_config()
+    read = [text]  # by models that read whole sequences
+    if start.teacher_model not in (None, SELF):
+        config = load_config("teacher_model", start.teacher_model, args, args.teacher_model_init_kwargs)
+        read.append(config.get_text_config())
     start.limit = PromptLimit(
         start.args,
         start.tokenizer,
         # A user's engine may shorten prompts, and their function encodes them itself.
-        positions=positions(text) if own is None else None,
+        positions=positions(*read) if own is None else None,
         vocabulary=known_tokens(text, start.model) if own is None or hasattr(own, "generate") else None,
         tools=() if start.rules is None else start.rules.shown_tools,
     )
@@ -485,7 +478,7 @@ def make_learner(start: Start, optimizers: Optimizers, *, corrected: bool) -> tu
     """(the model that is trained, its learner); `corrected` as of `Learner`."""
     args, accelerator = start.args, start.accelerator
     assert accelerator is not None
-    teacher = load_teacher(start.teacher_model, args, accelerator, start.tokenizer)
+    teacher = load_teacher(start.teacher_model, args, accelerator, start.tokenizer, start.model)
     set_seed(args.seed, device_specific=True)  # for dropout and new adapters
     given = {} if start.quantization_config is None else {QUANTIZATION: start.quantization_config}
     loaded = load_model(start.model, accelerator, **loading_options(args), **given)

@@ -35,7 +35,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.console import progress, without_bars
 from fused_grpo.trainer.logging.model_card import is_hub_id
 from fused_grpo.trainer.models.adapters import base_model, is_adapted, is_prompt_tuned
-from fused_grpo.trainer.models.quantized import check_quantization, keep_exact, quantization_of
+from fused_grpo.trainer.models.quantized import QUANTIZATION, check_quantization, keep_exact, quantization_of
 
 SELF = "self"  # the reference model
 FINGERPRINT_VALUES = 256  # of each parameter
@@ -158,6 +158,11 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
     return processing_class
 
 
+def knows_text(tokenizer: Any) -> bool:
+    """False for what transformers makes of a folder without a tokenizer's files: special tokens alone."""
+    return not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
+
+
 def check_gradients(model: Any) -> None:
     """Raise UnsupportedError where nothing gets a gradient: in torch.no_grad, or in or of torch.inference_mode.
 
@@ -254,6 +259,16 @@ def warn_of_added_rows(model: Any, peft_config: Any) -> None:
         )
 
 
+def load_config(what: str, model: Any, args: GRPOConfig, init_kwargs: Mapping[str, Any] | None) -> Any:
+    """The configuration of a module, or with which a path or hub id will be; DataError where it cannot be loaded."""
+    if isinstance(model, nn.Module):
+        return base_model(model).config
+    options = {"trust_remote_code": args.runs_remote_code, **(init_kwargs or {})}
+    with loading(f"{what} {str(model)!r}, whose config"):
+        given = {name: value for name, value in options.items() if name not in ("dtype", "torch_dtype", QUANTIZATION)}
+        return given.pop("config", None) or AutoConfig.from_pretrained(model, return_unused_kwargs=True, **given)[0]
+
+
 def loading_options(args: GRPOConfig) -> dict[str, Any]:
     """Those of the policy."""
     return {**(args.model_init_kwargs or {}), "trust_remote_code": args.runs_remote_code}
@@ -283,7 +298,11 @@ def _is_cached(model: str) -> bool:
 
 
 def load_teacher(
-    teacher: str | Path | PreTrainedModel | None, args: GRPOConfig, accelerator: Accelerator, tokenizer: Any
+    teacher: str | Path | PreTrainedModel | None,
+    args: GRPOConfig,
+    accelerator: Accelerator,
+    tokenizer: Any,
+    policy: Any = None,
 ) -> Any:
     """The teacher, not trained, as `load_model` loads the policy; "self" and None as they are.
 
@@ -295,6 +314,8 @@ def load_teacher(
     options = {"trust_remote_code": args.runs_remote_code, **(args.teacher_model_init_kwargs or {})}
     if not isinstance(teacher, nn.Module):
         _check_tokens(teacher, tokenizer, **_of_tokenizer(options))
+    elif isinstance(policy, nn.Module):  # before what they may share is frozen
+        check_teacher_model(teacher, policy)
     loaded = load_model(teacher, accelerator, given="teacher_model_init_kwargs", **options)
     is_sharded = accelerator.distributed_type == DistributedType.FSDP
     check_quantization(quantization_of(loaded.config), has_adapter=True, is_sharded=is_sharded)
@@ -304,10 +325,10 @@ def load_teacher(
 
 def _check_tokens(teacher: str | Path, tokenizer: Any, **options: Any) -> None:
     try:
-        vocabulary = AutoTokenizer.from_pretrained(str(teacher), **options).get_vocab()
+        own = AutoTokenizer.from_pretrained(str(teacher), **options)
     except (OSError, ValueError):  # no tokenizer beside the weights; where they are missing too, loading them says so
         return
-    token_of = {index: token for token, index in vocabulary.items()}
+    token_of = {index: token for token, index in own.get_vocab().items()} if knows_text(own) else {}
     other = [(index, token) for token, index in tokenizer.get_vocab().items() if token_of.get(index, token) != token]
     if other:
         index, token = other[0]
@@ -367,8 +388,12 @@ def known_tokens(text_config: Any, model: Any) -> int:
     return int(min([text_config.vocab_size, *rows]))
 
 
-def positions(text_config: Any) -> int | None:
-    """The longest sequence of a model, with what a scaled rotary embedding adds to it; None where none is known."""
+def positions(*text_configs: Any) -> int | None:
+    """The longest sequence of all models, with what scaled rotary embeddings add to it; None where none is known."""
+    return min(filter(None, map(_positions, text_configs)), default=None)
+
+
+def _positions(text_config: Any) -> int | None:
     most = getattr(text_config, "max_position_embeddings", None)
     if not isinstance(most, int) or most < 1 or getattr(text_config, "alibi", False):
         return None

@@ -1,10 +1,13 @@
 """Options of `from_pretrained` with which there is no model to train are errors before anything is loaded."""
 
+from functools import partial
+
 import pytest
 from small_runs import model_of, trainer_in
 from transformers import Qwen2Config
 
 from fused_grpo.errors import InputError
+from fused_grpo.trainer import GRPOTrainer
 from fused_grpo.trainer.models.loading import check_init_kwargs
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 
@@ -59,3 +62,13 @@ def test_a_run_begins_with_the_config_that_its_model_will_have(folder, tmp_path)
     assert trainer.start.config.to_dict() == trainer.model.config.to_dict()
     with pytest.raises(InputError, match=r"could not be saved after the run \(.*num_hidden_layers"):
         trainer_in(tmp_path, folder, model_init_kwargs={"num_hidden_layers": 1})
+
+
+def test_prompts_have_room_in_the_teacher_too(folder, tmp_path):
+    given = model_of(max_position_embeddings=24)
+    given.save_pretrained(tmp_path / "teacher")
+    for teacher, most in (("self", 64), (given, 24), (tmp_path / "teacher", 24), (model_of(), 64)):
+        kind = partial(GRPOTrainer, teacher_model=teacher)
+        policy = model_of(max_position_embeddings=64)
+        options = {"distillation_coef": 1.0, "max_completion_length": 8, "overwrite_output_dir": True}
+        assert trainer_in(tmp_path, policy, kind=kind, **options).start.limit.tokens == most - 8
