@@ -409,11 +409,12 @@ def is_removable(path: Path) -> bool:
 
 def remove(entries: list[Path]) -> None:
     """Remove files, and of checkpoints the files that their manifest names: the user's stay."""
-    for entry in entries:
+    # Manifests and logs last: without them what a killed process has left is of no run, and would stay.
+    for entry in reversed(entries):
         if not entry.is_dir():
             entry.unlink()
             continue
-        for path in (entry / name for name in saved_names(entry)):
+        for path in (entry / name for name in sorted(saved_names(entry), key=MANIFEST_FILE.__eq__)):
             if not path.is_dir():
                 path.unlink(missing_ok=True)
         remove_empty(entry)

@@ -28,7 +28,7 @@ from fused_grpo.trainer.common.packages import installed
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.derived_options import mapping
-from fused_grpo.trainer.config.grpo_config import GRPOConfig, changed_options, own_fields
+from fused_grpo.trainer.config.grpo_config import PYTHON_TYPES, GRPOConfig, changed_options, own_fields
 from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, unknown_options
 from fused_grpo.trainer.tasks.named import ARITHMETIC, BUILT_IN, CALCULATOR
 
@@ -87,6 +87,9 @@ _OF_DATA = ("dataset", "dataset_config", "prompt_column", "answer_column", "eval
 # Levels of a YAML file: keyword arguments of a library may hold mappings of lists of mappings. Nested brackets can take
 # hours of parsing.
 MAX_DEPTH = 20
+# What PyYAML makes of text without quotes.
+_TAG = "tag:yaml.org,2002:"
+_TAGS_OF_TEXT = {f"{_TAG}{kind}" for kind in ("bool", "int", "float", "timestamp")}
 
 
 @dataclass(kw_only=True)
@@ -340,10 +343,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
                 raise InputError(f"got values {depth} levels deep, want at most {MAX_DEPTH}")
-        values = yaml.safe_load(text)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        _keep_text(root)
+        values = root and yaml.SafeLoader("").construct_document(root)
     except (yaml.YAMLError, ValueError, OSError) as error:  # bytes that are no text, days that no month has
         raise InputError(f"got {path}, which is not YAML: {error}") from error
-    nodes, seen = [yaml.compose(text, Loader=yaml.SafeLoader)], set[int]()
+    nodes, seen = [root], set[int]()
     while nodes:
         node = nodes.pop()
         if isinstance(node, yaml.CollectionNode) and id(node) not in seen:  # it may contain itself
@@ -362,6 +367,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if unknown := sorted(values.keys() - set(names), key=str):
         raise InputError(unknown_options(unknown, names, f"in {path}"))
     return {name: _as_meant(name, value, path) for name, value in values.items()}
+
+
+def _keep_text(root: Any) -> None:
+    """Have text of a YAML file stay as it is written: elsewhere no is False, 010 is 8 and 1_0 is 10."""
+    kinds = get_type_hints(TrainOptions)
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        kind = kinds.get(key.value) if isinstance(key, yaml.ScalarNode) and key.value not in PYTHON_TYPES else None
+        for node in (value, *value.value) if {str, list[str]} & {kind, *get_args(kind)} else ():
+            if isinstance(node, yaml.ScalarNode) and node.tag in _TAGS_OF_TEXT:
+                node.tag = f"{_TAG}str"
 
 
 def _as_meant(name: str, value: Any, path: Path) -> Any:

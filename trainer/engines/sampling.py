@@ -36,6 +36,7 @@ _EXTRAS |= {"min_new_tokens", "num_beams", "sequence_bias", "stop_token_ids", "s
 # Of a list of the most likely tokens: the largest top_k or vocabulary; the log-prob of a token that was left out (JSON
 # has no -inf, servers send -9999); and the probability of kept tokens that may be missing.
 MAX_LISTED, _LEFT_OUT, _MISSING_MASS = 1024, -9000.0, 1e-4
+_COLDEST = 0.01  # the lowest temperature of vLLM's
 
 
 def stop_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -112,6 +113,11 @@ def vllm_requests(
     A prompt's seed depends on its place among the prompts of all ranks, and not on how many of them this rank has.
     """
     prompts, seed = prepared(prompt_ids, sampling, seeds, engine=engine, max_model_len=max_model_len)
+    if 0 < sampling.temperature < _COLDEST:
+        raise InputError(
+            f"got temperature={sampling.temperature}, which vLLM replaces by {_COLDEST}, want at least that, or 0 for "
+            "greedy sampling; fix: raise it, or use_vllm=False"
+        )
     listed = num_listed(sampling, vocab_size) if sampling.wants_ids else None
     # All of them: a server takes missing ones from the model's generation config.
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")

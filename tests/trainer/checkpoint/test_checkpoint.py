@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,25 @@ def test_overwriting_removes_the_run_and_nothing_else(tmp_path: Path) -> None:
         (run / name).write_bytes(content)
     prepare_output_dir(run, overwrite=True)
     assert everything(run) == theirs
+
+
+def test_what_a_killed_removal_has_left_is_removed_by_the_next(tmp_path: Path, monkeypatch) -> None:
+    run, unlink = write_run(tmp_path / "run"), Path.unlink
+    for removed in range(len(everything(run))):
+        copy, calls = tmp_path / str(removed), iter([True] * removed)
+
+        def killed(path: Path, *args: Any, calls: Any = calls, **options: Any) -> None:
+            if not next(calls, False):
+                raise KeyboardInterrupt
+            unlink(path, *args, **options)
+
+        shutil.copytree(run, copy)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", killed)
+            with pytest.raises(KeyboardInterrupt):
+                prepare_output_dir(copy, overwrite=True)
+        prepare_output_dir(copy, overwrite=True, is_saved=lambda step: True)
+        assert everything(copy) == {}, removed
 
 
 def test_overwriting_does_not_remove_the_model_that_the_run_starts_from(tmp_path: Path) -> None:

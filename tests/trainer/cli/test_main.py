@@ -147,6 +147,20 @@ def test_yaml_has_its_own_words_for_no_and_for_nothing(tmp_path):
     assert read_yaml(file) == {"bf16": False, "run_name": None}
 
 
+@pytest.mark.parametrize("text", ["no", "Yes", "010", "1.10", "2023_01", "0x1F", "12:30:45", "2024-01-01", "1e3"])
+def test_what_is_text_stays_as_it_is_written_in_yaml(tmp_path, text):
+    """The Norwegian half of a dataset is "no", and not "False"."""
+    file = tmp_path / "run.yaml"
+    names = ("run_name", "dataset_config", "dataset_split", "prompt_column", "system_prompt", "hub_model_id")
+    lists = ("report_to", "lora_target_modules", "vllm_server_base_url")
+    file.write_text("".join(f"{name}: {text}\n" for name in names) + "".join(f"{name}: [{text}]\n" for name in lists))
+    assert read_yaml(file) == dict.fromkeys(names, text) | {name: [text] for name in lists}
+    options = parse_train_options(["--config", str(file)])
+    assert {getattr(options, name) for name in names} == {text}
+    file.write_text("seed: 1_0\nbf16: no\nresume_from_checkpoint: yes\nscale_rewards: off\nrun_name: ~\n")
+    assert list(read_yaml(file).values()) == [10, False, True, False, None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,11 +1,13 @@
 """Sampling options: what each engine makes of them, and which of them make a distribution that is not plain."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
 from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.trainer.engines.sampling import vllm_requests
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, VLLMOptions
 from fused_grpo.trainer.types import SamplingParams
@@ -72,6 +74,12 @@ def test_transformers_says_what_it_does_not_have(model, tokenizer, prompts) -> N
         engine.generate(prompts, replace(PLAIN, structured_outputs_regex="a+"))
     with pytest.raises(InputError, match="got generation_kwargs with stop,"):
         engine.generate(prompts, replace(PLAIN, extra={"stop": ["a"]}))
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
+    limits = {"engine": "vllm", "max_model_len": 64, "max_listed": 0, "vocab_size": 64}
+    with pytest.raises(InputError, match=r"temperature=0\.005, which vLLM replaces by 0\.01"):
+        vllm_requests([[6]], replace(PLAIN, temperature=0.005), random.Random(0), **limits)
 
 
 def test_sleep_mode_on_a_cpu_is_refused_before_vllm_starts(model, tokenizer) -> None:

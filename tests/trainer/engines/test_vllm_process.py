@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import os
 import random
 import sys
@@ -9,12 +10,15 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace as Plain
 
 import numpy as np
 import pytest
 import torch
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
+from fused_grpo.trainer.engines.sampling import VLLM_EXTRAS, vllm_requests
+from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, VLLMOptions
 from fused_grpo.trainer.engines.vllm.start_vllm import config_folder
 from fused_grpo.trainer.types import SamplingParams, Turn
@@ -197,6 +201,28 @@ def test_an_option_whose_value_vllm_refuses_is_an_error_of_the_option(engine) ->
     with pytest.raises(InputError, match=r"that vLLM refuses: .*min_p.*fix:"):
         engine.generate([[3, 4]], replace(SAMPLING, min_p=2.0))
     assert len(engine.generate([[3, 4]], SAMPLING).completion_ids) == 2
+
+
+def test_options_mean_the_same_in_process_and_on_a_server() -> None:
+    from vllm import SamplingParams as Request
+
+    values = {"allowed_token_ids": [3], "bad_words": ["a"], "ignore_eos": True, "logit_bias": {"5": -300, "6": 1}}
+    values |= {"min_tokens": 2, "stop": ["."], "stop_token_ids": [9], "thinking_token_budget": 5}
+    values |= {"frequency_penalty": 0.5, "presence_penalty": 0.5}
+    assert values.keys() == VLLM_EXTRAS
+    for extra in [{}, *({name: value} for name, value in values.items())]:
+        sampling = replace(SAMPLING, top_k=5, extra=extra)
+        limits = {"engine": "vllm", "max_model_len": 64, "max_listed": 0, "vocab_size": 64}
+        _, options = vllm_requests([[6]], sampling, random.Random(0), **limits)
+        (here,) = VLLMEngine._requests(Plain(_has_mask=False), options, sampling)
+        body = VLLMServerEngine._body(Plain(takes_adapter=False, _stop_ids=[1, 7]), [6], options[0], sampling)
+        sent = {name: value for name, value in json.loads(json.dumps(body)).items() if name in {*options[0], *values}}
+        there = Request.from_optional(**sent, detokenize=here.detokenize)  # as vLLM's CompletionRequest does
+        for request in (here, there):
+            request.update_from_generation_config({"eos_token_id": [1, 7]}, 1)
+            request.stop_token_ids = sorted({request._eos_token_id, *request.stop_token_ids} - {None})
+            request._eos_token_id = None
+        assert here == there, extra
 
 
 def test_options_that_the_engine_decides_are_refused(model, tokenizer) -> None:

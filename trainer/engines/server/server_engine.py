@@ -237,7 +237,7 @@ class VLLMServerEngine(RolloutEngine):
         self._transfer.send(weights)
 
     def _body(self, prompt: list[int], options: Json, sampling: SamplingParams) -> Json:
-        regex = sampling.structured_outputs_regex
+        regex, ends = sampling.structured_outputs_regex, [] if sampling.extra.get("ignore_eos") else self._stop_ids
         return {
             **options,
             # Else what it serves: it has another name on each server that was started with another path.
@@ -245,7 +245,7 @@ class VLLMServerEngine(RolloutEngine):
             "prompt": prompt,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
-            "stop_token_ids": sorted({*self._stop_ids, *sampling.extra.get("stop_token_ids", [])}),
+            "stop_token_ids": sorted({*ends, *sampling.extra.get("stop_token_ids", [])}),
             **({} if regex is None else {"structured_outputs": {"regex": regex}}),
         }
 

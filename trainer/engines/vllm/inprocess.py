@@ -322,8 +322,10 @@ class VLLMEngine(RolloutEngine):
         try:
             structured = None if regex is None else StructuredOutputsParams(regex=regex)
             return [
-                # Only stop strings need the text.
-                RequestParams(**options | forced, detokenize="stop" in sampling.extra, structured_outputs=structured)
+                # As a server makes them of JSON. Only stop strings need the text.
+                RequestParams.from_optional(
+                    **options | forced, detokenize="stop" in sampling.extra, structured_outputs=structured
+                )
                 for options in of_prompts
             ]
         except Exception as error:  # of several types, all about these options
