@@ -393,13 +393,8 @@ class RewardModel:
         device, scores = next(self.model.parameters()).device, list[float]()
         for start in range(0, len(texts), BATCH_SIZE):
             encoded = self.tokenizer(text=texts[start : start + BATCH_SIZE], **options).to(device)
-            logits = self.model(**encoded).logits
-            if logits.shape[1] != 1:
-                raise InputError(
-                    f"got {logits.shape[1]} scores of one text from the reward model {self.__name__}, want one; fix: a "
-                    "model that was trained with num_labels=1, or a function that returns the score that is meant"
-                )
-            scores += logits[:, 0].float().tolist()
+            # Of several labels the list, which is refused as no number.
+            scores += self.model(**encoded).logits.squeeze(1).float().tolist()
         return scores
 
     def _text(self, prompt: Any, completion: Any) -> str:

@@ -429,10 +429,16 @@ def of_language(model: Any, tokenizer: Any) -> Any:
     return AutoModelForCausalLM.from_config(model.config), "want a finite float"
 
 
+def of_two_labels(model: Any, tokenizer: Any) -> Any:
+    model.score = torch.nn.Linear(model.config.hidden_size, 2)
+    return model, "want a finite float"
+
+
+CHANGES = [without_template, with_padding_of_its_own, with_another_vocabulary, without_a_head, of_language]
+
+
 @pytest.mark.parametrize("failure", ["fail", "retry"])
-@pytest.mark.parametrize(
-    "change", [without_template, with_padding_of_its_own, with_another_vocabulary, without_a_head, of_language]
-)
+@pytest.mark.parametrize("change", [*CHANGES, of_two_labels])
 def test_a_reward_model_that_can_score_nothing_is_named(make_model, start, tokenizer, tmp_path, change, failure):
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     config = Qwen2Config(**make_model().config.to_dict() | {"num_labels": 1})

@@ -60,12 +60,6 @@ def test_a_model_without_a_trained_score_is_refused(reward_model, tokenizer, tmp
         Rewards(str(tmp_path / "policy"))
 
 
-def test_a_module_with_several_scores_is_refused(reward_model, tokenizer):
-    reward_model.score = torch.nn.Linear(16, 2, bias=False)
-    with pytest.raises(InputError, match="got 2 scores of one text from the reward model Qwen2ForSequence"):
-        Rewards(reward_model, processing_classes=[tokenizer]).check_models({"prompt": "p"})
-
-
 def test_a_model_that_is_nowhere_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"names no function .* and no model with one score"):
         Rewards(str(tmp_path / "nothing"))
