@@ -210,36 +210,33 @@ class GRPOTrainer(TransformersFace):
             SystemExit: with status 143, after SIGTERM, SIGHUP or SIGUSR1: the step was finished and a checkpoint saved.
         """
         check_not_given("train", {"trial": trial}, want="trial=None: there is no search of hyperparameters")
-        try:
-            with self.stop, self.learner.run_modes():
-                self._start(resume_from_checkpoint or self.start.resume)
-                while not self._is_over():
-                    phases = Phases(first=not self.events.steps.steps)
-                    if not self._in_epoch:
-                        self._in_epoch = True
-                        self.events("on_epoch_begin")
-                    self.events("on_step_begin")
-                    if self._spelled(vars(self.args)) != self._options_text:
-                        self.start.check_unchanged()
-                    if self.buffer is None or self.buffer.is_exhausted:
-                        self.buffer = self._collect(phases)
-                    with phases("train"):
-                        metrics = self._learn(self.buffer)
-                    must_stop = any_rank(self.accelerator, self.stop.requested, "ending a step")
-                    self._record(metrics, phases)
-                    self.events("on_step_end")
-                    if must_stop:
-                        self._stop()
-                    self._log_evaluate_save()
-                    self._end_epoch()
-                return self._finish()
-        finally:
-            self.collector.queue.is_closed = True
-            self.engine.close()
-            self.engine_is_open = False
-            self.output.close()
-            self._undo.close()
-            self.lock.release()
+        self.stop.refuse_inner(self.output_dir)
+        with ExitStack() as ending:  # one after the other, whatever one of them raises
+            for close in (self.lock.release, self._undo.close, lambda: self.output.close(), self._close_engine):
+                ending.callback(close)
+            ending.enter_context(self.stop)
+            ending.enter_context(self.learner.run_modes())
+            self._start(resume_from_checkpoint or self.start.resume)
+            while not self._is_over():
+                phases = Phases(first=not self.events.steps.steps)
+                if not self._in_epoch:
+                    self._in_epoch = True
+                    self.events("on_epoch_begin")
+                self.events("on_step_begin")
+                if self._spelled(vars(self.args)) != self._options_text:
+                    self.start.check_unchanged()
+                if self.buffer is None or self.buffer.is_exhausted:
+                    self.buffer = self._collect(phases)
+                with phases("train"):
+                    metrics = self._learn(self.buffer)
+                must_stop = any_rank(self.accelerator, self.stop.requested, "ending a step")
+                self._record(metrics, phases)
+                self.events("on_step_end")
+                if must_stop:
+                    self._stop()
+                self._log_evaluate_save()
+                self._end_epoch()
+            return self._finish()
 
     @reported
     def evaluate(
@@ -329,17 +326,16 @@ class GRPOTrainer(TransformersFace):
             return
         self.output.close()  # what a script has logged since may have begun trackers again
         self.learner.restart()
-        start = {"sampler": self.sampler.state_dict(position), "generate_calls": 0, "num_tokens": 0}
-        self.collector.load_state(start)
-        self.epochs.resume(0, 0.0)
+        self.collector.load_state({"sampler": self.sampler.state_dict(position), "generate_calls": 0, "num_tokens": 0})
+        self.epochs.resume(0, 0.0, of=self.max_steps)
         self.buffer, self._in_epoch, self._is_stale, self.results = None, False, True, Results()
 
     def _restore(self, checkpoint: Path) -> None:
         self.buffer, self.results.eval_before, windows, state = restore(checkpoint, self.learner, self.collector)
         with refuse_unusable(checkpoint, STATE_FILE):
-            self.epochs.resume(self.step, state.epoch)
+            self.epochs.resume(self.step, state.epoch, of=state.max_steps)
             self.events.begin(state, self.epochs.total)
-        self.events.steps.windows = windows
+        self.events.steps.windows, self._is_stale = windows, True  # an engine may have that step of another run
         self.events.steps.generation = {} if self.buffer is None else self.buffer.metrics
         with all_ranks_succeed(self.accelerator, "cutting back the logs"):
             if self.accelerator.is_main_process:
@@ -487,6 +483,10 @@ class GRPOTrainer(TransformersFace):
             if not self.engine_is_open:
                 self.engine, self.engine_is_open = self._make_engine(), True
             self.engine.wake()
+
+    def _close_engine(self) -> None:
+        self.collector.queue.is_closed, self.engine_is_open = bool(self.collector.queue), False  # empty: it goes on
+        self.engine.close()
 
     def _sync_engine(self, phases: Phases | None = None) -> None:
         """Send the current weights to the engines, if any of them serves older ones."""

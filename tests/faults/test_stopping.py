@@ -135,3 +135,13 @@ def test_a_thread_leaves_signals_alone():
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12's, for any process with threads
+def test_sigterm_stops_a_run_of_a_fork_whose_trainer_was_made_before():
+    stop = StopOnSignal()
+    if (child := os.fork()) == 0:
+        with stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(42 if stop.requested else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42

@@ -2,6 +2,8 @@
 
 import math
 import re
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +213,20 @@ def test_train_inside_of_train_is_refused_and_another_trainer_is_not(tmp_path):
     with pytest.raises(InputError, match="inside of the same run, as of a callback that calls train"):
         own[0].train()
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_a_train_inside_that_is_refused_ends_nothing_of_the_run(tmp_path):
+    before, own, seen = signal.getsignal(signal.SIGTERM), list[GRPOTrainer](), list[tuple[bool, bool]]()
+
+    def train_again(model, state) -> None:
+        with suppress(InputError):
+            own[0].train()
+        seen.append(((tmp_path / "run" / ".lock").exists(), own[0].engine_is_open))
+
+    own.append(trainer_in(tmp_path, callbacks=[at("on_step_end", train_again)]))
+    own[0].train()
+    assert seen == [(True, True)] * 2
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 CHANGES: dict[str, Any] = {

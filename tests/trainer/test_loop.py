@@ -325,3 +325,19 @@ def test_the_default_dtype_of_torch_changes_no_number(make_trainer, served_engin
         records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
         logs.append([{name: value for name, value in record.items() if "time" not in name} for record in records])
     assert logs[0] == logs[1] == logs[2]
+
+
+def test_an_engine_that_cannot_be_closed_leaves_no_lock(make_trainer):
+    trainer = make_trainer(max_steps=1)
+    trainer.engine.close = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert not (trainer.output_dir / ".lock").exists()
+    trainer.engine.close = lambda: None
+    assert trainer.train().steps == 1
+
+
+def test_a_resumed_run_syncs_an_engine_with_another_model_of_its_step(make_trainer, served_engine):
+    options = {"engine": served_engine, "max_steps": 1, "overwrite_output_dir": False}
+    make_trainer(model_seed=1, **options).save_checkpoint()  # of step 0, as the engine's own weights
+    assert make_trainer(**options).train(resume_from_checkpoint=True).steps == 1

@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from fused_grpo.errors import CheckpointError, InputError
+from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint.checkpoint import (
     TEMPORARY,
     changing,
@@ -218,14 +218,8 @@ class RunLock:
     def acquire(self, directory: Path) -> None:
         """Lock `directory`, which is made where it is missing, until `release` or the end of the process.
 
-        CheckpointError where another run has it, or it cannot be written, or its file system has no locks; InputError
-        where this one has it.
+        CheckpointError where another run has it, or it cannot be written, or its file system has no locks.
         """
-        if self._descriptor is not None:
-            raise InputError(
-                f"got a run in {directory} inside of the same run, as of a callback that calls train(), want one after "
-                "the other; fix: call it when train() has returned, or make another trainer"
-            )
         self._path, self._made = directory / LOCK_FILE, not directory.exists()
         while self._descriptor is None:
             with changing(directory):

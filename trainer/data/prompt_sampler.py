@@ -460,10 +460,11 @@ class Epochs:
         self.skipped += math.ceil(self.at(step)) - self.at(step)
         return self.at(step)
 
-    def resume(self, step: int, epoch: float) -> None:
-        """Continue after `step`, which ended at `epoch`: what was skipped before follows from the two."""
-        parts = self.per_step.denominator
-        self.skipped = Fraction(round((epoch - float(step * self.per_step)) * parts), parts)
+    def resume(self, step: int, epoch: float, *, of: int) -> None:
+        """Continue after `step` `of` a run of so many, which ended at `epoch`: what was skipped follows from these."""
+        # Of a stream, a step is another share of a longer run.
+        per_step = Fraction(1, of) if self.total == sys.maxsize else self.per_step
+        self.skipped = Fraction(round((epoch - float(step * per_step)) * per_step.denominator), per_step.denominator)
 
 
 def planned_steps(args: GRPOConfig, num_prompts: int | None, num_processes: int) -> tuple[int, Epochs]:

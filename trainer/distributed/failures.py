@@ -319,7 +319,7 @@ class StopOnSignal:
     exit_status = 128 + signal.SIGTERM
 
     def __init__(self) -> None:
-        self._process, self._before = os.getpid(), dict[int, Any]()
+        self._process, self._before = 0, dict[int, Any]()  # process: which is inside of it; 0: none
         self.requested, self._since = False, dict[int, float]()  # when each signal came first
 
     @property
@@ -327,8 +327,16 @@ class StopOnSignal:
         """The name of the first signal."""
         return next((signal.Signals(number).name for number in self._since), "a signal to another process")
 
+    def refuse_inner(self, directory: Path) -> None:
+        """InputError inside of its `with`: a second run would end the first one's engine, lock and handlers."""
+        if self._process == os.getpid():
+            raise InputError(
+                f"got a run in {directory} inside of the same run, as of a callback that calls train(), want one after "
+                "the other; fix: call it when train() has returned, or make another trainer"
+            )
+
     def __enter__(self) -> StopOnSignal:
-        self.requested, self._since = False, {}
+        self._process, self.requested, self._since = os.getpid(), False, {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 if number == signal.SIGTERM or signal.getsignal(number) == signal.SIG_DFL:
@@ -340,6 +348,7 @@ class StopOnSignal:
             number, handler = self._before.popitem()
             # None: a handler that was not installed from Python, and cannot be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._process = 0
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = time.monotonic() - self._since.setdefault(number, time.monotonic()) > SAME_REQUEST_SECONDS

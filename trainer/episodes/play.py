@@ -152,7 +152,8 @@ def _play(episodes: Sequence[_Played], session: TurnSession) -> None:
     when = ALL_COMPLETED if session.is_together else FIRST_COMPLETED
     try:
         while answering or session.pending or session.has_work:
-            wait([*answering, *session.pending], timeout=0 if session.has_work else None, return_when=when)
+            goes_on = session.has_work and not session.is_together
+            wait([*answering, *session.pending], timeout=0 if goes_on else None, return_when=when)
             # Where all are waited for, this is the order of the batch: who answered first decides nothing.
             for complete in [future for future in answering if future.done()]:
                 number = answering.pop(complete)

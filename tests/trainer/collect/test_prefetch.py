@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from fused_grpo.errors import UnavailableError
+from fused_grpo.errors import CheckpointError, UnavailableError
 from fused_grpo.trainer.data import prompt_sampler
 
 PREFETCH = {"generate_ahead": True, "vllm_mode": "server", "max_steps": 6}
@@ -157,3 +157,10 @@ def test_sigterm_does_not_wait_for_an_engine_that_hangs(stuck, make_trainer, tmp
 def test_a_run_that_does_not_save_reads_no_rows_to_compare(make_trainer, monkeypatch):
     monkeypatch.setattr(prompt_sampler, "fingerprint", lambda dataset: pytest.fail("read the dataset"))
     make_trainer(**PREFETCH, save_strategy="no").train()
+
+
+def test_a_run_behind_one_that_could_not_begin_prefetches(make_trainer):
+    trainer = make_trainer(**PREFETCH)
+    with pytest.raises(CheckpointError):
+        trainer.train(resume_from_checkpoint="no checkpoint")
+    assert trainer.train().steps == 6

@@ -1,5 +1,6 @@
 """A resumed run goes on at its row of a stream, from the stream's own state or by reading up to it."""
 
+from fractions import Fraction
 from typing import Any
 
 import datasets
@@ -8,7 +9,7 @@ from datasets import IterableDataset
 from packaging.version import Version
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.data.prompt_sampler import PromptSampler, prompt_sampler
+from fused_grpo.trainer.data.prompt_sampler import Epochs, PromptSampler, prompt_sampler
 
 ROWS = [{"prompt": f"{number}="} for number in range(12)]
 # Before that the state of a mapped stream loses rows, and none is used.
@@ -64,3 +65,13 @@ def test_a_stream_that_became_shorter_than_what_was_used_is_refused():
     sampler.next_batch()
     with pytest.raises(CheckpointError, match=r"got a train_dataset of 5 rows.*at least 8"):
         sampler_of(Unsized(5), 8).load_state_dict(sampler.state_dict())
+
+
+@pytest.mark.parametrize("max_steps", [60, 100, 200])
+def test_a_longer_or_shorter_run_over_a_stream_is_one_epoch(max_steps):
+    """A step is another share of it than of the run that saved step 50 of 100."""
+    epochs = Epochs(None, Fraction(1), max_steps)
+    epochs.resume(50, 0.5, of=100)
+    assert [step for step in range(51, max_steps + 1) if epochs.ends_with(step)] == [max_steps]
+    epochs.resume(50, 1.0, of=100)  # where a callback has left out the rest
+    assert epochs.skipped == Fraction(1, 2)

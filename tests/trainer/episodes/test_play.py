@@ -13,6 +13,10 @@ import torch
 from talkers import END, ConcurrentTalker, Talker, call
 
 from fused_grpo.errors import DataError, InputError, UnsupportedError, WeightSyncError
+from fused_grpo.trainer.common.threads import in_thread
+from fused_grpo.trainer.engines import turns
+from fused_grpo.trainer.episodes.play import _play
+from fused_grpo.trainer.types import Sample, SamplingParams, Turn
 
 
 def multiply(a: int, b: int) -> int:
@@ -384,3 +388,34 @@ def test_a_turn_sampled_from_other_tokens_ends_the_run_before_it_updates(make_tr
     with pytest.raises(WeightSyncError, match="turn 2 differs, and the turns before it agree"):
         trainer.train()
     assert all(map(torch.equal, before, trainer.model.parameters()))
+
+
+class Waiting:
+    """An episode of three turns of a token, with a tool that takes so long."""
+
+    def __init__(self, start: int, seconds: float) -> None:
+        self.length, self.seconds, self.turns = start, seconds, 0
+
+    def next_turn(self, number: int) -> Turn:
+        return Turn(number, [0] * self.length, 110 - self.length, self.turns)
+
+    def say(self, turn):
+        self.turns, self.length = self.turns + 1, self.length + 1
+        return in_thread(lambda: time.sleep(self.seconds)) if self.turns < 3 else None
+
+    def hear(self, answers) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("seconds", [(0.0, 0.0, 0.0), (0.02, 0.0, 0.0), (0.0, 0.01, 0.02)])
+def test_turns_without_room_for_the_longest_are_sampled_in_one_order(monkeypatch, seconds):
+    batches = []
+
+    def generated(engine, prompts, options):
+        batches.append([len(ids) for ids in prompts])
+        return [Sample(prompt_ids=ids, completion_ids=[1], finish_reason="stop", weight_version=0) for ids in prompts]
+
+    monkeypatch.setattr(turns, "generated", generated)
+    session = turns.BatchSession(None, SamplingParams(n=1, max_tokens=100), most=115)
+    _play([Waiting(*one) for one in zip((10, 30, 50), seconds, strict=True)], session)
+    assert batches == [[10], [11], [12], [30], [31], [32], [50], [51], [52]]
