@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from glob import glob
+from glob import escape, glob
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ _TOKENS = re.compile(rb'(?:[^]"[{}n\0]++|n(?!ull)|"(?:[^"\\\n]++|\\.)*+"?)*+([][
 _DEEPEST = 200  # levels; Arrow's schemas end before 300
 IMAGES = ("image", "images")  # TRL's names
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
+# pandas takes None, NA and n/a for no value: as an answer they are text, which only an empty field is not.
+_OF_CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # alone, as JSON may hold one; no tokenizer takes it
 
@@ -221,12 +223,14 @@ def load_rows(source: str, *, split: str = "train", config: str | None = None) -
     path = Path(source)
     try:
         if file_format := FILE_FORMATS.get(path.suffix):
-            files = [path] if path.is_file() else [Path(name) for name in glob(source)]
+            files = [source] if path.is_file() else sorted(glob(source, recursive=True))
             if not files:
                 raise FileNotFoundError("no such file")
-            for file in files:
-                _check_file(file)
-            return load_dataset(file_format, data_files=source, split="train")
+            for name in files:
+                _check_file(Path(name))
+            # `datasets` takes a name for a pattern: that of rows[1].jsonl would be rows1.jsonl.
+            options = _OF_CSV if file_format == "csv" else {}
+            return load_dataset(file_format, data_files=list(map(escape, files)), split="train", **options)
         if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
             saved = load_from_disk(source)
             if isinstance(saved, dict) and split not in saved:
@@ -237,7 +241,8 @@ def load_rows(source: str, *, split: str = "train", config: str | None = None) -
                 raise ValueError(f"{file.name} is compressed, so its JSON cannot be looked at first; unpack it")
             if file.suffix in FILE_FORMATS and not file.is_dir():
                 _check_file(file)
-        return load_dataset(source, config, split=split)
+        formats = {FILE_FORMATS.get(file.suffix) for file in path.rglob("*")} - {None}
+        return load_dataset(source, config, split=split, **(_OF_CSV if formats == {"csv"} else {}))
     except Exception as error:  # of the hub, the network, the file system or the file format
         got = f"got dataset {source!r} (split {split!r})"
         raise DataError(f"{got}, which cannot be loaded: {error.__cause__ or error}") from error

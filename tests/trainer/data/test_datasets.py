@@ -378,6 +378,28 @@ def test_rows_are_loaded_from(prompt_files, source, split, numbers):
     assert sorted(row["prompt"] for row in rows) == [f"{number}=" for number in numbers]
 
 
+def test_a_file_with_brackets_in_its_name_is_no_pattern(prompt_files):
+    name, deep = prompt_files / "rows[1].jsonl", prompt_files / "a" / "b" / "rows.jsonl"
+    name.write_text('{"prompt": "itself"}')
+    (prompt_files / "rows1.jsonl").write_text('{"prompt": "another"}')
+    assert load_rows(str(name))["prompt"][:] == ["itself"]
+    deep.parent.mkdir(parents=True)
+    deep.write_text('{"prompt": "1"}\nnull')  # would crash Arrow
+    with pytest.raises(DataError, match=r"row 1 of rows\.jsonl is null"):
+        load_rows(str(prompt_files / "a" / "**" / "*.jsonl"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets 4 leaves a CSV file open
+@pytest.mark.parametrize("source", ["files", "files/rows.csv"])
+def test_what_pandas_takes_for_no_value_is_text_of_a_csv_file(tmp_path, monkeypatch, source):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    words = ["None", "NA", "n/a", "null", "nan", "yes", None]
+    (tmp_path / "files").mkdir()
+    lines = [f"{number}=,{word or ''}" for number, word in enumerate(words)]
+    (tmp_path / "files" / "rows.csv").write_text("\n".join(["prompt,answer", *lines]))
+    assert load_rows(str(tmp_path / source))["answer"][:] == words
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
