@@ -16,7 +16,8 @@ def to_json(value: object) -> object:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        return int(value)  # also of an IntEnum, which YAML refuses as it does np.float64
+        # Also of an IntEnum, which YAML refuses as it does np.float64. Python writes no more than 4,300 digits.
+        return int(value) if value.bit_length() < 14_000 else hex(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):

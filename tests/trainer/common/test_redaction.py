@@ -188,3 +188,10 @@ def test_long_text_is_read_in_time(text) -> None:
     start = time.thread_time()  # not of what else the machine does
     public_text(text * 8_000)
     assert time.thread_time() - start < 2
+
+
+@pytest.mark.parametrize("digits", [100, 4200, 4300, 5000])
+def test_an_integer_of_any_length_can_be_written(digits):
+    """As what a reward logs of an answer such as 10**5000, which ended a run."""
+    value = to_json({"a": [10**digits, -(10**digits)]})
+    assert json.loads(json.dumps(value)) == value
