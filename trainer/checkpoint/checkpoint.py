@@ -179,6 +179,9 @@ def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # which some shared folders (SMB, 9p) say of directories
+            raise
     finally:
         os.close(descriptor)
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fused_grpo.errors import CheckpointError
-from fused_grpo.trainer.checkpoint.checkpoint import read_json, save_checkpoint, verify_checkpoint
+from fused_grpo.trainer.checkpoint.checkpoint import fsync, read_json, save_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.output_dir import prepare_output_dir
 from fused_grpo.trainer.logging.run_log import RunLog
 
@@ -292,3 +293,17 @@ def test_a_directory_with_other_files_may_hold_a_run_and_a_file_may_not(tmp_path
     assert (tmp_path / "a" / "b").is_dir()
     with pytest.raises(CheckpointError, match=r"notes\.md is a file"):
         prepare_output_dir(tmp_path / "notes.md")
+
+
+@pytest.mark.parametrize(
+    ("of_folder", "number", "is_raised"),
+    [(True, errno.EINVAL, False), (True, errno.EIO, True), (False, errno.EINVAL, True)],
+)
+def test_a_folder_that_no_system_can_wait_for_is_no_failed_save(tmp_path, monkeypatch, of_folder, number, is_raised):
+    def fail(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=os.strerror(number)) if is_raised else nullcontext():
+        fsync(tmp_path if of_folder else tmp_path / "file")
