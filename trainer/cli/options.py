@@ -26,6 +26,7 @@ from fused_grpo.config import check_ranges, has_type
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.common.packages import installed
 from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.common.yaml_loader import YamlLoader
 from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.derived_options import mapping
 from fused_grpo.trainer.config.grpo_config import PYTHON_TYPES, GRPOConfig, changed_options, own_fields
@@ -339,13 +340,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"got --config {path}, want a YAML file that exists, or one of these recipes: {recipes}")
     try:
         text, depth = path.read_text(encoding="utf-8"), 0
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        for event in yaml.parse(text, Loader=YamlLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
                 raise InputError(f"got values {depth} levels deep, want at most {MAX_DEPTH}")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=YamlLoader)
         _keep_text(root)
-        values = root and yaml.SafeLoader("").construct_document(root)
+        values = root and YamlLoader("").construct_document(root)
     except (yaml.YAMLError, ValueError, OSError) as error:  # bytes that are no text, days that no month has
         raise InputError(f"got {path}, which is not YAML: {error}") from error
     nodes, seen = [root], set[int]()

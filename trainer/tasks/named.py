@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.trainer.common.yaml_loader import YamlLoader
 from fused_grpo.trainer.tasks.reasoning_gym import generators, option_fields, reasoning_gym_task
 from fused_grpo.trainer.tasks.task import Task
 
@@ -79,7 +80,7 @@ def _named_value(option: str) -> tuple[str, Any]:
     if not name or not equals:
         raise InputError(f"got --task-options {option}, want name=value, such as min_terms=2")
     try:
-        return name, yaml.safe_load(value)
+        return name, YamlLoader(value).get_single_data()
     except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"got --task-options {option}, whose value is not YAML: {error}") from error
 

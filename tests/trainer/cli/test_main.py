@@ -23,6 +23,7 @@ from fused_grpo.trainer.cli.train import load_prompts
 from fused_grpo.trainer.config.grpo_config import MAPPINGS, GRPOConfig, own_fields
 from fused_grpo.trainer.config.trl_fields import MISSING
 from fused_grpo.trainer.logging.run_log import RunLog
+from fused_grpo.trainer.tasks.named import _named_value
 
 
 def test_without_a_model_the_demo_recipe_is_the_default_and_options_win():
@@ -145,6 +146,17 @@ def test_yaml_has_its_own_words_for_no_and_for_nothing(tmp_path):
     assert {name: getattr(options, name) for name in [*words, *lists]} == words | {name: [] for name in lists}
     file.write_text("bf16: off\nrun_name: null\n")
     assert read_yaml(file) == {"bf16": False, "run_name": None}
+
+
+@pytest.mark.parametrize("text", ["1e-7", "1E-07", "+1.e-7", ".1e-6", "0.0000001"])
+def test_every_spelling_of_a_number_is_one_in_yaml(tmp_path, text):
+    (tmp_path / "run.yaml").write_text(f"lr_scheduler_kwargs: {{min_lr: {text}, of: [{text}]}}\nrun_name: {text}\n")
+    found = read_yaml(tmp_path / "run.yaml")
+    assert found == {"lr_scheduler_kwargs": {"min_lr": 1e-7, "of": [1e-7]}, "run_name": text}
+    assert _named_value(f"probability={text}") == ("probability", 1e-7)
+    (tmp_path / "words.yaml").write_text("chat_template_kwargs: {a: 1e, b: e-7, c: 1e-7x, d: 1e7.5, e: 0x1e-7}\n")
+    words = read_yaml(tmp_path / "words.yaml")["chat_template_kwargs"]
+    assert list(words.values()) == ["1e", "e-7", "1e-7x", "1e7.5", "0x1e-7"]
 
 
 @pytest.mark.parametrize("text", ["no", "Yes", "010", "1.10", "2023_01", "0x1F", "12:30:45", "2024-01-01", "1e3"])
