@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 
 from fused_grpo.errors import CheckpointError
 from fused_grpo.trainer.checkpoint import resume
@@ -280,8 +280,7 @@ def test_a_changed_tensor_is_refused(outcome, copy, tmp_path, data, name):
         tensors[which] = tensor[None].clone() if free else FORMS[how](tensor)
     elif how == "renamed":
         tensors[f"{which}."] = tensor
-    (directory / name).unlink()
-    save_file(tensors, directory / name, metadata={"format": "pt"})
+    replace(directory / name, save(tensors, metadata={"format": "pt"}))
     assert outcome(resign(directory)) == "refused", (which, how)
 
 
@@ -291,7 +290,7 @@ def test_a_number_of_a_sample_that_no_run_leaves_is_refused(outcome, copy, name,
     file = copy() / "process-0.safetensors"
     tensors = load_file(file)
     tensors[f"buffer.1.{name}"].fill_(value)
-    replace(file, save(tensors, metadata={"format": "pt"}))  # old safetensors would write into the original's file
+    replace(file, save(tensors, metadata={"format": "pt"}))
     assert outcome(resign(file.parent)) == "refused"
 
 

@@ -215,14 +215,10 @@ def prepare_sharding(accelerator: Accelerator) -> None:
 def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: Any) -> Any:
     """As Accelerate's, with the state of each parameter that some optimizers make at once, such as Adagrad.
 
-    FSDP2 puts shards into the places of the parameters, and Accelerate leaves their state with these. DDP keeps the
-    buckets of its first step.
+    FSDP2 puts shards into the places of the parameters, and Accelerate leaves their state with these.
     """
     if not accelerator.is_fsdp2:
-        policy, optimizer = accelerator.prepare(policy, optimizer)
-        if isinstance(policy, DistributedDataParallel):
-            policy.reducer = _SameBuckets(policy.reducer)  # type: ignore[assignment]
-        return policy, optimizer
+        return accelerator.prepare(policy, optimizer)
     made = [optimizer.state.pop(one, None) for group in optimizer.param_groups for one in group["params"]]
     policy, optimizer = accelerator.prepare(policy, optimizer)
     now = (one for group in optimizer.param_groups for one in group["params"])
@@ -231,23 +227,6 @@ def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: Any) -> Any:
             full = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
             optimizer.state[one] = state | {name: as_shards(value, one) for name, value in full.items()}
     return policy, optimizer
-
-
-class _SameBuckets:
-    """A reducer of DDP that leaves gradients in the buckets of its first step.
-
-    After that it would sort them by the time at which they come. Three ranks or more add in an order that depends on
-    the place in a bucket: the first step of a resumed run would have other bits than that of one that goes on.
-    """
-
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
 
 
 def as_shards(full: Tensor, like: Tensor | None) -> Tensor:
