@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
+LONGEST = 10**8  # seconds; timeouts of the standard library overflow a little above
 _one_at_a_time = threading.Lock()
 _loops = dict[str, asyncio.AbstractEventLoop]()
 _SILENCE = 5.0  # seconds without a sign of a loop, after which later calls get another one

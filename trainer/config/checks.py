@@ -9,11 +9,11 @@ from typing import Any
 
 from fused_grpo.config import Ranges, check_ranges, option_types
 from fused_grpo.errors import InputError
+from fused_grpo.trainer.common.threads import LONGEST
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.trl_fields import MISSING
 
-# Timeouts of the standard library overflow a little above LONGEST; NumPy's seeds above LARGEST_SEED plus a rank.
-LONGEST, LARGEST_SEED = 10**8, 2**31 - 1
+LARGEST_SEED = 2**31 - 1  # NumPy's overflow above it plus a rank
 RANGES: Ranges = (
     (
         "at least 1",

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 # Sampling options that `generation_kwargs` replaces, as in TRL.
 OVERRIDDEN = {"top_p", "top_k", "min_p", "repetition_penalty"}
+# Those of the command line too, which a YAML file may write as a shell reads them.
+PATHS = (
+    "output_dir resume_from_checkpoint model teacher_model dataset eval_dataset reward_funcs tools environment_factory"
+)
 
 
 class DerivedOptions:
@@ -240,9 +244,12 @@ def normalise(args: Any, mappings: Iterable[str]) -> None:
     if hasattr(weights := args.reward_weights, "tolist"):  # torch's or NumPy's
         weights = weights.tolist()
     args.reward_weights = list(weights) if isinstance(weights, tuple) else weights
-    for name in ("output_dir", "resume_from_checkpoint"):
-        if isinstance(getattr(args, name), os.PathLike | str):
-            setattr(args, name, os.path.expanduser(getattr(args, name)))  # as transformers; `to_dict` writes "~"
+    for name in PATHS.split():
+        given = getattr(args, name, None)
+        if isinstance(given, os.PathLike | str):
+            setattr(args, name, os.path.expanduser(given))  # as transformers; `to_dict` writes "~"
+        elif isinstance(given, list):
+            setattr(args, name, [os.path.expanduser(one) if isinstance(one, str) else one for one in given])
     for name in mappings:
         given = mapping(name, getattr(args, name))
         if isinstance(given, dict) and "torch_dtype" in given:  # the name of `dtype` before transformers 5

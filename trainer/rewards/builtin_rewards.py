@@ -256,8 +256,10 @@ def builtin_reward(given: str) -> Callable[..., Any] | None:
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion: itself, or the content of its last message."""
-    return str(completion if isinstance(completion, str) else completion[-1]["content"])
+    """The text of a completion: itself, or the content of its last message, but for what a tool has said."""
+    if isinstance(completion, str):
+        return completion
+    return next((str(one["content"]) for one in reversed(completion) if one.get("role") != "tool"), "")
 
 
 def is_right(text: str, correct: Any) -> float | None:

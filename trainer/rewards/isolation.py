@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, ClassVar, Literal, TypeVar
 
 from fused_grpo.errors import InputError, RewardError, quoted, shown
 from fused_grpo.trainer.common.redaction import without_secrets
-from fused_grpo.trainer.common.threads import in_thread
+from fused_grpo.trainer.common.threads import LONGEST, in_thread
 from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async, load_reward, reward_name
 
 WORKER = "fused_grpo.trainer.rewards.worker"
@@ -125,8 +125,8 @@ def importable(
     function: RewardFunction | str, what: What, *, timeout: float, memory: int | None
 ) -> tuple[str, RewardFunction]:
     """The name by which a new process imports a function, and the function; InputError as `isolated`."""
-    if not 0 < timeout < math.inf:
-        raise InputError(f"got timeout={timeout}, want seconds > 0")
+    if not 0 < timeout <= LONGEST:
+        raise InputError(f"got timeout={timeout}, want seconds > 0, {LONGEST} at most")
     if memory is not None and memory <= 0:
         raise InputError(f"got memory={memory}, want bytes > 0, or None for no limit")
     reference = function if isinstance(function, str) else _reference(function)

@@ -171,12 +171,13 @@ class RewardCaller:
         return outcome.result()
 
     def _number(self, value: Any, prompt: Any) -> float:
-        if value is None:
-            return math.nan
-        number = math.nan
+        number, plain = math.nan, value
         with suppress(Exception):  # of somebody's __float__, too
             kind = None if type(value) in (float, int) else _array_kind(value)
-            plain = value if kind is None else value.item()
+            if kind is not None:
+                plain = value.item() if value.ndim else value.tolist()  # which is None of what NumPy masks
+            if plain is None:
+                return math.nan
             # float() alone reads text and bytes, and drops imaginary parts.
             if (kind or "f") in NUMERIC and hasattr(type(plain), "__float__"):
                 number = float(plain)

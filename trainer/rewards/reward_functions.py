@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.common.process_state import process_kept
-from fused_grpo.trainer.common.threads import in_thread
+from fused_grpo.trainer.common.threads import LONGEST, in_thread
 from fused_grpo.trainer.data.datasets import Row, as_row, clean_prompt
 from fused_grpo.trainer.data.prompts import as_completion
 from fused_grpo.trainer.logging.run_log import free_name
@@ -292,8 +292,8 @@ def _check_options(functions: list[Any], *, failure: str, retries: int, timeout:
         raise InputError(f"got failure={failure!r}, want one of {', '.join(map(repr, get_args(FailurePolicy)))}")
     if retries < 0:
         raise InputError(f"got retries={retries}, want at least 0")
-    if timeout is not None and not 0 < timeout < math.inf:
-        raise InputError(f"got timeout={timeout}, want seconds > 0, or None for no limit")
+    if timeout is not None and not 0 < timeout <= LONGEST:
+        raise InputError(f"got timeout={timeout}, want seconds > 0, {LONGEST} at most, or None for no limit")
 
 
 def _one_each(name: str, given: Any, count: int, *, default: Any = None) -> list[Any]:

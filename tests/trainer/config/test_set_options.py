@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from fused_grpo.config import option_types
 from fused_grpo.errors import FusedGRPOError, InputError, UnavailableError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.cli.options import TrainOptions
 from fused_grpo.trainer.collect.start_checks import Start
 from fused_grpo.trainer.config.trl_fields import MISSING
 
@@ -204,6 +205,14 @@ def test_an_output_directory_may_be_in_the_home_directory(monkeypatch, tmp_path,
     assert args.output_dir == str(tmp_path / "runs" / "mine")
     assert args.resume_from_checkpoint == str(tmp_path / "runs" / "before")
     assert GRPOConfig(**args.to_dict()) == args  # where it is "~" again
+
+
+def test_paths_of_a_yaml_file_may_be_in_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/a")
+    given = dict.fromkeys(("model", "teacher_model", "dataset", "eval_dataset", "environment_factory"), "~/x")
+    options = TrainOptions(**given, reward_funcs=["accuracy", "~/x.py:f"], tools=["~/x.py:f"], distillation_coef=1.0)
+    assert {getattr(options, name) for name in given} == {"/home/a/x"}
+    assert (options.reward_funcs, options.tools) == (["accuracy", "/home/a/x.py:f"], ["/home/a/x.py:f"])
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\udce9"])

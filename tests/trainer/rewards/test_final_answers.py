@@ -34,4 +34,7 @@ from fused_grpo.trainer.rewards import accuracy
 )
 def test_the_final_answer_is_what_counts(completion, answer, reward):
     assert accuracy([completion], [answer]) == [reward]
-    assert accuracy([[{"role": "assistant", "content": completion}]], [answer]) == [reward]
+    said = {"role": "assistant", "content": completion}
+    assert accuracy([[said]], [answer]) == [reward]
+    # Behind the model's last turn an environment that is done may say the answer.
+    assert accuracy([[said, {"role": "tool", "name": "submit", "content": f"#### {answer}"}]], [answer]) == [reward]

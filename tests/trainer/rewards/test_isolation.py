@@ -130,6 +130,7 @@ def test_a_call_whose_caller_has_stopped_waiting_ends_by_itself(source):
         ("{}waits", {}, "got the async function"),
         ("{}missing", {}, "cannot be loaded"),
         ("{}behaves", {"timeout": 0}, "got timeout=0"),
+        ("{}behaves", {"timeout": 1e10}, "want seconds > 0, 100000000 at most"),
         ("{}behaves", {"memory": -1}, "got memory=-1"),
         ("{}behaves", {"on_failure": "ignore"}, "got on_failure='ignore', want 'raise', a number or None"),
     ],

@@ -50,13 +50,20 @@ def test_an_argument_that_no_column_fills_is_named_before_the_call(reward):
 
 
 @pytest.mark.parametrize(
-    "values", [(1, 0.5, None, True), torch.tensor([1, 0.5, math.nan, 1])[[0, 1, 0, 3]], np.array([1, 0.5, 2, 1])]
+    "values",
+    [
+        (1, 0.5, None, True),
+        torch.tensor([1, 0.5, math.nan, 1])[[0, 1, 0, 3]],
+        np.array([1, 0.5, 2, 1]),
+        (1, 0.5, np.ma.masked, True),
+        np.ma.array([1, 0.5, 2, 1], mask=[0, 0, 1, 0]),
+    ],
 )
 def test_numbers_of_any_kind_are_rewards(reward, values):
     given = reward(lambda **_: values).per_function[:, 0]
     torch.testing.assert_close(given[[0, 1, 3]], torch.tensor([1.0, 0.5, 1.0]))
     assert given.dtype == torch.float32
-    assert given[2].isnan() == (values[2] is None)
+    assert given[2].isnan() == (values[2] is None or values[2] is np.ma.masked)
 
 
 @given(

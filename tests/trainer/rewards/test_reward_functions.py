@@ -91,6 +91,7 @@ def test_columns_can_be_checked_before_anything_is_generated():
         (one, {"failure": "ignore"}, "got failure='ignore', want one of 'fail', 'retry', 'drop'"),
         (one, {"retries": -1}, "got retries=-1"),
         (one, {"timeout": 0}, "got timeout=0"),
+        (one, {"timeout": 1e10}, "want seconds > 0, 100000000 at most"),
     ],
 )
 def test_options_that_cannot_be_are_refused(functions, options, message):
