@@ -12,6 +12,7 @@ pytest-benchmark runs the suite (conftest.py, heads/test_head.py, trainers/test_
     gpu/          what scripts/gpu_first.py measures first on a GPU, and its page (page.py)
     results/      committed result files, a folder for each machine
     compare.py    two result files beside each other
+    raw_file.py   the file of a measurement that pytest does not run: where it is, and what made it
     accuracy.py   errors from fp64 alone
     pages.py      the figures in README.md and docs/
 """

@@ -9,12 +9,7 @@ gradient is that of GRPO on policy: the advantage of each sequence over the numb
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +27,8 @@ from fused_grpo.bench.heads.implementations import (
     peer,
 )
 from fused_grpo.bench.heads.work import Batch, Work
-from fused_grpo.env import environment
+from fused_grpo.bench.raw_file import raw_file, write
 
-ROOT = Path(__file__).resolve().parent.parent
 WORKS = (
     Work(kind="logprobs", head="GPT-2", tokens=512, dtype="bfloat16"),
     Work(kind="logprobs", head="Qwen3-0.6B", tokens=128, dtype="bfloat16"),
@@ -43,31 +37,14 @@ LOGIT_STD = 2.5
 
 
 def main() -> None:
-    today = datetime.date.today().isoformat()
-    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"accuracy-{today}.json"
-    results = {
-        "made_by": "python -m fused_grpo.bench.accuracy",
-        "date": today,
-        "commit": commit(),
-        "environment": environment(),
-        "torch_threads": torch.get_num_threads(),
-        "problems": [
-            {**work.described(), "seed": seed, **measure_one(work, seed, implementations())}
-            for seed, work in enumerate(WORKS)
-        ],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    threads = torch.get_num_threads()
+    path, found = raw_file("accuracy", "python -m fused_grpo.bench.accuracy", torch_threads=threads)
+    found["problems"] = [
+        {**work.described(), "seed": seed, **measure_one(work, seed, implementations())}
+        for seed, work in enumerate(WORKS)
+    ]
+    write(path, found)
     print(f"{path}; name it in docs/accuracy.md, and run python -m fused_grpo.bench.pages")
-
-
-def git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-
-def commit() -> dict[str, Any]:
-    """The commit of this tree, and whether files differ from it."""
-    return {"id": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
 
 
 def implementations() -> list[Implementation]:

@@ -10,8 +10,6 @@ for each GB of weights, on one of torch's threads.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import re
 import subprocess
@@ -23,9 +21,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fused_grpo.bench.accuracy import ROOT, commit
+from fused_grpo.bench.raw_file import raw_file, write
 from fused_grpo.bench.trainers.beside_trl import sums
-from fused_grpo.env import environment
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines.changed_weights import RECEIVER, apply_changes, changes, digest
 from fused_grpo.trainer.engines.server import server_command, server_folder
@@ -42,8 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Shares and bytes of syncs that send changed weights alone.")
     parser.add_argument("--steps", type=int, default=6)
     steps = parser.parse_args().steps
-    today = datetime.date.today().isoformat()
-    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"changed-weights-{today}.json"
+    path, found = raw_file("changed-weights", "python -m fused_grpo.bench.changed_weights")
     seconds = min((_seconds() for _ in range(3)), key=lambda seconds: seconds["trainer"])
     print(seconds, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -59,10 +55,7 @@ def main() -> None:
                 runs = [_trained(*run, steps, tokenizer, Path(scratch, str(run))) for run in RUNS]
             finally:
                 server.terminate()
-    found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.changed_weights"}
-    found |= {"date": today, "commit": commit(), "environment": environment()}
-    found |= {"seconds_for_each_gb": seconds, "runs": runs}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write(path, found | {"seconds_for_each_gb": seconds, "runs": runs})
     print(path)
 
 

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import itertools
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -33,8 +31,7 @@ import yaml
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fused_grpo.bench.accuracy import ROOT, commit
-from fused_grpo.env import environment
+from fused_grpo.bench.raw_file import raw_file, write
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.batching.micro_batch_metrics import DIFFERENCE, MISMATCH
 from fused_grpo.trainer.cli.options import RECIPES
@@ -160,27 +157,21 @@ def seconds(latencies: Sequence[float], k: int, steps: int) -> dict[str, Any]:
     return row
 
 
-def write(name: str, rows: list[dict[str, Any]]) -> None:
-    """Write the raw figures."""
-    today = datetime.date.today().isoformat()
-    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"{name}-{today}.json"
-    found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.generate_ahead", "date": today}
-    path.write_text(json.dumps(found | {"commit": commit(), "environment": environment(), "runs": rows}) + "\n")
-    print(path)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--seconds", action="store_true")
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    name, module = "generate-ahead" + "-seconds" * parsed.seconds, "python -m fused_grpo.bench.generate_ahead"
+    path, found = raw_file(name, module + " --seconds" * parsed.seconds)
+    print(path)
     if parsed.seconds:
-        write("generate-ahead-seconds", [seconds(each, k, 20) for each in LATENCIES for k in TIMED])
+        write(path, found | {"runs": [seconds(each, k, 20) for each in LATENCIES for k in TIMED]})
         return
     cases = list(itertools.product(range(parsed.seeds), RATES, KINDS))
     rows = [run(rate, *kind, seed) for seed, rate, kind in cases]
-    write("generate-ahead", rows)
+    write(path, found | {"runs": rows})
     for rate in RATES:
         on_policy = np.array([])
         for kind in KINDS:

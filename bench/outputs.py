@@ -9,9 +9,6 @@ rounds' ratios.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +16,8 @@ from typing import Any
 import torch
 
 from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, linear_logprobs
-from fused_grpo.bench.accuracy import ROOT, commit
 from fused_grpo.bench.interleaved import interleaved_seconds, quotient
-from fused_grpo.env import environment
+from fused_grpo.bench.raw_file import raw_file, write
 from fused_grpo.logprobs import OUTPUTS
 
 N, D, V, K = 2048, 768, 50304, 128
@@ -67,6 +63,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     if rounds < 2:
         parser.error(f"got --rounds {rounds}, want 2 or more, which have quartiles")
+    path, found = raw_file("outputs-cost", f"python -m fused_grpo.bench.outputs --rounds {rounds}")
     torch.manual_seed(0)
     pairs = calls()
     for pair in pairs.values():  # warm up
@@ -76,11 +73,7 @@ def main() -> None:
         name: interleaved_seconds(dict(zip(("without", "with"), pair, strict=True)), rounds=rounds)
         for name, pair in pairs.items()
     }
-    today = datetime.date.today().isoformat()
-    found: dict[str, Any] = {"made_by": f"python -m fused_grpo.bench.outputs --rounds {rounds}", "date": today}
-    found |= {"commit": commit(), "environment": environment(), "shape": {"N": N, "D": D, "V": V}, "seconds": seconds}
-    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"outputs-cost-{today}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write(path, found | {"shape": {"N": N, "D": D, "V": V}, "seconds": seconds})
     print(path)
     for name, both in seconds.items():
         of_rounds = [b / a for a, b in zip(both["without"], both["with"], strict=True)]

@@ -14,7 +14,6 @@ It writes bench/results/<machine>/simulated-<date>.json: measured and predicted 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import multiprocessing
@@ -35,8 +34,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fused_grpo.bench.accuracy import ROOT, commit
-from fused_grpo.env import environment
+from fused_grpo.bench.raw_file import raw_file, write
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
 from fused_grpo.trainer.throughput import BINS, ModelSize, Rates, Run, Step, survivors, token_seconds, train_seconds
@@ -264,19 +262,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args(arguments)
     rows, ranks = [], 2 if options.small else RANKS
+    raw = None if options.small else raw_file("simulated", "python -m fused_grpo.bench.simulated_run", ranks=ranks)
     for mode, (run, servers) in ({"small": (SMALL, 2)} if options.small else MODES).items():
         predicted = Step(run, servers, ranks, 1)
         times = measured(run, ranks=ranks, servers=servers, steps=options.steps)
         rows.append({"mode": mode, "predicted": predicted.phases | {"seconds": predicted.seconds}, "steps": times})
         print(f"{mode}: predicted {predicted.seconds:.2f} s, measured {statistics.mean(times):.2f} s", flush=True)
-    if options.small:
-        return
-    today = datetime.date.today().isoformat()
-    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"simulated-{today}.json"
-    found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.simulated_run", "date": today, "ranks": ranks}
-    found |= {"commit": commit(), "environment": environment(), "modes": rows}
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    print(path)
+    if raw is not None:
+        path, found = raw
+        write(path, found | {"modes": rows})
+        print(path)
 
 
 if __name__ == "__main__":

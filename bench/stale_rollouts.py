@@ -11,7 +11,6 @@ of the same day is gone on with. SmolLM2 takes 4 minutes a run.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
 import os
@@ -25,9 +24,8 @@ import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fused_grpo.bench.accuracy import ROOT, commit
 from fused_grpo.bench.generate_ahead import Beside
-from fused_grpo.env import environment
+from fused_grpo.bench.raw_file import raw_file, write
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.cli.options import RECIPES, parse_train_options
 from fused_grpo.trainer.cli.train import load_start
@@ -113,18 +111,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     conditions, arms = [name for name in CONDITIONS_OF[given.model] if given.only in name], ARMS[given.model]
     cases = [(given.model, name, *arm, seed) for name in conditions for seed in range(given.seeds) for arm in arms]
-    today = datetime.date.today().isoformat()
-    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"stale-{given.model}-{today}.json"
     made_by = f"python -m fused_grpo.bench.stale_rollouts --model {given.model}"
-    found: dict[str, Any] = {"made_by": made_by, "date": today, "steps": STEPS}
+    path, found = raw_file(f"stale-{given.model}", made_by, steps=STEPS)
     rows: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
-    found |= {"commit": commit(), "environment": environment(), "runs": rows}
     known = [[row[key] for key in ("condition", "importance weights", "centred", "seed")] for row in rows]
     cases = [case for case in cases if [*case[1:]] not in known]
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
         for row in pool.imap(run, cases):
             rows.append(row)
-            path.write_text(json.dumps(found, indent=1) + "\n")
+            write(path, found | {"runs": rows})
     print(path)
     for condition in conditions:
         for weights, centred in arms:

@@ -7,9 +7,6 @@ Every ratio of the trainer's log-prob to the sampler's should be 1.
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fused_grpo.bench.accuracy import ROOT, commit
-from fused_grpo.env import environment
+from fused_grpo.bench.raw_file import raw_file, write
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.recipes import arithmetic
@@ -35,17 +31,14 @@ SAMPLING: tuple[Mapping[str, Any], ...] = (
 
 
 def main() -> None:
-    today = datetime.date.today().isoformat()
-    path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"truncated-sampling-{today}.json"
+    path, found = raw_file("truncated-sampling", "python -m fused_grpo.bench.truncated_sampling")
     runs = [
         measured(engine, support, options)
         for options in SAMPLING
         for engine in ("transformers", "vllm")
         for support in ("require", "off")
     ]
-    found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.truncated_sampling", "date": today}
-    found |= {"commit": commit(), "environment": environment(), "runs": runs}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write(path, found | {"runs": runs})
     print(path)
 
 

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
-import os
 import random
 import re
 import subprocess
@@ -37,9 +35,8 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from fused_grpo.bench.accuracy import ROOT, commit
+from fused_grpo.bench.raw_file import raw_file, write
 from fused_grpo.bench.report.beside_trl import TRAINERS, draw, summary
-from fused_grpo.env import environment
 from fused_grpo.errors import DataError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.models.smollm2 import model_folder
@@ -55,10 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.worker is not None:
         run(options.worker, options.seed, options)
         return
-    machine = f"cpu-{os.cpu_count()}-cores"
-    today = datetime.date.today().isoformat()
-    path = options.output or ROOT / "bench" / "results" / machine / f"beside-trl-{today}.json"
-    here = about(options, today)
+    path, here = raw_file("beside-trl", "python -m fused_grpo.bench.trainers.beside_trl", work=work(options), runs=[])
+    path = options.output or path
     found = json.loads(path.read_text()) if path.exists() else here
     if other := [name for name in ("commit", "environment", "work") if found[name] != here[name]]:
         raise DataError(f"got {path} of another {' and '.join(other)}, want one run throughout; fix: another --output")
@@ -67,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if any((old["trainer"], old["seed"]) == (name, seed) for old in found["runs"]):
                 continue
             found["runs"].append(one_run(name, seed, options))
-            path.write_text(json.dumps(found, indent=1) + "\n")
+            write(path, found)
             print(summary(found["runs"][-1]), flush=True)
     draw(found, path.with_suffix(".svg"))
     print(path)
@@ -86,12 +81,10 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def about(options: argparse.Namespace, today: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"made_by": "python -m fused_grpo.bench.trainers.beside_trl", "date": today}
-    work = {"steps": options.steps, "completions": options.completions, "held_out_sums": HELD_OUT, "dtype": "float32"}
-    work |= {"micro_batch_tokens": MICRO_BATCH_TOKENS}
-    work |= {"accumulation of TRL": options.accumulation} if options.accumulation > 1 else {}
-    return found | {"commit": commit(), "environment": environment(), "work": work, "runs": []}
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    found = {"steps": options.steps, "completions": options.completions, "held_out_sums": HELD_OUT, "dtype": "float32"}
+    found |= {"micro_batch_tokens": MICRO_BATCH_TOKENS}
+    return found | ({"accumulation of TRL": options.accumulation} if options.accumulation > 1 else {})
 
 
 def one_run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_grpo.bench import accuracy, pages
+from fused_grpo.bench import accuracy, pages, raw_file
 from fused_grpo.bench.heads import peers
 from fused_grpo.bench.heads.work import Work
 
@@ -52,3 +52,13 @@ def test_accuracy_stops_at_a_wrong_implementation_of_a_small_problem():
     wrong = replace(rows[0], logprobs=lambda hidden, weight, targets, work: hidden.sum(-1).float())
     with pytest.raises(AssertionError, match="from fused-grpo"):
         accuracy.measure_one(work, 0, [wrong])
+
+
+def test_a_raw_file_of_a_machine_without_one_yet_can_be_written(tmp_path, monkeypatch):
+    """Measurements take up to two hours, and write at the end."""
+    monkeypatch.setattr(raw_file, "ROOT", tmp_path)
+    path, found = raw_file.raw_file("any", "python -m any", steps=3)
+    raw_file.write(path, found | {"runs": [1.5]})
+    written = json.loads(path.read_text())
+    assert path.match(f"bench/results/cpu-*-cores/any-{written['date']}.json")
+    assert written.keys() == {"made_by", "date", "commit", "environment", "steps", "runs"}

@@ -119,7 +119,7 @@ def test_an_interrupted_comparison_goes_on(tmp_path, monkeypatch):
         return next(run for run in made["runs"] if (run["trainer"], run["seed"]) == (name, seed))
 
     monkeypatch.setattr(beside_trl, "one_run", run)
-    monkeypatch.setattr(beside_trl, "about", lambda options, today: here)
+    monkeypatch.setattr(beside_trl, "raw_file", lambda name, made_by, **more: (path, here))
     beside_trl.main(["--seeds", "2", "--output", str(path)])
     assert asked == [(name, 1) for name in TRAINERS[1:]]
     assert json.loads(path.read_text())["runs"] == made["runs"]
