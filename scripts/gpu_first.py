@@ -189,6 +189,8 @@ class Records:
 
 def run(stages: list[Stage], output: Path, records: Records, end: float) -> list[str]:
     """Run stages side by side, at most until `end`, and record their results: "green", "absent", or what went wrong."""
+    # `timeout` ends this process alone, and its stages would go on beside what is measured next.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     running = [Running(stage, output, records, end) for stage in stages]
     try:
         while [one for one in running if not one.ended()]:
@@ -196,6 +198,7 @@ def run(stages: list[Stage], output: Path, records: Records, end: float) -> list
     finally:
         for one in running:
             one.close()
+        signal.signal(signal.SIGTERM, before)
     return [one.status or "" for one in running]
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -194,6 +195,21 @@ def test_tests_that_are_killed_keep_counts_and_figures(run, tmp_path, spread, mo
     lines = results_in(tmp_path / "out")
     assert [line["value"] for line in lines if line["figure"] == "measured"] == [5.0]
     assert [line["note"] for line in lines if line["figure"] == "tests"] == ["1 passed, 1 failed"]
+
+
+def test_a_stage_ends_with_the_run_that_is_ended_from_outside(run, tmp_path):
+    """As `timeout` does: a stage that went on would use the GPU beside the next run."""
+    code = (
+        "import os, signal, time; print(os.getpid(), flush=True); os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        run(stage("goes_on", code))
+    name, number = (tmp_path / "out" / "stages.log").read_text().splitlines()[-2:]
+    assert name == "=== goes_on"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number), 0)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_compute_sanitizer_found_is_a_figure():
