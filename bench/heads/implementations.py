@@ -124,12 +124,27 @@ class Implementation:
         return dapo(over_scored(self.logprobs, batch, work), batch)
 
 
+def scored(values: Tensor, batch: Batch, work: Work) -> Tensor:
+    """The rows [N, ...] of the scored tokens.
+
+    Without padding there is nothing to select. A selection would wait for the device, sort in the backward pass, and
+    count as time of the implementations that take rows alone.
+    """
+    return values.flatten(0, 1) if batch.mask.numel() == work.tokens else values[batch.mask.bool()]
+
+
 def over_scored(op: LogprobOp, batch: Batch, work: Work) -> Tensor:
     """Log-probs in the shape of targets by an op that takes rows: it gets the scored rows."""
-    kept = batch.mask.bool()
-    values = op(batch.hidden[kept], batch.weight, batch.targets[kept], work)
-    where = kept.view(*kept.shape, *(1 for _ in values.shape[1:])).expand(*kept.shape, *values.shape[1:])
-    return values.new_zeros(where.shape).masked_scatter(where, values)
+    return padded(op(scored(batch.hidden, batch, work), batch.weight, scored(batch.targets, batch, work), work), batch)
+
+
+def padded(values: Tensor, batch: Batch) -> Tensor:
+    """Values of the scored rows [N, ...] as [B, T, ...], 0 where masked."""
+    shape = *batch.mask.shape, *values.shape[1:]
+    if len(values) == batch.mask.numel():
+        return values.view(shape)
+    where = batch.mask.bool().view(*batch.mask.shape, *(1 for _ in values.shape[1:])).expand(shape)
+    return values.new_zeros(shape).masked_scatter(where, values)
 
 
 def dapo(logprobs: Tensor, batch: Batch) -> Tensor:
@@ -149,9 +164,9 @@ def full_log_softmax(batch: Batch, work: Work) -> list[Tensor]:
     """Log-probs of the whole vocabulary [N, V], of the student and of the teacher."""
     assert batch.teacher_hidden is not None
     assert batch.teacher_weight is not None
-    kept, softcap, found = batch.mask.bool(), work.shape.softcap, []
+    softcap, found = work.shape.softcap, []
     for hidden, weight in ((batch.hidden, batch.weight), (batch.teacher_hidden, batch.teacher_weight)):
-        logits = linear(hidden[kept], weight)
+        logits = linear(scored(hidden, batch, work), weight)
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         found.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
     return found
@@ -173,18 +188,17 @@ def full_distillation(batch: Batch, work: Work) -> Tensor:
 
 def full_centred(batch: Batch, work: Work) -> Tensor:
     """The GRPO loss with score centering from all log-probs, [N, V] of them and of their gradients."""
-    kept, softcap = batch.mask.bool(), work.shape.softcap
-    logits = linear(batch.hidden[kept], batch.weight)
+    softcap = work.shape.softcap
+    logits, targets = linear(scored(batch.hidden, batch, work), batch.weight), scored(batch.targets, batch, work)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    ids, sampler = sampler_head(batch.targets[kept], work)
-    of_head, of_targets = log_p.gather(-1, ids), log_p.gather(-1, batch.targets[kept][:, None])[:, 0]
+    ids, sampler = sampler_head(targets, work)
+    of_head, of_targets = log_p.gather(-1, ids), log_p.gather(-1, targets[:, None])[:, 0]
     p, q = of_head.detach().exp(), sampler.to(log_p.dtype).exp()
     rho = (1 - q.sum(-1)) / (1 - p.sum(-1)).clamp_min(1e-6)
     c = torch.minimum(p, CAP * q) - (CAP * rho).clamp_max(1.0)[:, None] * p
-    advantages = batch.advantages[:, None].expand(kept.shape)[kept]
-    logprobs = torch.zeros_like(batch.old_logprobs, dtype=log_p.dtype).masked_scatter(kept, of_targets)
-    return dapo(logprobs, batch) + (advantages * (c * of_head).sum(-1)).sum() / len(c)
+    advantages = scored(batch.advantages[:, None].expand(batch.mask.shape), batch, work)
+    return dapo(padded(of_targets, batch), batch) + (advantages * (c * of_head).sum(-1)).sum() / len(c)
 
 
 def ours_centred(batch: Batch, work: Work) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_grpo.bench.heads.implementations import EPSILON, Implementation, no_compiler, ours, peer, plain
+from fused_grpo.bench.heads.implementations import EPSILON, Implementation, no_compiler, ours, peer, plain, scored
 from fused_grpo.bench.heads.work import Batch, Work
 
 TRL, LIGER, CCE = "trl==1.16.0", "liger-kernel==0.8.5", "cut-cross-entropy==25.1.1"
@@ -80,7 +80,7 @@ class Products(Implementation):
 
     def _memory(self, batch: Batch, work: Work) -> Memory:
         if work not in self._kept:
-            rows, weight = batch.hidden.detach()[batch.mask.bool()], batch.weight.detach()
+            rows, weight = scored(batch.hidden.detach(), batch, work), batch.weight.detach()
             logits = rows.new_empty(len(rows), len(weight))
             self._kept[work] = Memory(rows, logits, torch.empty_like(rows), torch.empty_like(weight))
             weakref.finalize(batch.hidden, self._kept.pop, work, None)
@@ -141,8 +141,8 @@ def trl_divergence() -> Implementation:
 
         def divergence(batch: Batch, work: Work) -> Tensor:
             assert batch.teacher_hidden is not None
-            kept, softcap = batch.mask.bool(), work.shape.softcap
-            models = (batch.hidden[kept], batch.weight, None, batch.teacher_hidden[kept], batch.teacher_weight, None)
+            student, teacher = (scored(hidden, batch, work) for hidden in (batch.hidden, batch.teacher_hidden))
+            models, softcap = (student, batch.weight, None, teacher, batch.teacher_weight, None), work.shape.softcap
             found: Tensor = ChunkedDivergenceFunction.apply(*models, 0.5, 1.0, 1.0, softcap, 1.0, softcap)[0]
             return found.mean()
 
@@ -161,9 +161,9 @@ def liger_jsd() -> Implementation:
 
         def divergence(batch: Batch, work: Work) -> Tensor:
             assert batch.teacher_hidden is not None
-            kept = batch.mask.bool()
-            student, teacher = (batch.hidden[kept], batch.weight), (batch.teacher_hidden[kept], batch.teacher_weight)
-            found: Tensor = module(*student, *teacher, batch.targets[kept])
+            student, teacher = (scored(hidden, batch, work) for hidden in (batch.hidden, batch.teacher_hidden))
+            heads = (student, batch.weight, teacher, batch.teacher_weight)
+            found: Tensor = module(*heads, scored(batch.targets, batch, work))
             return found
 
         return {"divergence": divergence}

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_grpo.bench.heads import peers, suites
 from fused_grpo.bench.heads.correctness import errors_of
@@ -18,6 +19,7 @@ from fused_grpo.bench.heads.work import HEADS, Work, batch_of, mask_of
 from fused_grpo.bench.memory import allocations_of
 
 COMPILED = {"full logits, compiled", "CCE, torch"}
+KINDS = ("loss", "divergence", "distillation")
 NAMES = sorted({*EVERYONE, *PEERS} - {"products alone"})
 WORKS = [
     Work(kind=kind, head=head, tokens=2048, dtype=dtype, gradients=gradients, uneven=True, idle=0.5)
@@ -206,6 +208,27 @@ def test_ops_on_rows_get_no_padding(name):
     torch.testing.assert_close(result.value.double(), right.value, rtol=0, atol=2e-5)
     torch.testing.assert_close(result.d_hidden.double(), right.d_hidden, rtol=1e-3, atol=1e-7)
     torch.testing.assert_close(result.d_weight.double(), right.d_weight, rtol=1e-3, atol=1e-6)
+
+
+class Names(TorchDispatchMode):
+    """The names of torch's operations."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("uneven", [True, False])
+@pytest.mark.parametrize("more", [{"kind": "logprobs"}, *({"kind": x} for x in KINDS), {"kind": "loss", "centred": 20}])
+def test_rows_are_selected_only_where_there_is_padding(more, uneven):
+    """Elsewhere that would be time of those who take rows, and of nobody else."""
+    work, mode = Work(head="tiny", tokens=96, sequences=4, uneven=uneven, **more), Names()
+    batch, mode.seen = batch_of(work), set()
+    with mode:
+        found = named("full logits").run(batch, work)
+    assert bool(mode.seen & {"index", "masked_scatter", "nonzero"}) is uneven
+    for mine, right in zip(found, exact(batch, work), strict=True):
+        torch.testing.assert_close(mine, right.to(mine), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("tokens", "uneven"), [(2048, False), (2048, True), (96, True), (100, False)])
