@@ -221,7 +221,7 @@ class Names(TorchDispatchMode):
 @pytest.mark.parametrize("uneven", [True, False])
 @pytest.mark.parametrize("more", [{"kind": "logprobs"}, *({"kind": x} for x in KINDS), {"kind": "loss", "centred": 20}])
 def test_rows_are_selected_only_where_there_is_padding(more, uneven):
-    """Elsewhere that would be time of those who take rows, and of nobody else."""
+    """Elsewhere it would be time of implementations that take rows alone."""
     work, mode = Work(head="tiny", tokens=96, sequences=4, uneven=uneven, **more), Names()
     batch, mode.seen = batch_of(work), set()
     with mode:
