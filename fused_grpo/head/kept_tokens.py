@@ -25,6 +25,7 @@ Letters: N rows, E entries, D hidden size, V vocabulary; R rows of a tile, K its
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -309,14 +310,17 @@ class _Supported(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: SupportedHead, entropy: bool, moments: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         statistics = rows.statistics(entropy=entropy, moments=moments)
-        ctx.set_materialize_grads(False)
-        # What the backward pass reads is saved so that autograd finds out if it was changed before.
-        save_for_backward(ctx, (hidden, weight, bias, rows.head.temperature), *statistics)
-        ctx.rows = rows
         seen = rows.moments(statistics) if moments else None
         if seen is not None:
             ctx.mark_non_differentiable(seen)
-        return statistics.logprobs, statistics.entropy, seen
+        ctx.set_materialize_grads(False)
+        # What the backward pass reads is saved, and kept nowhere else, so that autograd finds out if it was changed, may
+        # have hooks for it, and frees it. A caller gets copies, to edit in place.
+        save_for_backward(ctx, (hidden, weight, bias, rows.head.temperature), *statistics)
+        nothing = hidden.new_empty(0)
+        rows.head = replace(rows.head, hidden=nothing, weight=nothing, bias=None, temperature=nothing)
+        ctx.rows = rows
+        return statistics.logprobs.clone(), None if statistics.entropy is None else statistics.entropy.clone(), seen
 
     @staticmethod
     @differentiated_once
@@ -324,8 +328,7 @@ class _Supported(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, temperature, *others = saved_tensors(ctx)
-        statistics, rows = Statistics(*others), ctx.rows
-        # Not those of the forward pass, in whose place hooks may give others.
+        statistics, rows = Statistics(*others), copy(ctx.rows)
         rows.head = replace(rows.head, hidden=hidden, weight=weight, bias=bias, temperature=temperature)
         g = torch.zeros_like(statistics.logprobs) if grad_logprobs is None else grad_logprobs
         return *rows.gradients(statistics, Upstream(g, grad_entropy)), None, None, None

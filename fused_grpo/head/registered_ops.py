@@ -224,7 +224,8 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output = _below_autograd(*inputs)
         tensors, ctx.options = inputs[:5], inputs[6:]
-        save_for_backward(ctx, tensors, *output[:5])
+        # Copies of what a caller may edit in place: as in plain torch, the backward pass does not need these results.
+        save_for_backward(ctx, tensors, output[0].clone(), output[1].clone(), *output[2:5])
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
         return output

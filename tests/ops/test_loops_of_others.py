@@ -1,5 +1,6 @@
 """What other people's training loops give the ops, and the modes that they call them in."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -76,6 +77,34 @@ def test_a_weight_that_changed_before_the_backward_pass_is_still_found(loop):
         inputs["weight"].add_(1.0)
     with nullcontext() if loop is one_op else pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.testing.assert_close(torch.autograd.grad(loss, inputs["hidden"])[0], wanted["hidden"])
+
+
+@pytest.mark.parametrize("trained", [("hidden", "weight", "bias"), ("hidden",)], ids=str)
+@pytest.mark.parametrize("result", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"support": SUPPORT}], ids=["vocabulary", "kept tokens"])
+def test_results_may_be_edited_in_place_as_those_of_plain_torch(options, result, trained):
+    inputs = {name: x.requires_grad_(name in trained) for name, x in made().items()}
+    masked = torch.arange(B * T).view(B, T) % 2 == 0
+
+    def edited(inputs: dict[str, Tensor]) -> Tensor:
+        return linear_logprobs_and_entropy(**inputs, **options)[result].masked_fill_(masked, 0.0).sum()
+
+    def apart(inputs: dict[str, Tensor]) -> Tensor:
+        return linear_logprobs_and_entropy(**inputs, **options)[result].masked_fill(masked, 0.0).sum()
+
+    torch.testing.assert_close(gradients(edited, inputs), gradients(apart, inputs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_after_the_backward_pass_a_kept_result_holds_no_hidden_states(loop):
+    """A list of losses that nobody detached holds nodes of the graph, and not what they saved."""
+    inputs = {name: x.requires_grad_(name in NAMES[:3]) for name, x in made().items()}
+    hidden = inputs["hidden"] * 2
+    alive = weakref.ref(hidden)
+    loss = loop(inputs | {"hidden": hidden})
+    del hidden
+    loss.backward()
+    assert alive() is None
 
 
 def test_a_region_that_forbids_hooks_of_saved_tensors_is_no_obstacle():
