@@ -265,7 +265,18 @@ def policy_term(
     ([-1.28, 1.5], [False, False], [True, False])
     """
     if terms.form == "clipped":
-        return clipped_term(log_ratio, advantages, terms)
+        lowest, highest, delta = 1 - terms.epsilon_low, 1 + terms.epsilon_high, terms.delta
+        falls, change = advantages < 0, log_ratio.detach()
+        ratio = change.exp()
+        # Above these the term is a constant, where A > 0 and where A < 0.
+        rising, falling = (highest, torch.inf) if delta is None else (min(highest, delta), max(highest, delta))
+        constant = torch.where(falls, (ratio < lowest) | (ratio > falling), ratio > rising)
+        # No gradient goes into the exp of a constant: where that is infinite, it would be 0 * inf.
+        ratio = torch.where(constant, change, log_ratio).exp()
+        bounded = ratio if delta is None else ratio.clamp(max=delta)
+        inside = ratio.clamp(lowest, highest)
+        used = torch.where(falls, torch.maximum(bounded, inside), torch.minimum(bounded, inside))
+        return -used * advantages, falls & (bounded < lowest), (advantages > 0) & (bounded > highest)
     # The gate of "sapo" is 1 long before this bound, beyond which its slope would be 0 * inf.
     ratio = (torch.where(log_ratio > 80.0, 80.0, log_ratio) if terms.form == "sapo" else log_ratio).exp()
     never = torch.zeros_like(advantages, dtype=torch.bool)
@@ -287,22 +298,6 @@ def policy_term(
         tau = torch.full_like(advantages, tau_low).masked_fill_(advantages > 0, tau_high)
         return -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages, never, never
     return -advantages * logprobs, never, never
-
-
-def clipped_term(log_ratio: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor, Tensor]:
-    """(-min(min(r, delta) A, clip(r, low, high) A), which tokens are clipped from below, from above), [N]."""
-    lowest, highest, delta = 1 - terms.epsilon_low, 1 + terms.epsilon_high, terms.delta
-    falls, change = advantages < 0, log_ratio.detach()
-    ratio = change.exp()
-    # Above these the term is a constant, where A > 0 and where A < 0.
-    rising, falling = (highest, torch.inf) if delta is None else (min(highest, delta), max(highest, delta))
-    constant = torch.where(falls, (ratio < lowest) | (ratio > falling), ratio > rising)
-    # No gradient goes into the exp of a constant: where that is infinite, it would be 0 * inf.
-    ratio = torch.where(constant, change, log_ratio).exp()
-    bounded = ratio if delta is None else ratio.clamp(max=delta)
-    inside = ratio.clamp(lowest, highest)
-    used = torch.where(falls, torch.maximum(bounded, inside), torch.minimum(bounded, inside))
-    return -used * advantages, falls & (bounded < lowest), (advantages > 0) & (bounded > highest)
 
 
 def clipped_change(change: Tensor, advantages: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor, Tensor]:

@@ -138,8 +138,8 @@ def check_head(
                 f"got temperature {tuple(temperature.shape)} {temperature.dtype}, "
                 f"want a float, or a floating tensor of targets' shape {tuple(rows)}"
             )
-    elif not is_number(temperature, SMALLEST, LARGEST):
-        raise InputError(f"got temperature={temperature!r}, want a finite number > 0; {_GREEDY}")
+    else:
+        check_temperature_values(temperature)
     if not is_number(logit_scale, -LARGEST, LARGEST):
         raise InputError(f"got logit_scale={logit_scale!r}, want a finite number")
     if softcap is not None and not is_number(softcap, SMALLEST, LARGEST):
@@ -169,6 +169,8 @@ def check_tensors(optional: Mapping[str, Any] | None = None, /, **tensors: Any) 
                 f"got {name} as a nested, quantized or sparse tensor, want a dense one; "
                 "fix: .to_padded_tensor(), .dequantize() or .to_dense()"
             )
+        if tensor.is_complex():
+            raise InputError(f"got {name} of dtype {tensor.dtype}, want a real one; fix: {name}.real")
         # A DTensor is recognised by an attribute: importing its module is slow.
         if hasattr(tensor, "full_tensor"):
             raise InputError(
@@ -298,8 +300,12 @@ def leaves_out_rows(tensor: Tensor) -> bool:
     return not tensor.is_cuda or (tensor.shape[0] > FEW_ROWS and may_synchronize(tensor))
 
 
-def check_temperature_values(temperature: Tensor) -> None:
-    """Check every temperature [N]."""
+def check_temperature_values(temperature: float | Tensor) -> None:
+    """Check the temperature, or every one of a tensor."""
+    if not isinstance(temperature, Tensor):
+        if not is_number(temperature, SMALLEST, LARGEST):
+            raise InputError(f"got temperature={temperature!r}, want a finite number > 0; {_GREEDY}")
+        return
     allowed = (temperature >= SMALLEST) & (temperature <= LARGEST)
     if temperature.device.type == "cuda":
         torch._assert_async(allowed.all(), f"a temperature is out of range; want finite numbers > 0; {_GREEDY}")
@@ -480,9 +486,10 @@ def check_threshold(value: float | Tensor, device: torch.device) -> None:
 
 
 def check_scalar(name: str, value: Tensor, device: torch.device) -> None:
-    """Check that `value` is one real number on the CPU or on `device`."""
+    """Check that `value` is one number on the CPU or on `device`, and a constant."""
     if value.device.type not in ("cpu", device.type):
         raise InputError(f"got {name} on {value.device} and tokens on {device}, want one device")
     check_tensors(**{name: value})
-    if value.ndim != 0 or value.is_complex():
-        raise InputError(f"got {name} of shape {tuple(value.shape)} {value.dtype}, want a number or a real 0-d tensor")
+    if value.ndim != 0 or value.requires_grad:
+        got = f"of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
+        raise InputError(f"got {name} {got}, want a number or a 0-d tensor without a gradient; fix: .detach()")

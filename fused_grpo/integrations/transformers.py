@@ -28,7 +28,7 @@ import functools
 import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 
 from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.head.checks import check_plan, check_tensors, outside_graphs
+from fused_grpo.head.checks import check_plan, check_temperature_values, check_tensors, outside_graphs
 from fused_grpo.integrations._peers import check_version
 from fused_grpo.integrations.logit_transform import head_transform, is_close, mismatch, transformed
 from fused_grpo.integrations.model_head import forward_name, head_of, probe, weight_of
@@ -93,7 +93,9 @@ def return_logprobs(
         UnsupportedError: a head that is not one matrix; a model whose transform of the logits is not in its config.
     """
     causal_lm = _causal_lm(model)
-    check_plan(impl, chunk_bytes, batch_invariant=batch_invariant, entropy=entropy)  # before a backbone has run
+    # Before a backbone has run.
+    check_plan(impl, chunk_bytes, batch_invariant=batch_invariant, entropy=entropy)
+    check_temperature_values(temperature)
     options = {"chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant, "impl": impl}
     scorer = _Scorer(causal_lm, temperature, entropy, options)
     try:
@@ -110,8 +112,14 @@ class _Call:
     targets: Tensor  # [B, T], the next token of each token; `ignored` where there is none
     ignored: int
     shifted: bool  # whether the caller shifted the labels: then the last position has a target
+    temperature: float | Tensor  # or [B, T]
     scores: tuple[Tensor, ...] | None = None  # log-probs and maybe entropy, once the head has been called
     probe: Tensor | None = None  # [1, 1, V], in place of the logits
+
+    @property
+    def scored(self) -> slice:
+        """The positions that have a target."""
+        return slice(None) if self.shifted else slice(-1)
 
 
 class _Scorer:
@@ -156,8 +164,14 @@ class _Scorer:
             if given.dtype != torch.int64:
                 raise InputError(f"got {name} of dtype {given.dtype}, want torch.int64; fix: {name}.long()")
             _, ignored = check_plan(self.options["impl"], ignore_index=ignored)  # what pads the shifted labels
+            for tokens in ("input_ids", "inputs_embeds"):
+                if isinstance(found := named.get(tokens), Tensor):
+                    self._check_labels(given, (*found.shape[:2], head_of(self.causal_lm).in_features))
             targets = pad(labels[..., 1:], (0, 1), value=ignored) if shift_labels is None else shift_labels
-            return self._score(own, named, _Call(targets, ignored, shifted=shift_labels is not None), count)
+            call = _Call(targets, ignored, shifted=shift_labels is not None, temperature=self.temperature)
+            if isinstance(self.temperature, Tensor):
+                call.temperature = _broadcast(self.temperature, targets, call.scored)
+            return self._score(own, named, call, count)
 
         functools.update_wrapper(forward, own)
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -191,20 +205,20 @@ class _Scorer:
             hook.remove()
         return self._finish(output, call, count)
 
-    def _score_targets(self, head: Any, hidden: Tensor, call: _Call) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Log-probs and maybe entropy, [B, T] or [B, T-1]; and the probe."""
-        if hidden.shape[:-1] != call.targets.shape:
+    def _check_labels(self, labels: Tensor, hidden: Sequence[int]) -> None:
+        if labels.shape != hidden[:-1]:
             raise InputError(
-                f"got labels {tuple(call.targets.shape)} and hidden states {tuple(hidden.shape)} at the head of "
+                f"got labels {tuple(labels.shape)} and hidden states {tuple(hidden)} at the head of "
                 f"{self.name}, want one label for each; fix: pass labels of the shape of input_ids"
             )
+
+    def _score_targets(self, head: Any, hidden: Tensor, call: _Call) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Log-probs and maybe entropy, [B, T] or [B, T-1]; and the probe."""
+        self._check_labels(call.targets, hidden.shape)
         targets = call.targets.to(hidden.device)
-        scored = slice(None) if call.shifted else slice(-1)
-        temperature = self.temperature
+        temperature, weight = call.temperature, weight_of(head)
         if isinstance(temperature, Tensor):
-            temperature = torch.ones(targets.shape, device=hidden.device, dtype=compute_dtype(hidden))
-            temperature[:, scored] = _broadcast(self.temperature, temperature[:, scored])
-        weight = weight_of(head)
+            temperature = temperature.to(hidden.device, compute_dtype(hidden))
         arguments = {**self.transform, **self.options, "temperature": temperature, "bias": head.bias}
         arguments["ignore_index"] = call.ignored
         if self.entropy:
@@ -212,7 +226,7 @@ class _Scorer:
         else:
             scores = (linear_logprobs(hidden, weight, targets, **arguments),)
         # Not views: an in-place operation on a view would lose the hooks of FSDP2.
-        return tuple(score[:, scored].clone() for score in scores), probe(hidden, len(weight))
+        return tuple(score[:, call.scored].clone() for score in scores), probe(hidden, len(weight))
 
     @outside_graphs
     def _finish(self, output: Any, call: _Call, count: Any) -> Any:
@@ -292,13 +306,15 @@ def _causal_lm(model: Any) -> PreTrainedModel:
     return inner
 
 
-def _broadcast(temperature: Any, rows: Tensor) -> Tensor:
+def _broadcast(temperature: Tensor, targets: Tensor, scored: slice) -> Tensor:
+    """[B, T], 1 at positions that are not scored."""
+    every, shape = temperature.new_ones(targets.shape), tuple(targets[:, scored].shape)
     try:
-        return torch.broadcast_to(temperature.detach().to(rows), rows.shape)
+        every[:, scored] = temperature.detach().broadcast_to(shape)
     except RuntimeError:
-        raise InputError(
-            f"got temperature {tuple(temperature.shape)}, want what broadcasts to the log-probs {tuple(rows.shape)}"
-        ) from None
+        got = tuple(temperature.shape)
+        raise InputError(f"got temperature {got}, want what broadcasts to the log-probs {shape}") from None
+    return every
 
 
 class _Unrounded:

@@ -289,6 +289,8 @@ def test_calls_refuse(loss_class, case):
         {"attention_mask": torch.ones(B, 1)},
         {"old_per_token_logps": torch.ones(B, 1)},
         {"ref_per_token_logps": torch.ones(B, 1)},
+        {"ref_per_token_logps": torch.ones(B, T, dtype=torch.complex64)},
+        {"old_per_token_logps": torch.ones(B, T, dtype=torch.complex64)},
         {"advantages": torch.ones(B, T)},
         {"ref_per_token_logps": None, "ref_input": make_batch()["ref_input"]},
         {"selected_token_ids": torch.ones(B, T)},
@@ -309,6 +311,8 @@ def test_what_is_no_finite_number_is_named(wrong):
     for name in ("delta", "epsilon_low", "epsilon_high", "beta"):
         with pytest.raises(InputError, match=f"{name.removesuffix('_low')}={wrong!r}, want"):
             liger.LigerFusedLinearGRPOLoss(**{name: wrong})(**inputs)
+    with pytest.raises(InputError, match="epsilon_high=None, want"):
+        liger.LigerFusedLinearGRPOLoss(epsilon_high=None)(**inputs)
 
 
 @pytest.mark.parametrize(

@@ -139,12 +139,29 @@ def test_arguments_that_cannot_be_right_are_refused(model, batch):
             called(model, batch | arguments, **options)
     with pytest.raises(InputError, match="got a Linear with no model of transformers inside"):
         called(nn.Linear(2, 2), batch)
-    for wrong in ({"chunk_bytes": 0}, {"batch_invariant": 1}, {"entropy": "no"}, {"impl": "cuda"}):
+    for wrong in ({"chunk_bytes": 0}, {"batch_invariant": 1}, {"entropy": "no"}, {"impl": "cuda"}, {"temperature": 0}):
         with pytest.raises(InputError, match=f"got {next(iter(wrong))}"):  # before a model is called
             return_logprobs(model, **wrong).__enter__()
     model.z_loss_coefficient = 0.1
     with pytest.raises(UnsupportedError, match=r"want z_loss_coefficient=0\.0"):
         called(model, batch)
+
+
+@pytest.mark.parametrize("tokens", ["input_ids", "inputs_embeds"])
+def test_labels_and_temperatures_are_refused_before_a_backbone_runs(model, batch, tokens):
+    labels = batch["labels"]
+    if tokens == "inputs_embeds":
+        batch = {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"])}
+    model.model.forward = None
+    for given, of in (
+        ({"labels": labels[:, :5]}, {}),
+        ({"labels": labels[0, 0]}, {}),
+        ({"shift_labels": labels[:, 1:]}, {}),
+        ({"labels": labels}, {"temperature": torch.ones(4, 10)}),
+        ({"labels": labels}, {"temperature": torch.zeros(10)}),
+    ):
+        with pytest.raises(InputError, match=r"^got (labels \(.*\) and hidden states \(3, 11, 32\)|a? ?temperature)"):
+            called(model, batch | given, **of)
 
 
 def test_a_model_of_fake_tensors_is_refused(model):
