@@ -314,8 +314,8 @@ class _Supported(torch.autograd.Function):
         if seen is not None:
             ctx.mark_non_differentiable(seen)
         ctx.set_materialize_grads(False)
-        # What the backward pass reads is saved, and kept nowhere else: autograd finds out if it was changed, and frees it.
-        # A caller gets copies, to edit in place.
+        # What the backward pass reads is saved, and kept nowhere else: autograd finds out if it was changed, and frees
+        # it. A caller gets copies, to edit in place.
         save_for_backward(ctx, (hidden, weight, bias, rows.head.temperature), *statistics)
         nothing = hidden.new_empty(0)
         rows.head = replace(rows.head, hidden=nothing, weight=nothing, bias=None, temperature=nothing)

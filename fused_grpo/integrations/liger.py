@@ -176,8 +176,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 f"got importance_sampling_level='sequence' with loss_type={self.loss_type!r}. "
                 "Sequence-level importance sampling is not supported for it; fix: 'token'"
             )
-        if self.epsilon_high is None and self.loss_type in (*CLIPPED, "cispo"):
-            raise InputError("got epsilon_high=None, want a finite number >= 0; fix: that of epsilon_low")
+        if self.loss_type in (*CLIPPED, "cispo") and not is_number(self.epsilon_high, 0, LARGEST):
+            raise InputError(f"got epsilon_high={self.epsilon_high!r}, want a finite number >= 0")
         if attention_mask.shape != ids.shape or ids.ndim != 2:
             raise InputError(
                 f"got selected_token_ids {tuple(ids.shape)} and attention_mask {tuple(attention_mask.shape)}, "
