@@ -97,7 +97,7 @@ def test_results_may_be_edited_in_place_as_those_of_plain_torch(options, result,
 
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_after_the_backward_pass_a_kept_result_holds_no_hidden_states(loop):
-    """A list of losses that nobody detached holds nodes of the graph, and not what they saved."""
+    """A list of losses that were not detached holds nodes of the graph, and not what they saved."""
     inputs = {name: x.requires_grad_(name in NAMES[:3]) for name, x in made().items()}
     hidden = inputs["hidden"] * 2
     alive = weakref.ref(hidden)
