@@ -183,9 +183,9 @@ def spread(groups: Tensor, baselines: Tensor | None) -> Tensor:
 
 
 def nanstd(values: Tensor) -> Tensor:
-    """Standard deviation [P, 1] of each row of [P, G] without its NaNs; 0 for fewer than two values."""
+    """Standard deviation [P, 1] of each row of [P, G] without its NaNs; 0 where they are equal, or one alone."""
     count = (~values.isnan()).sum(1, keepdim=True)
-    squares = (values - values.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
+    squares = _centred(values).square().nansum(1, keepdim=True)
     return (squares / (count - 1).clamp_min(1)).sqrt()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.collect.advantages import multi_objective_advantages, total_rewards
+from fused_grpo.trainer.collect.advantages import multi_objective_advantages, spread, total_rewards
 
 NAN = float("nan")
 
@@ -112,6 +112,13 @@ def test_equal_rewards_give_no_advantage_for_any_rounding_of_their_mean(aggregat
     given = ours(rewards, torch.tensor([1.0, 0.3]), 6, scale="group", aggregation=aggregation)
     assert given[:6].tolist() == [0.0] * 6
     assert given[6:].abs().min() > 0.1
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 8, 16])
+def test_equal_rewards_have_a_spread_of_exactly_0(size):
+    rewards = torch.tensor([[0.1] * size, [10.1] * size, [-1e6 - 0.3] * size, [10.1] * (size - 1) + [NAN]])
+    assert spread(rewards, None).tolist() == [0.0] * 4
+    assert spread(torch.tensor([[10.1] * (size - 1) + [10.2]]), None).item() > 1e-3
 
 
 def test_unscored_completions_take_no_part_in_their_group():
