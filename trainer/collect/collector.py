@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, compress, islice, pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,13 @@ from torch import Tensor
 from fused_grpo.errors import RewardError, UnavailableError
 from fused_grpo.trainer.batching.micro_batches import balanced, of_all_ranks, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import GREEDY, RolloutBuffer, as_tensors, from_tensors, without_prefix
-from fused_grpo.trainer.collect.advantages import Scores, multi_objective_advantages, spread, token_advantages
+from fused_grpo.trainer.collect.advantages import (
+    Scores,
+    multi_objective_advantages,
+    scaled_in_batch,
+    spread,
+    token_advantages,
+)
 from fused_grpo.trainer.collect.batch_queue import BatchQueue, Complete, Drawn, Pace, Prefetched
 from fused_grpo.trainer.collect.rank_checks import described
 from fused_grpo.trainer.collect.scoring import (
@@ -344,9 +350,13 @@ class Collector:
         return drawn
 
     def _with_unequal_rewards(self, scored: Scored) -> Scored:
-        """The groups whose rewards differ; those of a dropped group are NaN, which have no spread."""
+        """The groups whose rewards differ, as advantages add them up; those of a dropped group are NaN: no spread."""
         columns = [[getattr(sample, name) for sample in scored.samples] for name in ("reward", "baseline")]
         rewards, baselines = torch.tensor(columns, dtype=torch.float32).view(2, -1, self.group_part)
+        if self.args.multi_objective_aggregation == "normalize_then_sum":  # of equal sums some may have advantages
+            per_function = torch.tensor([sample.rewards for sample in scored.samples], dtype=torch.float32)
+            normalised = scaled_in_batch(per_function, self.rewards.weights, self.args, size=self.group_part)
+            rewards = cast(Tensor, normalised).view(rewards.shape)
         apart = spread(rewards, baselines[:, :1] if self.has_greedy else None)
         is_unequal = (apart >= EQUAL_REWARDS).repeat_interleave(self.group_part).tolist()
         return replace(scored, samples=list(compress(scored.samples, is_unequal)))

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis.strategies import lists, sampled_from
 
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.collect.advantages import multi_objective_advantages
+from fused_grpo.trainer.collect.collector import Collector
 from fused_grpo.trainer.collect.scoring import RolloutFacts, Scored, score_rollouts, without_rewards
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.types import Rollouts, with_fields
@@ -82,6 +84,16 @@ def test_a_partial_group_never_reaches_the_loss(digits):
     assert column(batch, "completion_ids") == [[digits[place]] for place in kept]
     assert [sample.sampling_logprobs for sample in batch] == [[-1.0]] * len(kept)
     assert [sample.advantage for sample in batch] == advantages[kept].tolist()
+
+
+@pytest.mark.parametrize(("aggregation", "kept"), [("sum_then_normalize", []), ("normalize_then_sum", [0, 1, 2])])
+def test_groups_without_advantages_are_left_out_however_rewards_are_added(aggregation, kept):
+    rewards = [(2, 0, 0), (1, 1, 0), (0, 0, 2), *[(1, 1, 1)] * 3]
+    functions = [lambda place, one=one: [rewards[n][one] for n in place] for one in range(3)]
+    given, weights = scored(functions, [[n] for n in range(6)]), SimpleNamespace(weights=torch.ones(3))
+    args = GRPOConfig(multi_objective_aggregation=aggregation)
+    collector = SimpleNamespace(args=args, group_part=3, has_greedy=False, rewards=weights)
+    assert [one.extra["place"] for one in Collector._with_unequal_rewards(collector, given).samples] == kept
 
 
 def test_reward_functions_get_the_engines_columns_and_messages():
