@@ -153,9 +153,7 @@ def _of_types(value: Any, types: Sequence[str]) -> Any:
 
 def _integer(text: str) -> int:
     """As JSON Schema has it, 3.0 too, which transformers takes from 5.24 on."""
-    with suppress(ValueError):
-        return int(text)  # exact, however long
-    if (number := float(text)).is_integer():
+    if (number := _number(text)) == int(number):
         return int(number)
     raise ValueError(text)
 

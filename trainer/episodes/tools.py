@@ -18,11 +18,10 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from transformers.utils.chat_template_utils import get_json_schema
-
 from fused_grpo.errors import InputError, elide_middle
 from fused_grpo.trainer.common.threads import event_loop, in_thread, leave_blocked_loop
 from fused_grpo.trainer.common.warnings import warn_once
+from fused_grpo.trainer.data.prompts import schema_of
 from fused_grpo.trainer.rewards.isolation import CannotLoadError, is_isolated
 from fused_grpo.trainer.rewards.reward_call import is_async, own_copy
 from fused_grpo.trainer.rewards.worker import as_text, error_text
@@ -47,7 +46,7 @@ def check_tools(tools: Any) -> list[Tool]:
             raise InputError(f"got two tools called {name!r}, want one of each name; fix: rename one")
         names.add(name)
         try:
-            schema = get_json_schema(tool)
+            schema = schema_of(tool)
             json.dumps(schema, ensure_ascii=False).encode()  # half of a surrogate pair reaches no tokenizer
         except Exception as error:  # of several types, all about what is missing
             raise InputError(
