@@ -346,6 +346,8 @@ def _copied(value: Any) -> Any:
         for place, entry in enumerate(value) if kind is list else value.items():
             if type(entry) not in _SHARED:
                 copied[place] = _copied(entry)
+    elif kind is tuple:  # deepcopy would copy an object in it, or where it cannot, nothing
+        copied = tuple(map(_copied, value))
     elif is_dataclass(kind) and hasattr(value, "__dict__"):
         copied = copy.copy(value)
         vars(copied).update(_copied(vars(value)))

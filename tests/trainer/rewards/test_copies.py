@@ -58,6 +58,7 @@ def test_a_copy_is_equal_and_shares_nothing_that_can_be_edited(value):
         deque([[1]]),
         OrderedDict(a=[1]),
         np.array([[1], None], dtype=object),
+        ([1], threading.Lock(), ({"a": object()},)),
     ],
     ids=lambda value: type(value).__name__,
 )
