@@ -75,7 +75,7 @@ from fused_grpo.trainer.models.optimizer import try_schedule
 from fused_grpo.trainer.models.quantized import QUANTIZATION, check_quantization, quantization_of
 from fused_grpo.trainer.rewards import Rewards
 from fused_grpo.trainer.rewards.builtin_rewards import no_reward
-from fused_grpo.trainer.rewards.reward_functions import is_reward_model
+from fused_grpo.trainer.rewards.reward_functions import is_reward_model, unloaded
 
 # Options of what a run shows, evaluates and saves: the first parts of their names. All others are used at the start.
 _LATER = re.compile("eval_|log_|logging_|save_|load_best|metric_for|greater_is|hub_|push_to_hub|overwrite|run_")
@@ -439,8 +439,8 @@ def make_rewards(start: Start, more: Sequence[Callable[..., Any]]) -> Rewards:
     With a teacher there may be none: all rewards are 0 then.
     """
     args, functions, classes = start.args, start.reward_funcs, start.reward_processing_classes
-    if start.accelerator is None and isinstance(functions, list) and functions:
-        functions = [one for one in functions if callable(one) or not is_reward_model(one)] or no_reward
+    if start.accelerator is None and isinstance(functions, list):
+        functions = [one if callable(one) or not is_reward_model(one) else unloaded(one) for one in functions]
     if more:
         listed = functions if isinstance(functions, list | tuple) else [] if functions is None else [functions]
         functions = [*listed, *more]

@@ -27,7 +27,7 @@ from fused_grpo.trainer.common.threads import LONGEST, in_thread
 from fused_grpo.trainer.data.datasets import Row, as_row, clean_prompt
 from fused_grpo.trainer.data.prompts import as_completion
 from fused_grpo.trainer.logging.run_log import free_name
-from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward
+from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
 from fused_grpo.trainer.rewards.reward_call import (
     RewardCaller,
     RewardFunction,
@@ -334,6 +334,16 @@ def is_reward_model(name: str) -> bool:
     if name.endswith(".py"):
         raise InputError(f"got reward function {name!r}, a file, want a function in it; fix: {name}:<its name>")
     return builtin_reward(name) is None and not names_a_function(name)
+
+
+def unloaded(model: str) -> Callable[..., list[float]]:
+    """What has the place and the name of a reward model in a dry run."""
+
+    def score(prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        return no_reward(completions)
+
+    score.__name__ = model.rstrip("/").split("/")[-1]
+    return score
 
 
 class RewardModel:

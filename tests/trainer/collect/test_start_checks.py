@@ -8,6 +8,7 @@ import shutil
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from transformers import (
 from fused_grpo.errors import FusedGRPOError, RewardError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.cli.main import main
+from fused_grpo.trainer.collect.start_checks import make_rewards
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.models.loading import positions
 
@@ -180,6 +182,15 @@ def test_a_dry_run_says_it_of_eval_sets_and_rewards_too(folder, tmp_path):
         main([*command, "--reward-funcs", f"{tmp_path / 'mine.py'}:score"])
     with pytest.raises(SystemExit, match=r"got reward_funcs '\./typo', a path that does not exist"):
         main([*command, "--reward-funcs", "format", "./typo"])
+
+
+@pytest.mark.parametrize("names", [["length=3", "of/it"], ["of/it", "length=3"], ["of/it", "of/it"], ["of/it"]])
+def test_a_dry_run_has_a_weight_for_each_reward_model_and_loads_none(names):
+    args = GRPOConfig(reward_weights=[1.0, 0.5][: len(names)])
+    start = SimpleNamespace(args=args, reward_funcs=names, reward_processing_classes=None, accelerator=None)
+    rewards = make_rewards(start, [])
+    assert rewards.weights.tolist() == args.reward_weights
+    assert [name.partition("_")[0] for name in rewards.names] == [name[-2:].replace("=3", "length") for name in names]
 
 
 def test_a_function_that_returns_a_generator_loses_no_row(folder, tmp_path):
