@@ -100,8 +100,9 @@ def caption_of(result: Result, groups: Sequence[Group]) -> str:
 def subject(group: Group) -> str:
     """What is computed, for a title."""
     work = work_of(group)
-    what = {"loss": "the GRPO loss", "logprobs": "log-probs"}[work["kind"]]
-    return what + {"no_grad": "", "frozen": " and dH", "trainable": " and gradients"}[work["gradients"]]
+    what = {"loss": "the GRPO loss", "logprobs": "log-probs", "divergence": "a divergence"}
+    what["distillation"] = "the GRPO loss with a divergence"
+    return what[work["kind"]] + {"no_grad": "", "frozen": " and dH", "trainable": " and gradients"}[work["gradients"]]
 
 
 def size(group: Group, *, without: str = "") -> str:
@@ -112,7 +113,9 @@ def size(group: Group, *, without: str = "") -> str:
     parts += [work["dtype"].replace("bfloat", "bf").replace("float", "fp")]
     parts += [f"mean entropy {work['entropy']:g}"] if work["entropy"] is not None else []
     parts += [f"{work['idle']:.0%} of sequences idle"] if work["idle"] else []
+    parts += [f"{work['several']} targets per token"] if work.get("several") else []
     parts += [f"{work['kept']} tokens kept per row"] if work.get("kept") else []
+    parts += [f"{work['centred']} tokens centred per row"] if work.get("centred") else []
     return ", ".join([*parts, "uneven lengths"] if work["uneven"] else parts)
 
 

@@ -42,12 +42,18 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def latest(lines: Sequence[Line]) -> list[Line]:
-    """The figures that count, in the order of their first lines."""
-    found = {}
+    """The figures that count, in the order of their first lines. Failed tests are those of the last run of a stage."""
+    found, failed = dict[tuple[Any, ...], Line](), dict[str, set[tuple[Any, ...]]]()
     for line in lines:
-        sizes = {name: x for name, x in (line.get("shape") or {}).items() if name != "fastest"}
-        note = line.get("note") if line["figure"] == "failed" else None
-        found[line["stage"], line["figure"], json.dumps(sizes), note] = line
+        stage, figure, shape = line["stage"], line["figure"], line.get("shape") or {}
+        sizes = {name: x for name, x in shape.items() if name != "fastest"}
+        key = stage, figure, json.dumps(sizes), line.get("note") if figure == "failed" else None
+        failed.setdefault(stage, set()).discard(key)
+        found[key] = line
+        if figure == "tests":  # the end of what a run says; what failed in an earlier one alone has passed, or is gone
+            for old in failed[stage]:
+                del found[old]
+            failed[stage] = {key for key in found if key[:2] == (stage, "failed")}
     return [*found.values()]
 
 

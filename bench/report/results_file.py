@@ -201,7 +201,8 @@ def work_of(group: Group) -> Mapping[str, Any]:
 
 def _importance(group: Group) -> tuple[Any, ...]:
     work = work_of(group)
-    ordinary = work["entropy"] is None and not work["idle"] and not work["uneven"] and not work.get("kept")
+    ordinary = work["entropy"] is None
+    ordinary &= not any(work.get(name) for name in ("idle", "uneven", "several", "kept", "centred"))
     gradients = ("no_grad", "frozen", "trainable").index(work["gradients"])
     rounds = min(row.rounds for row in group.implementations)
     return work["kind"] == "loss", gradients, ordinary, rounds, len(group.implementations), work["flop"]

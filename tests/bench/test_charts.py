@@ -3,11 +3,13 @@
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
+from fused_grpo.bench.heads.work import Kind
 from fused_grpo.bench.report import charts
 from fused_grpo.bench.report.results_file import headline
 from fused_grpo.errors import UnavailableError
@@ -36,6 +38,15 @@ def test_every_chart_is_one_svg_and_the_same_byte_for_byte(full, tmp_path):
     assert {"Liger GRPO 1.2.3", "1.90 s  1.90×", "products alone 1.00 s"} <= texts
     caption = next(text for text in texts if "abcdef0" in text)
     assert all(part in caption for part in ("Intel Xeon", "torch 2.13.0", "5 rounds", "2026-11-21"))
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_a_file_of_any_kind_of_work_alone_has_charts(build, kind):
+    """As `fused-grpo bench --only divergence` makes one."""
+    works = [replace(build.WORK, kind=kind, tokens=tokens, several=2, centred=4) for tokens in (512, 1024)]
+    result = build.result([build.head(name, work) for work in works for name in build.SECONDS])
+    assert drawn(result, "time").get_suptitle().endswith("fp32, 2 targets per token, 4 tokens centred per row")
+    assert {"overview", "pareto", "scaling-tokens"} <= dict(charts.figures(result, headline(result))).keys()
 
 
 def test_bars_are_as_long_as_times_and_the_floor_is_a_line(full):

@@ -74,6 +74,18 @@ def test_the_page_has_what_was_found_and_where_from(results, tmp_path):
     assert "NVIDIA H200" in drawn
 
 
+def test_a_test_that_passes_in_a_later_run_is_no_failure():
+    one, other = (line("gpu", "failed", note=f"FAILED tests/gpu/x.py::test_{name}") for name in "ab")
+    counts = [line("gpu", "tests", n, "passed", note=f"{n} passed, {2 - n} failed") for n in range(3)]
+    device = line("device", "failed", note="FAILED tests/y.py::test_c")
+    text = SECTIONS["correctness"]([device, one, other, counts[0], other, counts[1]])
+    assert [place for place in text.splitlines() if place.startswith("- ")] == [
+        "- FAILED tests/y.py::test_c",
+        "- FAILED tests/gpu/x.py::test_b",
+    ]
+    assert "FAILED tests/gpu" not in SECTIONS["correctness"]([device, one, other, counts[0], other, *counts[1:]])
+
+
 def test_peers_are_sorted_by_time_with_the_best_in_bold(results):
     text = figures("gpu", "peers", results)
     rows = [row.split(" | ")[:4] for row in text.splitlines() if row.startswith("| ")][2:]

@@ -142,6 +142,7 @@ def test_the_headline_is_the_largest_ordinary_loss_with_all_gradients(build):
     works = [replace(build.WORK, tokens=n) for n in (512, 4096)]
     works += [replace(build.WORK, tokens=8192, idle=0.5), replace(build.WORK, tokens=8192, gradients="frozen")]
     works += [replace(build.WORK, tokens=8192, kind="logprobs")]
+    works += [replace(build.WORK, tokens=8192, **{name: 20}) for name in ("kept", "centred", "several")]
     result = build.result([build.head("fused-grpo", work) for work in works])
     assert headline(result).name == works[1].name
     assert headline(result, kind="logprobs").name == works[4].name
