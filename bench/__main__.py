@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -56,12 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = result["machine_info"]
     output = options.output / (machine["name"] + ("-tiny" if machine["tiny"] else ""))
     output.mkdir(parents=True, exist_ok=True)
-    # What `-m long` has measured does not replace the rest of the day's.
-    path = output / f"{'long-' * (options.markers == 'long')}{datetime.date.today().isoformat()}.json"
+    path = output / f"{name_of(options)}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     write(result, path)
     kept.unlink(missing_ok=True)
     return status
+
+
+def name_of(options: argparse.Namespace) -> str:
+    """`2026-11-24`, or `long-2026-11-26` of `-m long`: a part of the tests does not replace the rest of the day's."""
+    chosen = re.findall(r"\w+", f"{options.markers or ''} {options.only or ''}")
+    return "-".join([*chosen, datetime.date.today().isoformat()])
 
 
 def parser() -> argparse.ArgumentParser:
