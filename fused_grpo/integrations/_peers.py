@@ -24,7 +24,7 @@ def check_version(package: str, versions: str) -> None:
     # Every peer depends on it; torch and triton do not.
     from packaging.specifiers import SpecifierSet
 
-    if installed not in SpecifierSet(versions):
+    if not SpecifierSet(versions).contains(installed, prereleases=True):  # before packaging 26 a clone's was never in
         raise UnavailableError(
             f"got {package} {installed}, want {versions}, whose inner parts this was written against; {fix}"
         )

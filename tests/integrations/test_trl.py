@@ -356,6 +356,15 @@ def test_another_trl_is_refused(monkeypatch, version):
         check_version("trl", "~=1.16.0")
 
 
+@pytest.mark.parametrize(("version", "wanted"), [("5.25.0.dev0", ">=5.3"), ("1.16.1.dev0", "~=1.16.0")])
+def test_a_version_of_a_clone_is_one_of_those(monkeypatch, version, wanted):
+    """Whatever packaging is installed: 25 took it for none of them."""
+    from fused_grpo.integrations._peers import check_version
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    check_version("any", wanted)
+
+
 def test_two_processes_equal_one(farm, tmp_path):
     """Of the subclass: DDP reduces every gradient, whether a mean is over tokens or over sequences."""
     runs = {loss_type: {"loss_type": loss_type, "beta": 0.04} for loss_type in ("dapo", "grpo")}
