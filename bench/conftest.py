@@ -24,7 +24,7 @@ import torch
 
 import fused_grpo
 from fused_grpo import __version__
-from fused_grpo.bench.heads.suites import Case, cases
+from fused_grpo.bench.heads.suites import Case, cases, is_met
 from fused_grpo.bench.heads.worker_pool import Measurement, WorkerPool
 from fused_grpo.env import versions
 
@@ -42,11 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker in ("cpu: heads on a CPU", "gpu: heads on a GPU", "trainer: whole trainers and generation", LONG):
         config.addinivalue_line("markers", marker)
-    config.stash[NOTES] = {"absent": [], "longest": [], "promises": []}
+    notes: Notes = {"absent": [], "longest": [], "promises": []}
+    config.stash[NOTES] = notes
 
 
 LONG = "long: heads of real models over N, and the training phase of SmolLM2; -m long alone runs them"
-NOTES = pytest.StashKey[dict[str, list[dict[str, Any]]]]()
+Notes = dict[str, list[dict[str, Any]]]
+NOTES: pytest.StashKey[Notes] = pytest.StashKey()
 
 
 def suite_of(config: pytest.Config) -> str:
@@ -103,7 +105,7 @@ def kept_figures(kept: Path) -> dict[str, dict[str, Measurement]]:
 class Figures:
     """The measurements; a case is measured when its first implementation is needed."""
 
-    def __init__(self, pool: WorkerPool, notes: dict[str, list[dict[str, Any]]], kept: Path | None) -> None:
+    def __init__(self, pool: WorkerPool, notes: Notes, kept: Path | None) -> None:
         self._pool, self._notes, self._kept = pool, notes, kept
         self._found = {} if kept is None else kept_figures(kept)
 
@@ -119,6 +121,12 @@ class Figures:
     def note(self, kind: str, **entry: Any) -> None:
         """Add an entry to the result file beside the benchmarks."""
         self._notes[kind].append(entry)
+
+    def promise(self, what: str, group: str, value: float, bound: str) -> None:
+        """Note whether a promise is met, and fail if it is not."""
+        met = is_met(value, bound)
+        self.note("promises", what=what, group=group, value=value, bound=bound, met=met)
+        assert met, f"got {value:.3f} for {what}, want {bound}"
 
 
 @pytest.fixture(scope="session")
@@ -174,7 +182,8 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
-    output_json |= config.stash[NOTES]
+    notes: Notes = config.stash[NOTES]
+    output_json |= notes
 
 
 def machine_name() -> str:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
+K = TypeVar("K")
+"""The name of an action."""
 
-def interleaved_seconds(actions: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
+
+def interleaved_seconds(actions: Mapping[K, Callable[[], object]], *, rounds: int) -> dict[K, list[float]]:
     """Seconds of every call: `rounds` of each action; each round starts with the next action."""
     names = list(actions)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[K, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         for position in range(len(names)):
             name = names[(number + position) % len(names)]
@@ -24,6 +28,6 @@ def interleaved_seconds(actions: Mapping[str, Callable[[], object]], *, rounds: 
     return seconds
 
 
-def quotient(seconds: Mapping[str, list[float]], over: str, under: str) -> float:
+def quotient(seconds: Mapping[K, list[float]], over: K, under: K) -> float:
     """The quotient of the medians of two actions."""
     return statistics.median(seconds[over]) / statistics.median(seconds[under])

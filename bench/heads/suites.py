@@ -66,9 +66,11 @@ class Promise:
     def value(self, over: float, under: float) -> float:
         return over / under if under else math.nan
 
-    def met(self, value: float) -> bool:
-        sign, number = self.bound.split()
-        return value <= float(number) if sign == "<=" else value >= float(number)
+
+def is_met(value: float, bound: str) -> bool:
+    """Of `<= 1.12` or `>= 2`. NaN meets none."""
+    sign, number = bound.split()
+    return value <= float(number) if sign == "<=" else value >= float(number)
 
 
 SLOW = ("TRL", "Liger GRPO", "Liger FSLCE")

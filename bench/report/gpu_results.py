@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fused_grpo.bench.heads.suites import is_met
 from fused_grpo.bench.heads.work import HEADS, Work
 from fused_grpo.bench.report import tables
 from fused_grpo.bench.report.results_file import Result, number_text
@@ -134,9 +135,9 @@ def timed(group: str, extra: dict[str, Any], seconds: Sequence[float]) -> dict[s
 
 
 def promise_of(line: Line) -> dict[str, Any]:
-    (sign, bound), value = line["promised"].split(), line["value"]
-    met = value <= float(bound) if sign == "<=" else value >= float(bound)
-    return {"what": line["figure"], "group": shape_text(line), "value": value, "bound": line["promised"], "met": met}
+    value, bound = line["value"], line["promised"]
+    found = {"what": line["figure"], "group": shape_text(line), "value": value, "bound": bound}
+    return found | {"met": is_met(value, bound)}
 
 
 def shape_text(line: Line) -> str:

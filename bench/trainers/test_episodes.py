@@ -54,7 +54,7 @@ SETTINGS = {
     OURS_VLLM: "turns as they come, in process; tools at the same time",
 }
 LATENCIES = (0.0, 0.1)  # seconds of a tool
-ROUNDS, MOST_HEAD, MOST_WAITING = 5, 0.35, 1.3
+ROUNDS = 5
 
 pytestmark = pytest.mark.trainer
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="the chat template is in TRL's files")
@@ -162,12 +162,7 @@ def test_promise_of_masked_tokens(figures: Any, head: Head) -> None:
     """With 0.3 of the tokens the head takes at most 0.35 of its time."""
     if head.problem.longest != MANY:
         pytest.skip("promised of many tokens")
-    keep(figures, head.group, "head: seconds of own tokens / all", quotient(head.seconds, OWN, ALL), MOST_HEAD)
-
-
-def keep(figures: Any, group: str, what: str, value: float, most: float) -> None:
-    figures.note("promises", what=what, group=group, value=value, bound=f"<= {most}", met=value <= most)
-    assert value <= most
+    figures.promise("head: seconds of own tokens / all", head.group, quotient(head.seconds, OWN, ALL), "<= 0.35")
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +179,8 @@ def waiting(calling: Calling, tiny: bool) -> Mapping[Any, list[float]]:
 
 
 def check_episodes(rollouts: Rollouts, problem: Calling) -> None:
+    assert rollouts.episodes is not None
+    assert rollouts.completion_masks is not None
     for episode, mask in zip(rollouts.episodes, rollouts.completion_masks, strict=True):
         assert [call.failed for call in episode.calls] == [False] * problem.calls
         assert sum(mask) == (problem.calls + 1) * problem.turn_tokens
@@ -215,7 +212,7 @@ def test_promise_of_waiting(figures: Any, waiting: Mapping[Any, list[float]], ti
     if tiny:
         pytest.skip("promised of a tool of 1 s")
     value = quotient(waiting, (kind, BATCH), (kind, ONE))
-    keep(figures, WAITING.format(kind), "seconds of 64 episodes / 1", value, MOST_WAITING)
+    figures.promise("seconds of 64 episodes / 1", WAITING.format(kind), value, "<= 1.3")
 
 
 @pytest.fixture(scope="module")

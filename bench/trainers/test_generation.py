@@ -33,7 +33,8 @@ def engine() -> Iterator[Any]:
 
     problem = Problem(vocab=64, hidden=128, layers=2, completions=8, longest=LONGEST)
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    model = problem.model().to(dtype)
+    model: Any = problem.model()
+    model = model.to(dtype)
     found = VLLMEngine(model, problem.tokenizer(), VLLMOptions(max_model_len=2 * LONGEST, dtype=dtype))
     found.load_weights(((name, tensor) for name, tensor in model.state_dict().items()), version=0)
     yield found
