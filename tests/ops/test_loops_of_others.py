@@ -107,6 +107,18 @@ def test_after_the_backward_pass_a_kept_result_holds_no_hidden_states(loop):
     assert alive() is None
 
 
+@pytest.mark.parametrize(("loss_type", "advantage"), [("dapo", 1.0), ("dapo", 0.0), ("dppo_tv", 0.0)])
+@pytest.mark.parametrize("old", [-200.0, -torch.inf])
+def test_anomaly_mode_finds_no_nan_where_there_is_none(loss_type, advantage, old):
+    """Of a ratio above fp32's range, of a token that is clipped or has no advantage."""
+    old_logprobs, logprobs = torch.full((2, 5), -2.0), torch.full((2, 5), -2.0, requires_grad=True)
+    old_logprobs[1, 0] = old
+    advantages = {"advantages": torch.tensor([-1.0, advantage]), "config": GRPOLossConfig(loss_type=loss_type)}
+    with torch.autograd.set_detect_anomaly(True):
+        grpo_loss(logprobs, old_logprobs=old_logprobs, **advantages).loss.backward()
+    assert logprobs.grad.isfinite().all()
+
+
 def test_a_region_that_forbids_hooks_of_saved_tensors_is_no_obstacle():
     inputs = {name: x.requires_grad_(name in NAMES[:3]) for name, x in made().items()}
     wanted = gradients(one_op, inputs)

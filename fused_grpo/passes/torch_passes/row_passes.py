@@ -214,10 +214,10 @@ def grpo_token_loss(
     """By autograd through `formulas.token_loss`. The sums are a dict of its statistics."""
     everything = {"logprobs": logprobs, "log_ratio": log_ratio, **inputs}
     # This is a small backward pass of our own. Hooks of the caller must not see its saved tensors: those of activation
-    # checkpointing would run the whole region again to recompute them.
+    # checkpointing would run the whole region again to recompute them. Nor anomaly mode the NaN that it selects away.
     hooked = not transformed() and hooks_are_allowed()
     hooks = saved_tensors_hooks(lambda x: x, lambda x: x) if hooked else nullcontext()
-    with torch.inference_mode(False), torch.enable_grad(), hooks:
+    with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autograd.set_detect_anomaly(False):
         # Autograd does not accept tensors of inference mode, but it accepts copies of them.
         ours: Any = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}
         leaves = {name: ours[name].detach() for name in ("logprobs", "log_ratio") if ours[name] is not None}
