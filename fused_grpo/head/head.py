@@ -21,7 +21,7 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -239,7 +239,8 @@ class Head:
                 elif hidden.dtype == weight.dtype:
                     multiply_into(logits, hidden, weight.t())
                 else:
-                    logits_by_slices(logits, hidden, weight)
+                    for part, wide in widened(weight, logits.dtype):
+                        torch.mm(hidden, wide.t(), out=logits[:, part])
                 here = targets - columns.start if columns.start else targets
                 yield Tile(group, columns, logits, hidden, weight, here, transform, index)
 
@@ -284,24 +285,8 @@ def flatten_head(
 
 def multiply_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
     """out = (out +) a @ b, accumulated in the dtype of `out`. On a GPU, a and b may have 16 bits and `out` fp32."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b) if accumulate else torch.mm(a, b, out=out)
-    elif accumulate:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-
-
-def logits_by_slices(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
-    """out [R, C] = hidden [R, D] @ weight.T [D, C], for a narrower weight."""
-    for columns, wide in widened(weight, out.dtype):
-        torch.mm(hidden, wide.t(), out=out[:, columns])
-
-
-def sum_by_slices(out: Tensor, weights: Tensor, vectors: Tensor, *, accumulate: bool) -> None:
-    """out [R, D] = (out +) weights [R, C] @ vectors [C, D], for narrower vectors."""
-    for columns, wide in widened(vectors, out.dtype):
-        multiply_into(out, weights[:, columns], wide, accumulate=accumulate or columns.start > 0)
+    wide: Any = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
+    torch.addmm(out, a, b, out=out, **wide) if accumulate else torch.mm(a, b, out=out, **wide)
 
 
 def widened(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -442,7 +427,8 @@ class HeadGradients:
             if values.dtype == tile.weight.dtype:
                 multiply_into(self._rows, values, tile.weight, accumulate=not first)
             else:
-                sum_by_slices(self._rows, values, tile.weight, accumulate=not first)
+                for part, wide in widened(tile.weight, dtype):
+                    multiply_into(self._rows, values[:, part], wide, accumulate=not first or part.start > 0)
             if last:
                 d_rows, self._rows = self._rows, None
                 if factor is not None:

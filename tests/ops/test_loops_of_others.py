@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from fused_grpo import (
     GRPOLossConfig,
@@ -117,6 +118,14 @@ def test_anomaly_mode_finds_no_nan_where_there_is_none(loss_type, advantage, old
     with torch.autograd.set_detect_anomaly(True):
         grpo_loss(logprobs, old_logprobs=old_logprobs, **advantages).loss.backward()
     assert logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 4 * V * 2])
+def test_a_flop_counter_sees_every_gemm_of_a_loss(chunk_bytes):
+    inputs = {name: x.requires_grad_(name in NAMES[:3]) for name, x in made().items()}
+    with FlopCounterMode(display=False) as counter:
+        fused_linear_grpo_loss(**inputs, advantages=torch.ones(B), chunk_bytes=chunk_bytes).loss.backward()
+    assert counter.get_total_flops() == 3 * 2 * B * T * D * V
 
 
 def test_a_region_that_forbids_hooks_of_saved_tensors_is_no_obstacle():
