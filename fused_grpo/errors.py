@@ -1,20 +1,5 @@
 """Every error that fused-grpo raises on purpose. Each is also the standard exception that a caller would expect.
 
-    FusedGRPOError
-    +-- InputError(ValueError)              an argument that cannot be right: shape, dtype, device, range
-    |   +-- WrongTypeError(TypeError)       an argument of another type than the one that is wanted
-    +-- UnsupportedError(NotImplementedError)   a known option that this version does not offer
-    |   +-- MissingAttributeError(AttributeError)   what others expect of an object
-    +-- UnavailableError(RuntimeError)      an implementation or engine that cannot run on this machine
-    +-- DataError(ValueError)               a dataset or a column that cannot be used
-    |   +-- DatasetTypeError(TypeError)     something else than a dataset
-    +-- RewardError(RuntimeError)           a reward function that raised or returned something unusable
-    |   +-- RewardValueError(ValueError)    one that returned something unusable
-    +-- WeightSyncError(RuntimeError)       the rollout engine does not serve the trainer's weights
-    +-- CheckpointError(RuntimeError)       an output directory or checkpoint that cannot be used
-    +-- NonFiniteError(ArithmeticError)     a loss or gradient that is NaN or infinite; nothing was updated
-    +-- PeerError(RuntimeError)             another rank of the run failed, and this rank stopped with it
-
 Messages have three parts: what was got, what is wanted, and how to fix it. They may quote what others wrote (a model,
 a server, the exception of a reward function), so control characters in a message are escaped and its length is bounded.
 
