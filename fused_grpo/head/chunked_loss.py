@@ -23,14 +23,8 @@ Rows that cannot have a gradient (masked, zero advantage) are removed beforehand
 dW. Rows whose gradient turns out to be 0 (clipped) take part with a factor of 0: to remove them, a GPU would have to
 synchronize for their number, and a CPU would have to move rows.
 
-The loop above is `_by_weights`, for gradients that are multiples of softmax weights. The other kinds of rows
-(`visited_rows.py`) differ in what they leave in a tile, and in what they need beside it:
-
-    CentredRows     rows with several targets, of which score centering needs log-probs; in one pass or in two
-    KnownRows       the statistics; the gradients need another pass over the logits
-    ShardedRows     the same, of rows whose columns are on several ranks
-    TaughtRows      the divergence from a teacher, and with it the statistics; one gradient of both losses
-    RevisitedRows   the same, where the logits are recomputed for the gradients
+The loop above is `_by_weights`, for gradients that are multiples of softmax weights; the other kinds of rows are those
+of `visited_rows.py`.
 
 The derivatives of the loss in the log-probs have a closed form (`formulas.py`), so one pass over the tokens gives the
 loss, its metrics and d loss / d log p. The backward pass (`AttachGradients`) only scales the gradients by the upstream
@@ -244,14 +238,6 @@ def _in_two_phases(
     return {**statistics, "recomputed_fraction": fraction}, rows, upstream
 
 
-def _needs_all_tokens(inputs: LossInputs, config: GRPOLossConfig) -> bool:
-    """Whether the entropy quantile, the number of tokens above it, or a selection must be computed from all tokens."""
-    if config.selects_by_covariance and inputs.covariance_selected is None:
-        return True
-    unknown = inputs.entropy_threshold is None or (config.entropy_coef > 0 and inputs.num_entropy_tokens is None)
-    return config.top_entropy_quantile < 1.0 and unknown
-
-
 def rows_to_score(
     inputs: LossInputs, config: GRPOLossConfig, score: Score, *, active_first: bool
 ) -> tuple[LossInputs, Tensor | None, int]:
@@ -261,9 +247,11 @@ def rows_to_score(
     On a GPU this synchronizes for two numbers, once per call; only losses in two phases synchronize again. Not to be
     called where `may_synchronize` is False.
     """
-    mask, advantages = inputs.tokens.mask, inputs.tokens.advantages
-    needed = score == "needed" and not _needs_all_tokens(inputs, config)
-    moves = mask
+    mask, advantages, moves = inputs.tokens.mask, inputs.tokens.advantages, inputs.tokens.mask
+    # A selection, the entropy quantile or the number of tokens above it may have to be computed from all tokens.
+    selects = config.selects_by_covariance and inputs.covariance_selected is None
+    unknown = inputs.entropy_threshold is None or (config.entropy_coef > 0 and inputs.num_entropy_tokens is None)
+    needed = score == "needed" and not (selects or (config.top_entropy_quantile < 1.0 and unknown))
     of_every_token = (config.beta, config.entropy_coef, config.kl_cov_ratio, config.log_ratio_penalty)
     if (needed or active_first) and not any(of_every_token):
         moves = mask & (advantages != 0)
