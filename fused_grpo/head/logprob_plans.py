@@ -88,7 +88,8 @@ def forward(head: Head, passes: RowPasses, options: Options) -> Statistics:
     """Log-probs, the entropy on request, and the row statistics for a backward pass."""
     with full_precision(head.hidden):
         kernel = _kernel(head, passes, options)
-        if kernel is not None and _in_one_launch(head, options):
+        most = _room(options) // _SPLIT_BYTES  # rows of one launch
+        if kernel is not None and head.weight.dtype == head.hidden.dtype and head.targets.shape[0] <= most:
             targets, transform = head.targets, head.transform()
             rows = head.hidden_of(), head.weight, targets
             logprobs, entropy, state = kernel(*rows, entropy=options.entropy, **transform)
@@ -147,11 +148,6 @@ def _kernel(head: Head, passes: RowPasses, options: Options) -> LogprobForward |
         return None
     prefers_tiles = options.chunk_bytes is None and not options.batch_invariant and passes.prefers_tiles(head.hidden)
     return None if prefers_tiles else passes.logprob_forward
-
-
-def _in_one_launch(head: Head, options: Options) -> bool:
-    """Whether all rows and columns are."""
-    return head.weight.dtype == head.hidden.dtype and head.targets.shape[0] <= _room(options) // _SPLIT_BYTES
 
 
 def _room(options: Options) -> int:
