@@ -326,13 +326,7 @@ def check_squared_gradients(
     if process_group is not None or distillation is not None:
         other = "process_group" if distillation is None else "distillation"
         raise UnsupportedError(f"got squared_gradients with a {other}; fix: leave one of them out")
-    check_tensors(squared_gradients=out)
-    if out.shape != targets.shape or out.dtype != dtype or out.device != targets.device or not _is_plain(out):
-        raise InputError(
-            f"got squared_gradients {tuple(out.shape)} {out.dtype} on {out.device}, requires_grad={out.requires_grad}; "
-            f"want {tuple(targets.shape)} {dtype} on {targets.device}, a plain tensor; fix: "
-            f"torch.empty(targets.shape, dtype={dtype}, device=targets.device)"
-        )
+    _check_written("squared_gradients", out, targets, dtype)
 
 
 def check_main_grad(main_grad: Tensor, weight: Tensor, impl: str) -> None:
@@ -346,23 +340,20 @@ def check_main_grad(main_grad: Tensor, weight: Tensor, impl: str) -> None:
         raise UnsupportedError(
             "got weight_main_grad with impl='reference', whose gradients are autograd's; fix: leave it"
         )
-    check_tensors(weight_main_grad=main_grad)
-    if main_grad.shape != weight.shape or main_grad.dtype != torch.float32 or main_grad.device != weight.device:
+    _check_written("weight_main_grad", main_grad, weight, torch.float32)
+
+
+def _check_written(name: str, out: Tensor, like: Tensor, dtype: torch.dtype) -> None:
+    """Check that values can be written to it: not where autograd or inference_mode refuses, nor to one place twice."""
+    check_tensors(**{name: out})
+    frozen = out.is_inference() and not torch.is_inference_mode_enabled()
+    plain = not (frozen or out.requires_grad or torch._debug_has_internal_overlap(out) == 1)
+    if not plain or out.shape != like.shape or out.dtype != dtype or out.device != like.device:
         raise InputError(
-            f"got weight_main_grad {tuple(main_grad.shape)} {main_grad.dtype} on {main_grad.device}, "
-            f"want {tuple(weight.shape)} torch.float32 on {weight.device}, as the weight"
-        )
-    if not _is_plain(main_grad):
-        raise InputError(
-            "got a weight_main_grad that requires a gradient itself, is expanded or of inference_mode; "
+            f"got {name} {tuple(out.shape)} {out.dtype} on {out.device}, requires_grad={out.requires_grad}; want "
+            f"{tuple(like.shape)} {dtype} on {like.device}, nothing that is expanded or of inference_mode; "
             "fix: a plain tensor"
         )
-
-
-def _is_plain(out: Tensor) -> bool:
-    """Whether values can be written to it: not where autograd or inference_mode refuses, nor to one place twice."""
-    frozen = out.is_inference() and not torch.is_inference_mode_enabled()
-    return not (frozen or out.requires_grad or torch._debug_has_internal_overlap(out) == 1)
 
 
 def checked_config(config: Any) -> GRPOLossConfig:
