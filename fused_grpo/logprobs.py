@@ -159,9 +159,8 @@ def linear_logprobs(
     """
     options = HeadOptions(bias, temperature, logit_scale, softcap)
     plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl, outputs)
-    logprobs, _, moments = _linear_logprobs(hidden, weight, targets, options, plan, support, entropy=False)
-    logprobs = logprobs.reshape(targets.shape)
-    return logprobs if outputs is None else _with_outputs(logprobs, None, moments, outputs)
+    found = _linear_logprobs(hidden, weight, targets, options, plan, support, entropy=False)
+    return found.logprobs if outputs is None else found
 
 
 @overload
@@ -202,9 +201,9 @@ def linear_logprobs_and_entropy(
     """
     options = HeadOptions(bias, temperature, logit_scale, softcap)
     plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl, outputs)
-    logprobs, entropies, moments = _linear_logprobs(hidden, weight, targets, options, plan, support, entropy=True)
-    values = logprobs.reshape(targets.shape), entropies.view(hidden.shape[:-1])
-    return LogProbs(*values) if outputs is None else _with_outputs(*values, moments, outputs)
+    found = _linear_logprobs(hidden, weight, targets, options, plan, support, entropy=True)
+    assert found.entropy is not None
+    return LogProbs(found.logprobs, found.entropy) if outputs is None else found
 
 
 class _Plan(NamedTuple):
@@ -220,8 +219,7 @@ class _Plan(NamedTuple):
 
 def _linear_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, plan: _Plan, support: Any, *, entropy: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log p [N], of K targets [N, K], entropy [N] if that is asked for, moments [3, N] for outputs)."""
+) -> LogProbOutputs:
     ignore_index, group, chunk_bytes, batch_invariant, impl, outputs = plan
     head = flatten_head(hidden, weight, targets, options, sharded=group is not None, several=True)
     chunk_bytes, ignore_index = check_plan(impl, chunk_bytes, ignore_index, group, batch_invariant=batch_invariant)
@@ -250,7 +248,13 @@ def _linear_logprobs(
         logprobs, entropies, _, _, _, moments = torch.ops.fused_grpo.linear_logprobs.default(
             *tensors, head.temperature, bool(outputs), *transform, *computed
         )
-    return logprobs, entropies, moments if outputs else None
+    logprobs = logprobs.reshape(targets.shape)
+    named: dict[str, Tensor] = {}
+    if outputs and moments is not None:
+        squares, mean, leads = (values.view(logprobs.shape) for values in moments)
+        every = {"sum_squared_probs": squares, "is_top1": leads != 0, "mean_logit": mean}
+        named = {name: every[name] for name in outputs}
+    return LogProbOutputs(logprobs, entropies.view(hidden.shape[:-1]) if entropy else None, **named)
 
 
 def _check_outputs(outputs: Any, head: Head, **others: Any) -> None:
@@ -264,16 +268,6 @@ def _check_outputs(outputs: Any, head: Head, **others: Any) -> None:
             f"got outputs={outputs!r} with {' and '.join(given)}, want one target per row and a whole head; "
             "fix: a call of its own for these outputs, which have no gradient"
         )
-
-
-def _with_outputs(
-    logprobs: Tensor, entropy: Tensor | None, moments: Tensor | None, outputs: tuple[Output, ...]
-) -> LogProbOutputs:
-    if moments is None:
-        return LogProbOutputs(logprobs, entropy)
-    squares, mean, leads = (values.view(logprobs.shape) for values in moments)
-    named = {"sum_squared_probs": squares, "is_top1": leads != 0, "mean_logit": mean}
-    return LogProbOutputs(logprobs, entropy, **{name: named[name] for name in outputs})
 
 
 def _reference(
