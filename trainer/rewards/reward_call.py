@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError, quoted, shown
+from fused_grpo.errors import FusedGRPOError, InputError, RewardError, RewardValueError, UnavailableError, quoted, shown
 from fused_grpo.trainer.common.formatting import to_json
 from fused_grpo.trainer.common.threads import event_loop, in_thread, leave_blocked_loop
 
@@ -48,6 +48,7 @@ class RewardInputs:
     columns: Mapping[str, Sequence[Any]]  # B each: prompts, completions, completion_ids, and those of the dataset
     trainer_state: Any = None
     shared: frozenset[str] = frozenset()  # columns of objects that are passed themselves: environments
+    over: futures.Future[Any] = field(default_factory=futures.Future)  # done: scores are not waited for any more
 
     def __len__(self) -> int:
         return len(self.columns["prompts"])
@@ -160,8 +161,11 @@ class RewardCaller:
         return returned
 
     def _wait(self, outcome: futures.Future[T], inputs: RewardInputs) -> T:
-        if not futures.wait([outcome], self.timeout).done:
+        futures.wait([outcome, inputs.over], self.timeout, futures.FIRST_COMPLETED)
+        if not outcome.done():
             outcome.cancel()
+            if inputs.over.done():
+                raise UnavailableError(f"got no score of reward function {self.name!r} before the others were given up")
             leave_blocked_loop(ASYNC, timeout=self.timeout or 0.0)
             raise RewardError(
                 f"reward function {self.name!r} took longer than {self.timeout} s for {len(inputs)} completions (first "

@@ -168,9 +168,12 @@ class Rewards:
         inputs = RewardInputs(columns=columns | shared, trainer_state=trainer_state, shared=frozenset(shared))
         call = partial(self._call, inputs=inputs, num_generations=num_generations)
         with process_kept():
-            pending = {one: in_thread(partial(call, one), name="reward") for one in self._callers if one.is_async}
-            done = {one: call(one) for one in self._callers if not one.is_async}
-            outcomes = [pending[one].result() if one.is_async else done[one] for one in self._callers]
+            try:
+                pending = {one: in_thread(partial(call, one), name="reward") for one in self._callers if one.is_async}
+                done = {one: call(one) for one in self._callers if not one.is_async}
+                outcomes = [pending[one].result() if one.is_async else done[one] for one in self._callers]
+            finally:  # behind Ctrl-C, or another function's error, coroutines go no further
+                inputs.over.set_result(None)
         scores, seconds = zip(*outcomes, strict=True)
         return self._output(scores, dict(zip(self.names, seconds, strict=True)), num_generations)
 

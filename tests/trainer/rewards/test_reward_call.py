@@ -223,6 +223,28 @@ def test_a_coroutine_that_is_given_up_is_cancelled(reward):
     assert cancelled.wait(10)
 
 
+@pytest.mark.parametrize("options", [{}, {"failure": "retry"}, {"failure": "drop"}], ids=str)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, InputError])
+def test_no_coroutine_goes_on_behind_what_ends_the_others(reward, error, options):
+    begun, ended = threading.Semaphore(0), threading.Semaphore(0)
+
+    async def judge(completions):
+        begun.release()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.release()
+
+    def stops(completions):
+        assert begun.acquire(timeout=10)
+        raise error
+
+    with pytest.raises(error):
+        reward([judge, stops], **options)
+    assert ended.acquire(timeout=10)
+    assert not begun.acquire(timeout=0.05)  # and none begins
+
+
 def test_a_coroutine_that_never_awaits_stops_no_later_call(reward):
     async def blocks(completions):
         time.sleep(30)
