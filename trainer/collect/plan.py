@@ -84,9 +84,8 @@ class Plan:
         self._teacher: ModelShape | str | None = SELF if start.teacher_model == SELF else None
         if start.teacher_model is not None and start.teacher_model != SELF:
             config = load_config("teacher_model", start.teacher_model, start.args, start.args.teacher_model_init_kwargs)
-            given = start.args.teacher_model_init_kwargs or {}
-            trusted = bool(given.get("trust_remote_code", start.args.runs_remote_code))
-            self._teacher = planned_shape(config, start.teacher_model, trust_remote_code=trusted)
+            options = {"trust_remote_code": start.args.runs_remote_code, **(start.args.teacher_model_init_kwargs or {})}
+            self._teacher = planned_shape(config, start.teacher_model, **options)
         self._terms: list[Term] | None = None  # of the memory of one device
         if start.shape is not None and not is_stream(start.train_dataset):
             # Of this process, without the model that it may have loaded already; on a GPU that is not known.

@@ -300,7 +300,8 @@ def check_model(start: Start) -> None:
     has_adapter = start.peft_config is not None or is_adapted(start.model)
     is_sharded = getattr(start.accelerator, "distributed_type", None) == DistributedType.FSDP
     check_quantization(quantization, has_adapter=has_adapter, is_sharded=is_sharded)
-    start.shape = planned_shape(start.config, start.model, start.peft_config, quantization, args.runs_remote_code)
+    options = {**loading_options(args), QUANTIZATION: quantization}
+    start.shape = planned_shape(start.config, start.model, start.peft_config, **options)
     with loading(f"model {start.model_path or start.config._name_or_path!r}, whose tokenizer"):
         start.tokenizer = tokenizer_for(start.model, start.processing_class, args)
     if not knows_text(start.tokenizer):
@@ -394,12 +395,10 @@ def check_disk(start: Start) -> None:
     """Room for the final model and the checkpoints."""
     if start.shape is None or not start.is_main:
         return
-    args, trained = start.args, start.shape.trained  # an adapter is saved alone
-    is_chosen = "dtype" in (args.model_init_kwargs or ())
-    dtype = torch.bfloat16 if is_chosen else getattr(start.model, "dtype", torch.float32)
+    args, saved = start.args, start.shape.trained_size * start.shape.trained  # an adapter is saved alone
     copies = 1 if args.save_only_model or not args.optim.startswith("adamw_torch") else 3
     most = args.most_checkpoints(start.max_steps, float(start.epochs.at(start.max_steps)))
-    check_space(Path(args.output_dir), dtype.itemsize * trained, copies=copies, checkpoints_kept=most)
+    check_space(Path(args.output_dir), saved, copies=copies, checkpoints_kept=most)
 
 
 def check_rewards(start: Start) -> None:

@@ -15,8 +15,9 @@ vocabulary, N tokens of a micro-batch, C completion tokens of a micro-batch.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,12 +29,14 @@ from transformers import AutoModelForCausalLM
 
 from fused_grpo.passes.buffers import chunk_budget
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
+from fused_grpo.trainer.models.adapters import is_adapted
 from fused_grpo.trainer.models.attention import attention_cost, sees_all, tree_sizes
 from fused_grpo.trainer.models.loading import wants_bf16
-from fused_grpo.trainer.models.quantized import is_codes, layers_in_4bit
+from fused_grpo.trainer.models.quantized import is_codes, layers_in_4bit, quantization_of
 
 CPU_BLOCK_TOKENS = 32  # of vLLM's KV cache
 CPU_SEQUENCES = 256  # that vLLM samples at a time
+_BITS = {2: "16 bits", 4: "fp32", 8: "fp64"}
 _CPU_CACHE_LIMIT = 1 << 30
 _VLLM_LIBRARIES = 330 << 20  # vLLM 0.32 with all that it imports
 _KEPT_FREE = 250 << 20  # 0 to 0.4 GB in runs of 9M and 135M parameters
@@ -53,6 +56,8 @@ class ModelShape:
     parameters: int
     quantized: int = 0  # of them in 4 bits
     trained: int
+    dtype: torch.dtype  # of weights that are not quantised
+    trained_size: int  # bytes of each number that is trained; of an adapter, PEFT makes them in fp32
     matrices: int  # numbers in the layers' weight matrices: what autocast makes copies of
     layers: int
     hidden: int
@@ -102,7 +107,7 @@ def kv_width(text: Any) -> int:
 
 
 def shape_of(
-    model: Any, peft_config: Any = None, quantization: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+    model: Any, peft_config: Any = None, /, *, dtype: Any = None, trust_remote_code: bool = False, **options: Any
 ) -> ModelShape:
     """The shape of a causal LM.
 
@@ -110,12 +115,16 @@ def shape_of(
         model: of transformers, or a PeftModel; or a config, from which one is built on the meta device.
         peft_config: of the adapter that it is going to get, and that alone is trained. Where its targets are no list of
             names, all linear layers but the head get one.
-        quantization: where it says `load_in_4bit`, bitsandbytes is going to quantise all linear layers but the head.
+        dtype: what a config's model is going to be loaded in, as for `from_pretrained`; None: fp32.
         trust_remote_code: run the code that lies beside a config. Without it transformers asks, or here refuses.
+        options: further ones of `from_pretrained`. Where its quantisation, or a config's, says `load_in_4bit`,
+            bitsandbytes is going to quantise all linear layers but the head.
     """
     if not isinstance(model, nn.Module):
+        config, given = copy.deepcopy(model), {} if dtype == "auto" else {"dtype": dtype or torch.float32}  # set in it
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **given)
+    loaded = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     text, head = model.config.get_text_config(), model.get_output_embeddings()
     # bitsandbytes has the codes of two weights in one number.
     quantized = sum(math.prod(layer.weight.quant_state.shape) for layer in layers_in_4bit(model).values())
@@ -126,13 +135,15 @@ def shape_of(
     rank, targets = getattr(peft_config, "r", 0), getattr(peft_config, "target_modules", None)
     adapted = [linear[name] for name in linear if isinstance(targets, str | None) or name.rpartition(".")[2] in targets]
     adapter = sum(rank * (layer.in_features + layer.out_features) for layer in adapted)
-    in_4bit = bool((quantization or {}).get("load_in_4bit"))
+    in_4bit = bool(quantization_of(options, model.config).get("load_in_4bit"))
     matrices = sum(layer.weight.numel() for layer in linear.values())
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return ModelShape(
         parameters=parameters + adapter,
         quantized=quantized or (matrices if in_4bit else 0),
         trained=trained if peft_config is None else adapter,
+        dtype=loaded,
+        trained_size=loaded.itemsize if peft_config is None and not is_adapted(model) else 4,
         matrices=0 if quantized or in_4bit else matrices,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -146,16 +157,10 @@ def shape_of(
     )
 
 
-def planned_shape(
-    config: Any,
-    model: Any,
-    peft_config: Any = None,
-    quantization: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-) -> ModelShape | None:
+def planned_shape(config: Any, model: Any, peft_config: Any = None, /, **options: Any) -> ModelShape | None:
     """`shape_of` a model that is loaded or not; None where its config's own code fails, which loading raises again."""
     with suppress(Exception):
-        return shape_of(model if isinstance(model, nn.Module) else config, peft_config, quantization, trust_remote_code)
+        return shape_of(model if isinstance(model, nn.Module) else config, peft_config, **options)
     return None
 
 
@@ -185,21 +190,16 @@ def memory_terms(
     if held is not None:
         yield Term("the process so far", "Python, its libraries, the data", held)
         yield Term("loaded later, or kept free", "measured", _KEPT_FREE)
-    weights = "4 (P - Q)" if shape.quantized else "4 P"
-    yield Term("weights, fp32", weights, 4 * (shape.parameters - shape.quantized))
-    if shape.quantized:  # a scale for each 64 codes, in fp32 where it is not quantised again
-        yield Term("weights in 4 bits", "9/16 Q at most", shape.quantized * 9 // 16)
-    yield Term("gradients, fp32", "4 T", 4 * shape.trained)
-    yield Term("AdamW state, fp32", "8 T", 8 * shape.trained)
+    yield from _weights(f"weights, {_BITS[shape.dtype.itemsize]}", shape)
+    size = shape.trained_size
+    yield Term(f"gradients, {_BITS[size]}", f"{size} T", size * shape.trained)
+    yield Term(f"AdamW state, {_BITS[size]}", f"{2 * size} T", 2 * size * shape.trained)
     if (args.beta > 0 or teacher == "self") and shape.head_trained:
-        why = "beta > 0" if args.beta > 0 else "the teacher"
-        yield Term("reference model, fp32", f"4 P ({why})", 4 * shape.parameters)
+        why, size = "beta > 0" if args.beta > 0 else "the teacher", shape.dtype.itemsize
+        yield Term(f"reference model, {_BITS[size]}", f"{size} P ({why})", size * shape.parameters)
     if isinstance(teacher, ModelShape):
-        given = str((args.teacher_model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
-        dtype = named if isinstance(named := getattr(torch, given, None), torch.dtype) else torch.float32
-        formula = f"{dtype.itemsize} P of the teacher"
-        yield Term(f"teacher, {str(dtype)[6:]}", formula, dtype.itemsize * teacher.parameters)
-    if bf16:
+        yield from _weights(f"teacher, {str(teacher.dtype).removeprefix('torch.')}", teacher)
+    if bf16 and shape.dtype == torch.float32:
         yield Term("bf16 copies of matrices", "2 P without embeddings", 2 * shape.matrices)
     yield from _activations(shape, tokens, bf16=bf16, checkpointing=args.gradient_checkpointing)
     if held is not None and args.gradient_checkpointing:
@@ -212,6 +212,14 @@ def memory_terms(
         generated = sequences * (prompt_tokens + args.max_completion_length) * (engine == "transformers")
         size = (2 if bf16 else 4) * 2 * shape.layers * shape.kv_width * generated
         yield Term("KV cache while generating", "2 L (width of keys), each token generated at a time", size)
+
+
+def _weights(name: str, shape: ModelShape) -> Iterator[Term]:
+    size, adapter = shape.dtype.itemsize, shape.trained * (shape.trained_size - shape.dtype.itemsize)
+    formula = f"{size} (P - Q)" if shape.quantized else f"{size} P"
+    yield Term(name, formula, size * (shape.parameters - shape.quantized) + adapter)
+    if shape.quantized:  # a scale for each 64 codes, in fp32 where it is not quantised again
+        yield Term(f"{name.partition(',')[0]} in 4 bits", "9/16 Q at most", shape.quantized * 9 // 16)
 
 
 def micro_batch_tokens(args: GRPOConfig, prompt_tokens: int, shape: ModelShape | None = None) -> tuple[int, int]:

@@ -137,8 +137,21 @@ def test_a_teacher_is_counted_with_its_chunk_and_the_reference_once(make_model):
         4 * tokens * 64,
     )
     assert of_wider["one chunk of its logits"] == 4 * tokens * 22
-    options.teacher_model_init_kwargs = {"dtype": "bfloat16"}
+    wider = shape_of(make_model(hidden_size=64).config, dtype="bfloat16")
     assert sizes(shape, options, teacher=wider)["teacher, bfloat16"] == of_wider["teacher, float32"] / 2
+
+
+def test_weights_count_in_the_dtype_that_they_are_loaded_in(make_model):
+    model, options = make_model(hidden_size=64), TrainOptions(beta=0.1)
+    whole = [size for name, size in sizes(shape_of(model.config), options).items() if name.endswith(", fp32")]
+    for half in (shape_of(model.config, dtype="bfloat16"), shape_of(copy.deepcopy(model).bfloat16())):
+        assert [2 * size for name, size in sizes(half, options).items() if name.endswith(", 16 bits")] == whole
+    codes = shape_of(model.config, quantization_config={"load_in_4bit": True})
+    estimate = sizes(shape_of(model.config), options, teacher=codes)
+    assert (estimate["teacher, float32"], estimate["teacher in 4 bits"]) == (
+        4 * (codes.parameters - codes.quantized),
+        codes.quantized * 9 // 16,
+    )
 
 
 def test_the_chunk_is_never_larger_than_the_logits():

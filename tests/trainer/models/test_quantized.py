@@ -258,7 +258,7 @@ def test_bitsandbytes_is_checked_before_anything_is_loaded(start, make_model, tm
 def test_memory_counts_codes_and_scales(make_model, in_4bit):
     config = make_model(hidden_size=64).config
     planned, loaded = (
-        shape_of(config, quantization={"load_in_4bit": True}),
+        shape_of(config, quantization_config={"load_in_4bit": True}),
         shape_of(in_4bit(make_model(hidden_size=64))),
     )
     assert planned.quantized == loaded.quantized == shape_of(config).matrices
