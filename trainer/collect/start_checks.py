@@ -123,12 +123,13 @@ class Start:
         # One, several, or a generator, which is read once.
         self.callbacks = list(self.callbacks) if isinstance(self.callbacks, Iterable) else [self.callbacks]
         self.engine = self.rollout_engine or self.rollout_func  # None: the one that `args` asks for
-        self.model_path = str(self.model) if isinstance(self.model, str | Path) else None  # of one to be loaded
         self.output_dir, resume = Path(self.args.output_dir).absolute(), self.args.resume_from_checkpoint
         self.resume = Path(resume).absolute() if isinstance(resume, str) else resume  # callbacks may change folders
         rewards = self.reward_funcs if isinstance(self.reward_funcs, list | tuple) else [self.reward_funcs]
         named = [str(one) for one in (self.model, self.teacher_model, *rewards) if isinstance(one, str | Path)]
-        self.models = {str(Path(one).absolute()) if Path(one).exists() else one for one in named}
+        places = {one: str(Path(one).absolute()) if Path(one).exists() else one for one in named}
+        self.models = set(places.values())
+        self.model_path = places.get(str(self.model)) if isinstance(self.model, str | Path) else None  # to be loaded
 
     def arguments(self) -> dict[str, Any]:
         """Those of `GRPOTrainer` that it was made from."""

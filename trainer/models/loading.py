@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from fused_grpo.errors import DataError, FusedGRPOError, InputError, UnsupportedError, WrongTypeError
@@ -214,7 +215,11 @@ def load_model(
     words = f"{'downloading and ' * downloads}loading {model}"
     quietly = nullcontext() if downloads else without_bars()
     with loading(f"model {str(model)!r}"), quietly, progress(words, bars=downloads):
-        return AutoModelForCausalLM.from_pretrained(str(model), **arguments | options)
+        loaded = AutoModelForCausalLM.from_pretrained(str(model), **arguments | options)
+        # Where its package is missing, transformers says so once in a process, and of a later model nothing.
+        if (attention := loaded.config._attn_implementation) not in (None, "eager", *ALL_ATTENTION_FUNCTIONS):
+            raise ImportError(f"attn_implementation {attention!r}, of which the package is not installed")
+        return loaded
 
 
 def warn_of_other_weights(model: Any) -> None:

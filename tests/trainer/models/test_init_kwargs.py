@@ -6,7 +6,7 @@ import pytest
 from small_runs import model_of, trainer_in
 from transformers import Qwen2Config
 
-from fused_grpo.errors import InputError
+from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer import GRPOTrainer
 from fused_grpo.trainer.models.loading import check_init_kwargs
 from fused_grpo.trainer.recipes.arithmetic import build_tokenizer
@@ -52,6 +52,19 @@ def test_other_options_are_taken(given):
 def test_a_run_loads_with_options_that_say_what_is_the_default(folder, tmp_path):
     given = {"output_loading_info": False, "device_map": None, "config": model_of().config}
     assert trainer_in(tmp_path, folder, model_init_kwargs=given).train().steps == 2
+
+
+def test_attention_without_its_package_is_refused_each_time(folder, tmp_path):
+    for _ in range(2):  # transformers says it once
+        with pytest.raises(DataError, match=r"(?i)flash.?att"):
+            trainer_in(tmp_path, folder, model_init_kwargs={"attn_implementation": "flash_attention_2"}).train()
+
+
+def test_a_relative_folder_is_one_after_a_change_of_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = trainer_in(tmp_path, "model")
+    monkeypatch.chdir("/")
+    assert trainer.model_path == folder
 
 
 def test_a_run_begins_with_the_config_that_its_model_will_have(folder, tmp_path):
