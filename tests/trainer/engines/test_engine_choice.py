@@ -3,20 +3,22 @@
 import importlib.util
 import logging
 import sys
+from contextlib import ExitStack
 from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from datasets import IterableDataset
 
-from fused_grpo.errors import InputError, UnavailableError, UnsupportedError
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines import engine_choice
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm import inprocess
-from fused_grpo.trainer.engines.vllm.start_vllm import check_vllm_arguments
+from fused_grpo.trainer.engines.vllm.start_vllm import check_dtype, check_vllm_arguments, start_vllm
 from fused_grpo.trainer.models.weight_stream import WeightStream
 
 ROWS = [{"prompt": f"{a}+{a}="} for a in range(4)]
@@ -48,6 +50,30 @@ def lengths(completions: list[str], **columns: Any) -> list[float]:
 @pytest.mark.usefixtures("without_vllm")
 def test_the_engine_is_the_one_that_the_options_ask_for(options, name) -> None:
     assert engine_name(GRPOConfig(**options)) == name
+
+
+def test_a_vllm_that_cannot_be_imported_is_what_the_error_names(monkeypatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UnavailableError, match=r"got no vllm.platforms that can be imported \(import of vllm halted"):
+        check_dtype(torch.float32)
+    with pytest.raises(UnavailableError, match="at its start: import of vllm halted"), ExitStack() as resources:
+        start_vllm("folder", options={}, on_cpu=True, resources=resources)
+
+
+@pytest.mark.parametrize(("error", "raised"), [(KeyboardInterrupt, KeyboardInterrupt), (ValueError, WeightSyncError)])
+def test_an_engine_whose_weights_are_half_loaded_is_closed(error, raised) -> None:
+    engine, closed = inprocess.VLLMEngine.__new__(inprocess.VLLMEngine), list[bool]()
+
+    def interrupted(method: str, **options: Any) -> None:
+        raise error
+
+    llm = SimpleNamespace(collective_rpc=interrupted)
+    vars(engine).update(_asleep=False, _tie=None, _on_cpu=False, _llm=llm, _close=lambda: closed.append(True))
+    with pytest.raises(raised):
+        engine.load_weights([], version=1)
+    assert closed
 
 
 @pytest.mark.engine

@@ -299,9 +299,9 @@ class VLLMEngine(RolloutEngine):
         try:
             with preserved_state():
                 yield llm
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too: who gets no engine cannot close it
             self.close()
-            if isinstance(error, UnsupportedError):
+            if isinstance(error, UnsupportedError) or not isinstance(error, Exception):
                 raise
             raise WeightSyncError(
                 f"got {type(error).__name__} from vLLM while loading {what}, and closed the engine: {error}; "

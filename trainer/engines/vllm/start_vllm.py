@@ -18,7 +18,6 @@ import dataclasses
 import difflib
 import gc
 import hashlib
-import importlib
 import importlib.util
 import logging
 import os
@@ -38,6 +37,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, shown
 from fused_grpo.trainer.common.contexts import contextmanager
+from fused_grpo.trainer.common.packages import installed
 from fused_grpo.trainer.common.redaction import public_text, redacted
 from fused_grpo.trainer.engines.weight_files import Tie, write_weights, writing
 from fused_grpo.trainer.models.memory_estimate import CPU_BLOCK_TOKENS, CPU_SEQUENCES, cpu_cache_bytes, kv_width
@@ -156,10 +156,8 @@ def start_vllm(folder: str, *, options: dict[str, Any], on_cpu: bool, resources:
                 if not on_cpu:
                     gc.collect()
                     torch.cuda.empty_cache()
-            else:
-                from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-                cleanup_dist_env_and_memory()
+            elif (groups := sys.modules.get("vllm.distributed.parallel_state")) is not None:  # else none was made
+                groups.cleanup_dist_env_and_memory()
 
     resources.callback(shut_down)  # before the start, for one that fails halfway
     try:
@@ -320,7 +318,7 @@ def _imported(module: str, name: str) -> Any:
     """What a module of vLLM has under that name, which may import more."""
     with preserved_state():
         _set_defaults()
-        return getattr(importlib.import_module(module), name)
+        return getattr(installed(module, extra="vllm"), name)
 
 
 def _set_defaults() -> None:
