@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.engines.server import replicas
-from fused_grpo.trainer.engines.server.replicas import Replicas
+from fused_grpo.trainer.engines.server.replicas import Replica, Replicas
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import SamplingParams
@@ -192,6 +193,22 @@ def test_what_is_only_read_is_asked_for_again(connect, servers, monkeypatch, pat
     monkeypatch.setattr(servers[0], "get", lambda asked: next(faults, get(asked)) if asked == path else get(asked))
     assert connect(1).generate(PROMPTS[:1], SAMPLING).completion_ids == EXPECTED[: SAMPLING.n]
     assert next(faults, None) is None
+
+
+@pytest.mark.parametrize(("asked", "paused"), [("7", 7.0), ("9" * 400, 60.0), ("0", 0.01), ("soon", 0.01)])
+def test_a_busy_server_is_asked_again_when_it_says(monkeypatch, asked, paused) -> None:
+    pauses, busy = list[float](), httpx.Response(503, headers={"Retry-After": asked})
+    answers = iter([busy, httpx.Response(200, json={"version": "1"})])
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def ask() -> str:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(lambda request: next(answers))) as client:
+            return await Replica("http://server", None).ask(client, "/version", field="version", kind=str)
+
+    monkeypatch.setattr(replicas.asyncio, "sleep", sleep)
+    assert (asyncio.run(ask()), pauses) == ("1", [paused])
 
 
 def test_servers_may_call_their_model_by_names_of_their_own(connect, servers) -> None:

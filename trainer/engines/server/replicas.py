@@ -40,6 +40,7 @@ Json = dict[str, Any]
 
 # Seconds before each attempt of one prompt at one server; and between two health checks of a server that starts.
 _PAUSES, _HEALTH_INTERVAL = (0.0, 0.2, 1.0), 0.5
+_LONGEST_PAUSE = 60.0  # that a server may ask for, as for OpenAI's client
 # uvicorn closes idle connections after 5 s; one that is reused in that moment would look like a server that died.
 _KEEP_ALIVE = 2.0
 _MOMENT = 0.1  # seconds from the end of a process' connections to its own
@@ -55,14 +56,14 @@ _log = logging.getLogger(__name__)
 
 
 class RequestError(Exception):
-    """One request to one server failed; `retry`: another server may respond.
+    """One request to one server failed; `retry`: another server may respond, and this one after a `pause` in seconds.
 
     The message may quote the response: show it through `Replica.redacted`, and do not chain it to another exception.
     """
 
-    def __init__(self, message: str, *, retry: bool = False) -> None:
+    def __init__(self, message: str, *, retry: bool = False, pause: float = 0.0) -> None:
         super().__init__(message)
-        self.retry = retry
+        self.retry, self.pause = retry, pause
 
 
 class NoRouteError(RequestError):
@@ -136,7 +137,9 @@ class Replica:
             status, text = response.status_code, self.redacted(content.decode(errors="replace"))
             await self._failed(f"status {status} from {path}: {text[:500]!r}")
             kind = NoRouteError if status == httpx.codes.NOT_FOUND else RequestError
-            raise kind(self.last_error, retry=status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS)
+            asked = response.headers.get("Retry-After", "")  # of what may be before a server, such as nginx
+            pause = min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0
+            raise kind(self.last_error, retry=status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS, pause=pause)
         if not is_json:
             return content.decode(errors="replace")
         try:
@@ -314,15 +317,16 @@ class Replicas:
 
 async def asked_again(ask: Callable[[], Awaitable[T]]) -> T:
     """The result of `ask`, which is called once more after each pause where another call may have one."""
+    asked = 0.0
     for pause in _PAUSES:
         if pause:  # else its request begins before the next prompt looks for the least busy server
-            await asyncio.sleep(pause)
+            await asyncio.sleep(max(pause, asked))
         try:
             return await ask()
         except RequestError as error:
             if not error.retry:
                 raise
-            last = error
+            last, asked = error, error.pause
     raise last
 
 
