@@ -44,6 +44,8 @@ from fused_grpo.trainer.models.weight_stream import Named, WeightStream
 
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "fused-grpo-weights-"
+# Initialisations by which PEFT moves a part of the base into an adapter: vLLM has no such base, and refuses them late.
+_MOVING_BASE = ("corda", "loftq", "olora", "pissa")
 _OPTIONS_IN_4BIT = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
 _PLUGIN, _OWN = "vllm_bnb_plugin", "model_executor/layers/quantization/bitsandbytes.py"
 _MERGED = "or vllm_adapter_sync=False, which serves merged weights that are not quantised"
@@ -180,9 +182,10 @@ class ServedAdapter:
 
     def __init__(self, model: Any) -> None:
         base, config = base_model(model), model.peft_config[model.active_adapters[0]]
-        ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        ends, given = (base.get_input_embeddings(), base.get_output_embeddings()), config.init_lora_weights
         reasons = {
             "use_dora=True": config.use_dora,
+            f"init_lora_weights={given!r}": str(given).lower().startswith(_MOVING_BASE),
             "lora_bias or bias": config.lora_bias or config.bias != "none",
             "modules_to_save": config.modules_to_save,
             "target_parameters (experts)": config.target_parameters,

@@ -104,9 +104,18 @@ def adapt(
                 f"got init_lora_weights={peft_config.init_lora_weights!r}, which needs data or changes the base, want "
                 f"one of {_KEEPS_BASE}; fix: make the PeftModel yourself and pass it as the model"
             )
-        with torch.random.fork_rng(), _refusals_of_peft(peft_config, model):
-            torch.manual_seed(args.seed)
-            model = peft.get_peft_model(model, peft_config).train(model.training)
+        try:
+            with torch.random.fork_rng():
+                torch.manual_seed(args.seed)
+                model = peft.get_peft_model(model, peft_config).train(model.training)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            raise InputError(
+                f"got a {type(peft_config).__name__} that PEFT refuses for a {type(model).__name__} ({reason}), want "
+                "one that fits; fix: what it names"
+            ) from error
     _check_trained(model)
     _check_tie(base_model(model))
     check_biases(model)
@@ -335,30 +344,22 @@ def _check_given(model: Any, config: Any, peft: Any) -> None:
         )
     if len(model.active_adapters) != 1:
         raise InputError(f"got active adapters {model.active_adapters}, want one; fix: model.set_adapter(<its name>)")
-    _check_config(model.peft_config[_trained(model)], peft, given=True)
-    if any(getattr(layer, "merged", False) for layer in model.modules()):
-        raise InputError(
-            "got a PeftModel whose adapter is merged, want it beside the base: merged, it has no gradients; fix: load "
-            "it again, or unmerge_adapter(), which rounds a base in 4 bits"
-        )
-    if any(getattr(layer, "_disable_adapters", False) for layer in model.modules()):
-        raise InputError(
-            "got a PeftModel whose adapter is disabled, want it in the forward pass; fix: enable_adapter_layers()"
-        )
-
-
-@contextmanager
-def _refusals_of_peft(config: Any, model: Any) -> Iterator[None]:
-    """Around what makes an adapter: what PEFT says of a config that does not fit the model, in one line."""
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise InputError(
-            f"got a {type(config).__name__} that PEFT refuses for a {type(model).__name__} ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:500]}), want one that fits; fix: what it names"
-        ) from error
+    name, layers = _trained(model), list(model.modules())
+    _check_config(model.peft_config[name], peft, given=True)
+    power = 0.5 if getattr(model.peft_config[name], "use_rslora", False) else 1.0
+    lora = [layer for layer in layers if name in getattr(layer, "lora_alpha", ())]
+    own = [(layer.scaling[name] * layer.r[name] ** power, layer.lora_alpha[name]) for layer in lora]
+    wrong = {
+        "merged, want it beside the base: merged, it has no gradients; fix: load it again, or unmerge_adapter(), which "
+        "rounds a base in 4 bits": any(getattr(layer, "merged", False) for layer in layers),
+        "disabled, want it in the forward pass; fix: enable_adapter_layers()": any(
+            getattr(layer, "_disable_adapters", False) for layer in layers
+        ),
+        "scaled by set_scale() or scale_layer(), want what its config says, which alone is saved; fix: lora_alpha in "
+        "its config, or set_scale(<its name>, 1.0)": any(abs(now - alpha) > 1e-6 * abs(alpha) for now, alpha in own),
+    }
+    if problem := next(filter(wrong.get, wrong), None):
+        raise InputError(f"got a PeftModel whose adapter is {problem}")
 
 
 def _check_trained(model: Any) -> None:

@@ -183,9 +183,11 @@ def test_fp32_on_a_gpu_is_refused_and_on_a_cpu_it_is_not(connect, servers) -> No
     connect()
 
 
-def test_dora_is_refused_before_any_server_is_asked(make_model, tokenizer) -> None:
-    with pytest.raises(UnsupportedError, match=r"use_dora=True with vllm_adapter_sync"):
-        VLLMServerAdapterEngine(make_model(use_dora=True), tokenizer, base_urls=["http://127.0.0.1:9"])
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"init_lora_weights": "pissa_niter_4"}])
+def test_dora_and_a_moved_base_are_refused_first(make_model, tokenizer, option) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(UnsupportedError, match=rf"{name}={value!r} with vllm_adapter_sync"):
+        VLLMServerAdapterEngine(make_model(**option), tokenizer, base_urls=["http://127.0.0.1:9"])
 
 
 def test_a_vllm_that_says_neither_version_nor_environment_is_tried(connect, servers, model) -> None:

@@ -369,6 +369,18 @@ def test_a_disabled_adapter_is_refused_and_trains_once_enabled(make_lora_trainer
     assert any(parameter.any() for name, parameter in model.named_parameters() if "lora_B" in name)
 
 
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_scale_that_no_file_has_is_refused(make_lora_trainer, make_model, rslora):
+    patterns = {"rank_pattern": {"0.self_attn.q_proj": 2}, "alpha_pattern": {"1.self_attn.q_proj": 3}}
+    model = get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"], use_rslora=rslora, **patterns))
+    make_lora_trainer(model, peft_config=None)
+    for layer in (layer for layer in model.modules() if hasattr(layer, "set_scale")):
+        layer.set_scale("default", 2.0)
+        with pytest.raises(InputError, match=r"whose adapter is scaled by set_scale\(\)"):
+            make_lora_trainer(model, peft_config=None)
+        layer.set_scale("default", 1.0)
+
+
 def test_a_missing_peft_is_named_with_its_command(make_lora_trainer, monkeypatch):
     config = LoraConfig(**PLAIN)
     monkeypatch.setitem(sys.modules, "peft", None)
