@@ -66,7 +66,8 @@ class BatchSession:
         longest = max(turn.max_tokens for turn in self._waiting)
         beside = [turn for turn in self._waiting if not self._most or len(turn.prompt_ids) + longest <= self._most]
         batch = beside or self._waiting[:1]
-        self._waiting = [turn for turn in self._waiting if turn not in batch]
+        asked = {turn.episode for turn in batch}  # of which each has one turn at a time
+        self._waiting = [turn for turn in self._waiting if turn.episode not in asked]
         seed = random.Random(str([turn.seed for turn in batch])).getrandbits(SEED_BITS)
         options = turn_sampling(self._sampling, max(turn.max_tokens for turn in batch), seed=seed)
         samples = generated(self._engine, [turn.prompt_ids for turn in batch], options)
