@@ -167,10 +167,11 @@ class _Sampler:
 
     def __init__(self, sampling: SamplingParams, *, seed: int, device: torch.device) -> None:
         self._sampling, self.seeds = sampling, random.Random(seed)
-        # The library's own processors, in vLLM's order.
+        # The library's own processors, in vLLM's order. Two of them refuse a whole number, and NumPy's.
+        penalty, temperature = float(sampling.repetition_penalty), float(sampling.temperature)
         processors: tuple[tuple[Any, Any, bool], ...] = (
-            (library.RepetitionPenaltyLogitsProcessor, sampling.repetition_penalty, sampling.repetition_penalty != 1.0),
-            (library.TemperatureLogitsWarper, sampling.temperature, sampling.temperature not in (0, 1.0)),
+            (library.RepetitionPenaltyLogitsProcessor, penalty, penalty != 1.0),
+            (library.TemperatureLogitsWarper, temperature, temperature not in (0.0, 1.0)),
             (library.MinPLogitsWarper, sampling.min_p, sampling.min_p > 0),
             (library.TopKLogitsWarper, sampling.top_k, sampling.top_k > 0),
             (library.TopPLogitsWarper, sampling.top_p, sampling.top_p < 1.0),

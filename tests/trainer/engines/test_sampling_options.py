@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,6 +67,14 @@ def test_transformers_takes_its_own_options(model, tokenizer, prompts, extra, pl
         logits[:, hidden] = -torch.inf
         expected.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
     torch.testing.assert_close(sampled_logprobs(rollouts), torch.cat(expected), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [int, np.float32])
+def test_transformers_takes_numbers_of_other_types(model, tokenizer, prompts, kind) -> None:
+    engine, options = TransformersEngine(model, tokenizer), {"temperature": kind(2), "repetition_penalty": kind(3)}
+    given = engine.generate(prompts, replace(PLAIN, **options))
+    plain = engine.generate(prompts, replace(PLAIN, temperature=2.0, repetition_penalty=3.0))
+    assert given.completion_ids == plain.completion_ids
 
 
 def test_transformers_says_what_it_does_not_have(model, tokenizer, prompts) -> None:
