@@ -31,7 +31,7 @@ from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import rollouts_of, stop_token_ids, vllm_requests
 from fused_grpo.trainer.engines.server.own_server import OwnServer
 from fused_grpo.trainer.engines.server.replicas import Json, NoRouteError, Replica, Replicas, RequestError
-from fused_grpo.trainer.engines.server.server_info import ADAPTER_PREFIX, ModelFacts, ServerInfo, Wanted, server_info
+from fused_grpo.trainer.engines.server.server_info import ADAPTER_PREFIX, ModelFacts, VLLMConfig, Wanted, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer, load_adapter
 from fused_grpo.trainer.engines.turns import ConcurrentSession
 from fused_grpo.trainer.engines.weight_files import ServedAdapter, Tie
@@ -121,15 +121,14 @@ class VLLMServerEngine(RolloutEngine):
             changes=full_sync_interval > 1,
             adapter_rank=self._adapter.rank if self._adapter else None,
         )
-        infos = self._replicas.each(self._ready, doing="getting ready")
-        configs = [info.config for info in infos]
+        limits, configs = zip(*self._replicas.each(self._ready, doing="getting ready"), strict=True)
         served = [config.model_config for config in configs]
         max_listed = min((one.max_logprobs for one in served if one.max_logprobs >= 0), default=-1)
         self._options = partial(
             vllm_requests,
             seeds=random.Random(seed),
             engine=self.name,
-            max_model_len=min(info.max_model_len for info in infos),
+            max_model_len=min(limits),
             max_listed=max_listed,
             vocab_size=self._wanted.facts.vocab_size,
         )
@@ -224,7 +223,7 @@ class VLLMServerEngine(RolloutEngine):
         self._replicas.each(partial(_finish_sync, server_version=server_version), doing="setting the weight version")
         self._server_version = server_version
 
-    async def _ready(self, client: httpx.AsyncClient, replica: Replica) -> ServerInfo:
+    async def _ready(self, client: httpx.AsyncClient, replica: Replica) -> tuple[int, VLLMConfig]:
         await replica.wait_until_ready(client)
         return await server_info(client, replica, self._wanted)
 

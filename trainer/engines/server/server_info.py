@@ -10,7 +10,7 @@ import logging
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 from transformers import PreTrainedModel
@@ -63,13 +63,6 @@ class VLLMConfig:
     lora_config: LoRAConfig | None = None  # None: it serves no adapters
     parallel_config: dict[str, object] | None = None
     aux_output_config: dict[str, object] | None = None  # None: of a vLLM that has none
-
-
-class ServerInfo(NamedTuple):
-    """What a server says of itself."""
-
-    max_model_len: int
-    config: VLLMConfig
 
 
 class ModelFacts:
@@ -127,8 +120,8 @@ class Wanted:
     adapter_rank: int | None  # of the adapter that it loads; None: it is sent merged weights
 
 
-async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wanted) -> ServerInfo:
-    """What a server that is up says of itself.
+async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wanted) -> tuple[int, VLLMConfig]:
+    """What a server that is up says of itself: its longest prompt plus completion, and its configuration.
 
     InputError: a server with another model, or started with options that a trainer cannot use; names the option.
     UnsupportedError: score centering that needs more log-probs than it lists. RequestError: responses unlike vLLM's.
@@ -171,7 +164,7 @@ async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wante
         await _check_untied(client, replica, wanted.tie)
     if wanted.adapter_rank is not None:
         await _check_lora(client, replica, config, rank=wanted.adapter_rank)
-    return ServerInfo(limit, config)
+    return limit, config
 
 
 async def _check_model(client: httpx.AsyncClient, replica: Replica, facts: ModelFacts) -> None:
