@@ -197,8 +197,8 @@ def test_what_is_only_read_is_asked_for_again(connect, servers, monkeypatch, pat
 
 @pytest.mark.parametrize(("asked", "paused"), [("7", 7.0), ("9" * 400, 60.0), ("0", 0.01), ("soon", 0.01)])
 def test_a_busy_server_is_asked_again_when_it_says(monkeypatch, asked, paused) -> None:
-    pauses, busy = list[float](), httpx.Response(503, headers={"Retry-After": asked})
-    answers = iter([busy, httpx.Response(200, json={"version": "1"})])
+    pauses, busy = list[float](), httpx.Response(503, headers={"Retry-After": asked}, stream=httpx.ByteStream(b""))
+    answers = iter([busy, httpx.Response(200, stream=httpx.ByteStream(b'{"version": "1"}'))])
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
