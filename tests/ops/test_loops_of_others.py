@@ -1,5 +1,6 @@
 """What other people's training loops give the ops, and the modes that they call them in."""
 
+import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from fused_grpo import (
@@ -39,6 +41,12 @@ def two_ops(inputs: dict[str, Tensor], **options: object) -> Tensor:
     return grpo_loss(logprobs, entropy=entropy, **ADVANTAGES).loss
 
 
+def one_reference(inputs: dict[str, Tensor]) -> Tensor:
+    ref = torch.full((B, T), -3.0)
+    return fused_linear_grpo_loss(**inputs, **ADVANTAGES | {"config": KL}, ref_logprobs=ref).loss
+
+
+KL = GRPOLossConfig(beta=0.1)
 ADVANTAGES = {"advantages": torch.tensor([1.0, -1.0, 0.5]), "config": GRPOLossConfig(entropy_coef=0.1)}
 SUPPORT = torch.arange(V).repeat(B * T), torch.arange(0, B * T * V + 1, V)
 LOOPS = {
@@ -118,6 +126,23 @@ def test_anomaly_mode_finds_no_nan_where_there_is_none(loss_type, advantage, old
     with torch.autograd.set_detect_anomaly(True):
         grpo_loss(logprobs, old_logprobs=old_logprobs, **advantages).loss.backward()
     assert logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("hooks", [nullcontext(), saved_tensors_hooks(torch.clone, lambda x: x)], ids=["", "hooks"])
+@pytest.mark.parametrize("loop", [*LOOPS.values(), one_reference], ids=[*LOOPS, "reference"])
+def test_calls_leave_no_object_behind(loop, hooks):
+    """Such as tensors in a cycle through a node of autograd, which no garbage collector sees."""
+    inputs = {name: x.requires_grad_(name in NAMES[:3]) for name, x in made().items()}
+    with hooks:
+        loop(inputs).backward()
+    gc.freeze()
+    for _ in range(10):
+        with hooks:
+            loop(inputs).backward()
+    gc.collect()
+    left = gc.get_objects()
+    gc.unfreeze()
+    assert len(left) < 10
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 4 * V * 2])

@@ -30,8 +30,10 @@ from fused_grpo.passes.torch_passes.tile_moments import TileMoments
 
 # Whether a transform of torch.func is active.
 transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Whether saved_tensors_hooks may be entered here.
-hooks_are_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+# The saved_tensors_hooks that are entered here, if any. Ours stand in for them: what is saved stays as it is, but
+# detached, since a result that is in no loss would keep the node that saved it, and that node the result.
+hooks_of_caller: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+OWN_HOOKS = saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
 
 
 def clean_targets(targets: Tensor, *, ignore_index: int, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -215,8 +217,7 @@ def grpo_token_loss(
     everything = {"logprobs": logprobs, "log_ratio": log_ratio, **inputs}
     # This is a small backward pass of our own. Hooks of the caller must not see its saved tensors: those of activation
     # checkpointing would run the whole region again to recompute them. Nor anomaly mode the NaN that it selects away.
-    hooked = not transformed() and hooks_are_allowed()
-    hooks = saved_tensors_hooks(lambda x: x, lambda x: x) if hooked else nullcontext()
+    hooks = nullcontext() if transformed() or hooks_of_caller(True) is None else OWN_HOOKS
     with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autograd.set_detect_anomaly(False):
         # Autograd does not accept tensors of inference mode, but it accepts copies of them.
         ours: Any = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}
