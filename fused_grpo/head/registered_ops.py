@@ -188,10 +188,10 @@ def _linear_logprobs_backward(
         return [torch.where((g != 0)[:, None], kept * g[:, None], 0.0).to(hidden.dtype)]
     own = torch.where(counted, targets, 0 if targets.ndim == 1 else -1)
     head = Head(hidden, weight, bias, own, temperature, logit_scale, softcap)
-    if targets.ndim == 2:
-        logprobs = logprobs.masked_fill(~counted, -torch.inf)
     if frozen:
         return [several_targets.hidden_gradient(head, kept, largest, g).to(hidden.dtype)]
+    if targets.ndim == 2:
+        logprobs = logprobs.masked_fill(~counted, -torch.inf)
     passes = choice.passes(choice.choose(impl, hidden))
     # What is captured cannot know which rows the forward pass left out.
     if len(others) == 3 and grad_entropy is None and may_synchronize(counted):
@@ -224,8 +224,11 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output = _below_autograd(*inputs)
         tensors, ctx.options = inputs[:5], inputs[6:]
-        # Copies of what a caller may edit in place: as in plain torch, the backward pass does not need these results.
-        save_for_backward(ctx, tensors, output[0].clone(), output[1].clone(), *output[2:5])
+        (logprobs, entropies, *others), entropy = output[:5], ctx.options[3]
+        # A caller may edit results in place: what a gradient needs of them is copied. That of a frozen head needs none.
+        needed = entropy or not _takes_gradient(ctx.options[-1], ctx.options[6])
+        copies = logprobs.clone() if needed else entropies, entropies.clone() if entropy else entropies
+        save_for_backward(ctx, tensors, *copies, *others)
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
         return output
