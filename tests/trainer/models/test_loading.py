@@ -29,7 +29,8 @@ from fused_grpo.trainer.rewards.reward_functions import load_reward_model
 )
 def test_a_model_is_loaded_straight_to_its_device(monkeypatch, device, kind, given, expected):
     asked: dict[str, Any] = {}
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace), generation_config=None)
+    config = SimpleNamespace(get_text_config=SimpleNamespace, _attn_implementation=None)
+    model = SimpleNamespace(config=config, generation_config=None)
     monkeypatch.setattr(
         loading.AutoModelForCausalLM, "from_pretrained", lambda name, **options: asked.update(options) or model
     )
