@@ -19,6 +19,8 @@ from fused_grpo.errors import DataError, InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.checkpoint import checkpoints
 
+Weights = dict[str, torch.Tensor]
+Records = list[dict[str, Any]]  # the metrics of each step
 STEPS = 4
 # What is drawn beside every choice that a type names; the default is drawn most often.
 VALUES: dict[str, list[Any]] = {
@@ -88,23 +90,20 @@ def trainer(output: Path, options: dict[str, Any], kind: int, *, parts: int = 1)
     )
 
 
-def outcome(trained: GRPOTrainer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Weights, and the metrics of each step."""
+def outcome(trained: GRPOTrainer) -> tuple[Weights, Records]:
     lines = map(json.loads, (trained.output_dir / "metrics.jsonl").read_text().splitlines())
     records = [{k: v for k, v in line.items() if not any(x in k for x in trl_runs.CLOCKED)} for line in lines]
     return {name: weight.detach().clone() for name, weight in trained.model.state_dict().items()}, records
 
 
-def check_resumed(first: GRPOTrainer, again: GRPOTrainer) -> None:
-    weights, records = outcome(first)
-    again.train(resume_from_checkpoint=checkpoints(first.output_dir)[0])
+def check_resumed(weights: Weights, records: Records, again: GRPOTrainer) -> None:
+    again.train(resume_from_checkpoint=checkpoints(again.output_dir)[0])
     resumed, rewritten = outcome(again)
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
     assert rewritten[: len(records)] == records  # behind the last step it evaluates again
 
 
-def check_cut(first: GRPOTrainer, in_parts: GRPOTrainer) -> None:
-    weights, records = outcome(first)
+def check_cut(weights: Weights, records: Records, in_parts: GRPOTrainer) -> None:
     in_parts.train()
     others, found = outcome(in_parts)
     for name in weights:
@@ -127,7 +126,8 @@ def test_any_options_are_refused_or_resumed_and_cut_alike(tmp_path, portion):
         except (DataError, InputError, UnsupportedError):
             continue
         first.train()
-        check_resumed(first, trainer(tmp_path / f"{seed}", options, seed))
-        check_cut(first, trainer(tmp_path / f"{seed}-cut", options, seed, parts=2))
+        whole = outcome(first)
+        check_resumed(*whole, trainer(tmp_path / f"{seed}", options, seed))
+        check_cut(*whole, trainer(tmp_path / f"{seed}-cut", options, seed, parts=2))
         trained += 1
     assert trained >= portion(32) // 2
