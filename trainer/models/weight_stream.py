@@ -117,8 +117,7 @@ def checkpoint_stream(model: Any, parts: Sequence[Part], *, dtype: torch.dtype |
 
     # That of bitsandbytes reads codes and has no way back: `parts` have the names that they have in a checkpoint.
     if conversions := getattr(model, "_weight_conversions", None):
-        kinds = [(one, {type(step).__name__[:3] for step in getattr(one, "operations", ())}) for one in conversions]
-        model._weight_conversions = [one for one, steps in kinds if "Bnb" not in steps] or None
+        model._weight_conversions = [one for one in conversions if not _reads_codes(one)] or None
     narrow, raw = narrowing(model, dtype), _shapes(parts)
     # It returns its argument where there is nothing to do, and takes half a millisecond for each call to find out.
     is_as_saved = revert_weight_conversion(model, raw) is raw
@@ -138,6 +137,10 @@ def checkpoint_stream(model: Any, parts: Sequence[Part], *, dtype: torch.dtype |
 
     shapes = {name: weight for part in parts for name, weight in converted(dict(part.shapes)).items()}
     return WeightStream(shapes, weights(), is_gathered=any(map(is_sharded, model.parameters())))
+
+
+def _reads_codes(conversion: Any) -> bool:
+    return any(type(step).__name__.startswith("Bnb") for step in getattr(conversion, "operations", ()))
 
 
 def narrowing(model: Any, dtype: torch.dtype | None) -> Callable[[str, Tensor], Tensor]:
