@@ -3,9 +3,7 @@
 import json
 import logging
 import math
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.engines import rollout_func
+from fused_grpo.trainer.engines import rollout_func, weight_files
 from fused_grpo.trainer.engines.engine_choice import choose_engine
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerAdapterEngine, VLLMServerEngine
 from fused_grpo.trainer.models.adapters import adapter_stream, adapter_weights, checkpoint_weights, load_adapter
@@ -303,8 +301,9 @@ def test_batches_in_flight_are_sampled_with_the_adapter_of_their_version(make_tr
 
 @pytest.mark.engine
 def test_a_real_server_follows_the_adapter(
-    lora_server, model, tokenizer, prompts, plain_logprobs, sampled_logprobs
+    lora_server, model, tokenizer, prompts, plain_logprobs, sampled_logprobs, tmp_path, monkeypatch
 ) -> None:
+    monkeypatch.setattr(weight_files, "_SHARED_MEMORY", str(tmp_path))  # in the real one are those of other runs
     engine = VLLMServerAdapterEngine(model, tokenizer, base_urls=[lora_server.url], timeout=500.0)
     sampling = SamplingParams(n=4, max_tokens=8, seed=0)
     for version in range(3):
@@ -314,10 +313,7 @@ def test_a_real_server_follows_the_adapter(
         assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() < 1e-3
         train_a_little(model)
         assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() > 0.05
-    deadline = time.monotonic() + 60  # those of tests beside this one go by themselves
-    while list(Path("/dev/shm").glob("fused-grpo-weights-*")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not list(Path("/dev/shm").glob("fused-grpo-weights-*"))
+    assert not list(tmp_path.iterdir())
     _, adapter = (one["id"] for one in httpx.get(f"{lora_server.url}/v1/models").json()["data"])
     httpx.post(f"{lora_server.url}/v1/unload_lora_adapter", json={"lora_name": adapter}).raise_for_status()
     with pytest.raises(UnavailableError, match=rf"status 404 .*{adapter}.* does not exist"):

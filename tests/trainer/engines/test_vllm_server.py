@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.checkpoint.checkpoint import newest_checkpoint, verify_checkpoint
+from fused_grpo.trainer.engines import weight_files
 from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.weight_transfer import ChangeTransfer
@@ -82,7 +83,10 @@ def train_a_little(model, *, seed: int) -> None:
         parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
 
 
-def test_the_server_follows_every_sync(connect, model, prompts, plain_logprobs, sampled_logprobs) -> None:
+def test_the_server_follows_every_sync(
+    connect, model, prompts, plain_logprobs, sampled_logprobs, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(weight_files, "_SHARED_MEMORY", str(tmp_path))  # in the real one are those of other runs
     engine = connect()
     for version in range(3):
         engine.load_weights(checkpoint_weights(model), version)
@@ -91,7 +95,7 @@ def test_the_server_follows_every_sync(connect, model, prompts, plain_logprobs, 
         assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() < 1e-3
         train_a_little(model, seed=version)
         assert (sampled_logprobs(rollouts) - plain_logprobs(model, rollouts)).abs().max() > 0.05
-    assert not list(Path("/dev/shm").glob("fused-grpo-weights-*"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_server_that_is_sent_changes_has_all_the_weights(
