@@ -5,7 +5,8 @@ import logging
 import sys
 from contextlib import ExitStack
 from dataclasses import make_dataclass
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from datasets import IterableDataset
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
+from fused_grpo.trainer.collect.start_checks import Start, check_services
 from fused_grpo.trainer.engines import engine_choice
 from fused_grpo.trainer.engines.engine_choice import choose_engine, engine_name
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
@@ -60,6 +62,40 @@ def test_a_vllm_that_cannot_be_imported_is_what_the_error_names(monkeypatch) -> 
         check_dtype(torch.float32)
     with pytest.raises(UnavailableError, match="at its start: import of vllm halted"), ExitStack() as resources:
         start_vllm("folder", options={}, on_cpu=True, resources=resources)
+
+
+def raising(error: Exception) -> Any:
+    def load(name: str) -> Any:
+        raise error
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("device", "found", "message"),
+    [
+        (
+            "cpu",
+            {"__getattr__": raising(ImportError("libcuda.so"))},
+            r"got no vllm that can be imported \(libcuda.so\)",
+        ),
+        (
+            "cuda",
+            {"__getattr__": raising(RuntimeError("no nms"))},
+            r"got no vllm that can be imported \(no nms\), want",
+        ),
+        ("cpu", {}, r"can be imported \(module 'vllm' has no attribute 'LLM'\), want .*fix: pip install 'fused-grpo"),
+        ("", {}, "got a build of vllm that finds no device.* on this machine, want .*fix: a machine with a GPU"),
+    ],
+)
+def test_a_vllm_that_cannot_run_is_refused_before_models(monkeypatch, device, found, message) -> None:
+    vllm, platforms = ModuleType("vllm"), SimpleNamespace(current_platform=SimpleNamespace(device_type=device))
+    vars(vllm).update(found, __spec__=ModuleSpec("vllm", None))
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    args = GRPOConfig(use_vllm=True, vllm_max_model_length=8)
+    with pytest.raises(UnavailableError, match=message):
+        check_services(Start(args=args, model="no model", train_dataset=ROWS, reward_funcs=lengths))
 
 
 @pytest.mark.parametrize(("error", "raised"), [(KeyboardInterrupt, KeyboardInterrupt), (ValueError, WeightSyncError)])

