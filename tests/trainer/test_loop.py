@@ -154,6 +154,21 @@ def test_none_rewards_take_no_part(make_trainer):
     assert rows[2]["advantage"] == pytest.approx(0, abs=1e-6)
 
 
+def test_who_samples_or_scores_with_the_policy_has_it_without_dropout(make_trainer):
+    """Before the first step, between two, and after an evaluation; so a resumed run samples as this one."""
+    modes = []
+
+    def reward(completions, **columns):
+        modes.append(trainer.model.training)
+        return list(map(len, completions))
+
+    trainer = make_trainer(reward, eval_dataset=[{"prompt": "1+1=", "answer": "2"}], eval_at_ends=True)
+    generate = trainer.engine.generate
+    trainer.engine.generate = lambda *given: modes.append(trainer.model.training) or generate(*given)
+    trainer.train()
+    assert modes == [False] * 2 * 5
+
+
 def test_the_checkpoint_is_the_trained_model(make_trainer):
     trainer = make_trainer(save_steps=2)
     result = trainer.train()

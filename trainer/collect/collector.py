@@ -316,7 +316,11 @@ class Collector:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """What a tool or a reward draws, and where it goes, is nothing to the run. `Rewards` put back the rest."""
+        """What a tool or a reward draws, and where it goes, is nothing to the run. `Rewards` put back the rest.
+
+        An engine or a reward that uses the policy has it without dropout, as before the first step and once resumed.
+        """
+        self.learner.policy.eval()  # until the learner trains it
         at_once = bool(self.queue) and self.rules is not None  # tools of a batch in flight may be elsewhere for a while
         with drawing_from(self._seed()), nullcontext() if at_once else place_kept():
             yield
