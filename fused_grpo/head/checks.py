@@ -164,7 +164,9 @@ def check_tensors(optional: Mapping[str, Any] | None = None, /, **tensors: Any) 
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise InputError(f"got {name} of type {type(tensor).__name__}, want a torch.Tensor")
-        if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
+        # Torchao's and others' have a dequantize of their own, and a product that leaves its out= as it was.
+        quantized = tensor.is_quantized or type(tensor).dequantize is not Tensor.dequantize
+        if tensor.is_nested or quantized or tensor.layout is not torch.strided:
             raise InputError(
                 f"got {name} as a nested, quantized or sparse tensor, want a dense one; "
                 "fix: .to_padded_tensor(), .dequantize() or .to_dense()"

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fused_grpo import fused_linear_divergence, fused_linear_grpo_loss, grpo_loss, linear_logprobs
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError
 
 pytestmark = pytest.mark.cpu_only(reason="the classes wrap tensors of a CPU")
 V, D, N = 11, 4, 6
@@ -83,6 +83,20 @@ def test_a_wrapped_tensor_counts_as_what_it_wraps_or_is_refused(call, name, wrap
         error = str(refused)
     assert re.match("got fused_linear_.* with a tensor of a class that wraps others", error)
     torch.testing.assert_close(found, expected)
+
+
+class Quantized(Wrapper):
+    """As torchao's, of which some leave the `out` of a product as it was."""
+
+    def dequantize(self) -> torch.Tensor:
+        return self.inner
+
+
+@pytest.mark.parametrize(("call", "name"), CASES, ids=[f"{call.__name__}-{name}" for call, name in CASES])
+def test_a_quantized_tensor_of_another_package_is_refused_too(call, name):
+    given = {one: tensors()[one] for one in CALLS[call]}
+    with pytest.raises(InputError, match=r"got \w+ as a nested, quantized or sparse tensor, .* \.dequantize\(\)"):
+        call(**given | {name: Quantized(given[name])})
 
 
 @pytest.mark.parametrize("name", ["targets", "mask"])
