@@ -84,8 +84,8 @@ BUGS = {
     "a count so far is averaged": (OUTPUT, '"skipped_steps", ', "", [*ORACLE, "skipped"]),
     "a loss that is not finite is in a mean": (
         OUTPUT,
-        "math.isfinite(value)]",
-        "not math.isnan(value)]",
+        "and math.isfinite(value):",
+        "and not math.isnan(value):",
         [*ORACLE, "skipped"],
     ),
     "the line after a resume has the steps since": (

@@ -335,7 +335,8 @@ class GRPOTrainer(TransformersFace):
         with refuse_unusable(checkpoint, STATE_FILE):
             self.epochs.resume(self.step, state.epoch, of=state.max_steps)
             self.events.begin(state, self.epochs.total)
-        self.events.steps.windows, self._is_stale = windows, True  # an engine may have that step of another run
+        self.events.steps.windows, self.results.eval_after = windows, self.events.evaluated_rewards()
+        self._is_stale = True  # an engine may have that step of another run
         self.events.steps.generation = {} if self.buffer is None else self.buffer.metrics
         with all_ranks_succeed(self.accelerator, "cutting back the logs"):
             if self.accelerator.is_main_process:
@@ -444,11 +445,11 @@ class GRPOTrainer(TransformersFace):
         raise SystemExit(self.stop.exit_status)
 
     def _finish(self) -> TrainResult:
-        if self.args.eval_at_ends and self.events.last_evaluation.get("step") != self.step:
-            self._evaluate()
-        closing = self.events.log_closing(self.output)
         if self.events.last_evaluation.get("step") != self.step:
             self.results.eval_after = None
+            if self.args.eval_at_ends:
+                self._evaluate()
+        closing = self.events.log_closing(self.output)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             load_model_of(Path(self.state.best_model_checkpoint), self.learner)
         final = self._save_final(self._card())

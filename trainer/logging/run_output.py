@@ -279,42 +279,49 @@ class StepMetrics:
     """Collects the metrics of steps for the next entry and the next line, and mean loss and time of one `train`."""
 
     def __init__(self) -> None:
-        self.start, self.losses, self.steps = time.time(), list[float](), 0
-        self.windows: dict[str, dict[str, list[Any]]] = {"unlogged": {}, "unshown": {}}  # saved with a checkpoint
+        self.start, self.steps, self.loss = time.time(), 0, {"total": 0.0, "count": 0}
+        # Saved with a checkpoint: of each metric total and count of its finite values, in LATEST of the last value.
+        self.windows: dict[str, dict[str, dict[str, Any]]] = {"unlogged": {}, "unshown": {}}
         self.generation: Mapping[str, Any] = {}  # the one that was counted last
 
     def add(self, record: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
         """One step. The metrics of its generated batch count once, as in TRL, although several steps may use it."""
         self.steps += 1
-        if math.isfinite(record.get("loss", math.nan)):
-            self.losses.append(record["loss"])
+        _add(self.loss, record.get("loss"))
         counted = generation.keys() if generation is self.generation else ()
         self.generation = generation
         for name, value in record.items():
             # The entry has step and epoch from the state. Names, such as that of the engine, have no mean.
             if name not in ("step", "epoch", *counted) and not isinstance(value, str):
-                self.windows["unlogged"].setdefault(name, []).append(value)
                 # Most of the first one's is compilation, also in a run that is resumed.
                 is_warm = name != "step_time" or self.steps > 1
-                self.windows["unshown"].setdefault(name, []).append(value if is_warm else None)
+                for window, sums in self.windows.items():
+                    if name in LATEST or name not in sums:
+                        sums[name] = {"total": 0, "count": 0}
+                    _add(sums[name], value if is_warm or window == "unlogged" else None)
 
     def take(self, window: str = "unlogged") -> dict[str, Any]:
         """The means over the steps since the last call; None where a metric had no finite value."""
         since, self.windows[window] = self.windows[window], {}
-        found = {name: _mean(values[-1:] if name in LATEST else values) for name, values in since.items()}
-        return found | {name: since[name][-1] for name in LATEST if found.get(name) is not None}
+        return {
+            name: sums["total"] if name in LATEST and sums["count"] else _mean(sums) for name, sums in since.items()
+        }
 
     def closing(self, sequences_per_step: int) -> dict[str, Any]:
         """transformers' last entry of a run: time, speed and mean loss, which is 0 of no steps."""
         samples = self.steps * sequences_per_step
         speed: dict[str, Any] = speed_metrics("train", self.start, num_samples=samples, num_steps=self.steps)
         # A number of floating point operations is not counted.
-        return speed | {"total_flos": 0.0, "train_loss": _mean(self.losses) or 0.0}
+        return speed | {"total_flos": 0.0, "train_loss": _mean(self.loss) or 0.0}
 
 
-def _mean(values: list[Any]) -> float | None:
-    numbers = [value for value in values if value is not None and math.isfinite(value)]
-    return sum(numbers) / len(numbers) if numbers else None
+def _add(sums: dict[str, Any], value: float | None) -> None:
+    if value is not None and math.isfinite(value):
+        sums["total"], sums["count"] = sums["total"] + value, sums["count"] + 1
+
+
+def _mean(sums: dict[str, Any]) -> float | None:
+    return sums["total"] / sums["count"] if sums["count"] else None
 
 
 def _project(args: GRPOConfig, trackers: Iterable[Any]) -> str:

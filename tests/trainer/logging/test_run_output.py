@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fused_grpo.trainer.logging.console import Console
+from fused_grpo.trainer.logging.run_output import StepMetrics
 
 
 @pytest.fixture
@@ -43,6 +44,28 @@ def test_the_first_step_has_a_line_of_its_own_and_its_time_is_in_no_mean(make_tr
     assert first[1]["reward"] == records[0]["reward"]
     assert last[1]["reward"] == pytest.approx(sum(record["reward"] for record in records) / 4)
     assert last[1]["step_time"] == pytest.approx(sum(record["step_time"] for record in records[1:]) / 3)
+
+
+def test_what_nobody_logs_does_not_grow_with_the_steps() -> None:
+    """As with logging_strategy="no": each checkpoint has it."""
+    steps, size = StepMetrics(), set()
+    for step in range(1000):
+        steps.add({"loss": 0.5, "num_tokens": 7 * step, "reward": None if step % 2 else 1.5, "kl": None}, {})
+        size |= {len(json.dumps(steps.windows)) // 64}
+    assert max(size) < 8
+    assert steps.take() == {"loss": 0.5, "num_tokens": 6993, "reward": 1.5, "kl": None}
+    assert steps.closing(1)["train_loss"] == 0.5
+
+
+@pytest.mark.parametrize("options", [{}, {"eval_strategy": "steps", "eval_steps": 2, "eval_at_ends": True}], ids=str)
+def test_a_finished_run_that_is_resumed_is_evaluated_once(make_trainer, options) -> None:
+    options |= {"eval_dataset": [{"prompt": "1+1=", "answer": "2"}], "max_steps": 2, "save_steps": 2}
+    before = make_trainer(**options).train()
+    trainer = make_trainer(**options, overwrite_output_dir=False)
+    after = trainer.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry][-2:] != [2, 2]
+    assert after.eval_before == before.eval_before
+    assert after.eval_after == before.eval_after
 
 
 def test_the_last_lines_say_where_report_and_model_are(make_trainer, capsys) -> None:
