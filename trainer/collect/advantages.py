@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import comb, isnan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from fused_grpo.errors import InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
 EPSILON = 1e-4
+LARGE = 1e15  # rewards whose squares, sums and products with numbers of tokens come near the end of fp32
 EPSILON_OF_BATCH = 1e-8  # only against a division by 0
 
 
@@ -70,6 +71,9 @@ def multi_objective_advantages(
     """
     if not len(per_function):  # dynamic sampling has kept no group
         return torch.zeros(0)
+    if per_function.dtype == torch.float32 and (per_function * weights).nan_to_num(0.0).abs().max() > LARGE:
+        of_batch: dict[str, Any] = {"size": size, "lengths": lengths, "baselines": baselines}
+        return multi_objective_advantages(per_function.double(), weights.double(), args, **of_batch).float()
     in_batch = scaled_in_batch(per_function, weights, args, size=size)
     if in_batch is not None and args.multi_objective_aggregation == "normalize_then_sum":
         advantages = ((in_batch - in_batch.nanmean()) / (nanstd(in_batch) + EPSILON)).nan_to_num(0.0).flatten()

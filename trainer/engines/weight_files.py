@@ -122,9 +122,11 @@ def temporary_folder(size: int, *, directory: str | None = None) -> Iterator[Pat
     try:
         yield folder
     finally:
-        if os.getpid() == owner:
-            pass
-        os.close(lock)
+        try:
+            if os.getpid() == owner:
+                shutil.rmtree(folder)
+        finally:
+            os.close(lock)
 
 
 @cache

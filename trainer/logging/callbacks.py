@@ -177,7 +177,8 @@ class Events:
     def evaluated_rewards(self) -> dict[str, float] | None:
         """Of the last evaluation what `TrainResult` has; None without one."""
         found = {name: _REWARD.fullmatch(name) for name in self.last_evaluation}
-        return {match[1]: self.last_evaluation[name] for name, match in found.items() if match} or None
+        values = {match[1]: self.last_evaluation[name] for name, match in found.items() if match}
+        return {name: math.nan if value is None else value for name, value in values.items()} or None
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation with these is the best one, by `metric_for_best_model`; the state keeps which one was.

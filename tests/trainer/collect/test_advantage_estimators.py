@@ -118,6 +118,19 @@ def test_a_batch_without_groups_has_no_advantages(estimator):
     assert multi_objective_advantages(none[:, None], torch.ones(1), args, **options).tolist() == []
 
 
+@pytest.mark.parametrize("size", [1e10, 1e20, 1e37])
+@pytest.mark.parametrize(
+    "estimator", sorted({*get_args(get_type_hints(GRPOConfig)["advantage_estimator"])} - {"remax"})
+)
+def test_rewards_as_large_as_fp32_have_their_advantages(estimator, size):
+    """Squares of 1e20 are infinite in fp32."""
+    small = of_ours(estimator, [[1e3 * reward for reward in group] for group in REWARDS])
+    large = of_ours(estimator, [[size * reward for reward in group] for group in REWARDS])
+    scale = size / 1e3 if large.max() > 1e3 else 1.0  # 1 of those that divide by a deviation or a mean
+    torch.testing.assert_close(large / scale, small, rtol=1e-3, atol=1e-6)
+    assert small.any()
+
+
 def test_a_group_of_one_is_compared_with_the_batch():
     given = of_ours("reinforce_plus_plus", [[1.0], [0.0], [0.0], [1.0]])
     torch.testing.assert_close(given.abs(), torch.full((4,), 0.5 / math.sqrt(1 / 3)))

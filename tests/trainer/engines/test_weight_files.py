@@ -20,6 +20,7 @@ from fused_grpo.trainer.engines.vllm.start_vllm import write_checkpoint
 from fused_grpo.trainer.engines.weight_files import (
     ServedAdapter,
     Tie,
+    remove_abandoned,
     temporary_folder,
     temporary_weight_files,
     write_weights,
@@ -148,3 +149,16 @@ def test_files_are_removed_after_an_error_too(tmp_path) -> None:
     ):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_removed_is_left_to_the_next_process(tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", mock.Mock(side_effect=PermissionError))
+        with pytest.raises(PermissionError), temporary_folder(0, directory=str(tmp_path)):
+            pass
+    assert len(list(tmp_path.iterdir())) == 1
+    remove_abandoned.__wrapped__(str(tmp_path))  # of none whose lock is held
+    assert list(tmp_path.iterdir()) == []
+    with temporary_folder(0, directory=str(tmp_path)) as folder:
+        assert folder.is_dir()
+    assert not folder.exists()

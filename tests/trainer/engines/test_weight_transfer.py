@@ -1,5 +1,6 @@
 """Weights for servers: through files or by NCCL."""
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -17,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines.server import weight_transfer
-from fused_grpo.trainer.engines.server.replicas import Replicas
+from fused_grpo.trainer.engines.server.replicas import Replica, Replicas
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.server.weight_transfer import FileTransfer, NCCLTransfer
 from fused_grpo.trainer.models import weight_stream
@@ -187,6 +188,16 @@ def test_a_broadcast_that_hangs_ends_at_the_timeout(servers, monkeypatch) -> Non
     with pytest.raises(WeightSyncError, match=r"got TimeoutError .*its time was up; .*fix:"):
         transfer.send([("norm", torch.ones(1))])
     assert time.monotonic() - start < 15
+
+
+def test_a_server_that_hangs_is_left_all_the_same(monkeypatch) -> None:
+    """With no limit of time for calls there was a TypeError."""
+    transfer = NCCLTransfer(Replicas(["http://127.0.0.1:9"], timeout=None), device=torch.device("cpu"))
+    transfer._group = communicator = Communicator()
+    monkeypatch.setattr(weight_transfer, "_CLOSE_SECONDS", 0.02)
+    monkeypatch.setattr(Replica, "request", lambda *_: asyncio.sleep(30))
+    transfer.close()
+    assert communicator.closed
 
 
 @pytest.mark.engine
