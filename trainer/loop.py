@@ -334,9 +334,8 @@ class GRPOTrainer(TransformersFace):
         self.buffer, self.results.eval_before, windows, state = restore(checkpoint, self.learner, self.collector)
         with refuse_unusable(checkpoint, STATE_FILE):
             self.epochs.resume(self.step, state.epoch, of=state.max_steps)
-            self.events.begin(state, self.epochs.total)
-        self.events.steps.windows, self.results.eval_after = windows, self.events.evaluated_rewards()
-        self._is_stale = True  # an engine may have that step of another run
+            self.events.begin(state, self.epochs.total, windows)
+        self.results.eval_after, self._is_stale = self.events.evaluated_rewards(), True  # engines have others, maybe
         self.events.steps.generation = {} if self.buffer is None else self.buffer.metrics
         with all_ranks_succeed(self.accelerator, "cutting back the logs"):
             if self.accelerator.is_main_process:

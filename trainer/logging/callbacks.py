@@ -98,8 +98,11 @@ class Events:
         self.control = TrainerControl()
         self.begin(None, 0)
 
-    def begin(self, saved: TrainerState | None, num_train_epochs: int) -> None:
-        """Take the state at the start of a run: a new one, or that of a checkpoint; InputError as `check_callback`."""
+    def begin(self, saved: TrainerState | None, num_train_epochs: int, windows: dict[str, Any] | None = None) -> None:
+        """Take the state at the start of a run: a new one, or that of a checkpoint, with the `windows` of its steps.
+
+        InputError as `check_callback`.
+        """
         for callback in self.handler.callbacks:
             check_callback(callback)
         self.state = TrainerState() if saved is None else saved
@@ -112,6 +115,7 @@ class Events:
         self.state.is_local_process_zero = bool(self.accelerator.is_local_main_process)
         self.state.stateful_callbacks = self._callback_states()
         self.steps, self.last_evaluation = StepMetrics(), dict[str, Any]()
+        self.steps.windows = windows or self.steps.windows
         for entry in self.state.log_history:  # of a checkpoint, which was saved behind an evaluation of its step
             if entry.get("step") == self.state.global_step and any(name.startswith("eval_") for name in entry):
                 self.last_evaluation |= entry

@@ -46,7 +46,7 @@ def test_the_first_step_has_a_line_of_its_own_and_its_time_is_in_no_mean(make_tr
     assert last[1]["step_time"] == pytest.approx(sum(record["step_time"] for record in records[1:]) / 3)
 
 
-def test_what_nobody_logs_does_not_grow_with_the_steps() -> None:
+def test_what_is_not_logged_does_not_grow_with_the_steps() -> None:
     """As with logging_strategy="no": each checkpoint has it."""
     steps, size = StepMetrics(), set()
     for step in range(1000):
