@@ -6,10 +6,12 @@ import datetime
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fused_grpo.env import environment
+from fused_grpo.errors import DataError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,6 +25,14 @@ def raw_file(name: str, made_by: str, **more: Any) -> tuple[Path, dict[str, Any]
     path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"{name}-{today}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path, {"made_by": made_by, "date": today, "commit": commit(), "environment": environment(), **more}
+
+
+def begun(path: Path, here: dict[str, Any], *, same: Sequence[str], fix: str) -> dict[str, Any]:
+    """What an earlier run has written to `path`, to go on with, or what is `here`; DataError where `same` differ."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else here
+    if other := [name for name in same if found[name] != here[name]]:
+        raise DataError(f"got {path} of another {' and '.join(other)}, want one run throughout; fix: {fix}")
+    return found
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

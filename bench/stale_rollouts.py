@@ -5,13 +5,12 @@ a copy of the model, which gets new weights each few steps alone: rollouts are u
 old weights, older ones, nucleus sampling, and batches in flight (`--only` a part of one's name); arms are the four
 combinations of importance weights and centering, of which SmolLM2 has the two with weights. It writes
 bench/results/<machine>/stale-<model>-<date>.json, whose figures docs/score-centering.md quotes, and prints them; a file
-of the same day is gone on with. SmolLM2 takes 4 minutes a run.
+of the same day and commit is gone on with. SmolLM2 takes 4 minutes a run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -25,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fused_grpo.bench.generate_ahead import Beside
-from fused_grpo.bench.raw_file import raw_file, write
+from fused_grpo.bench.raw_file import begun, raw_file, write
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.cli.options import RECIPES, parse_train_options
 from fused_grpo.trainer.cli.train import load_start
@@ -112,14 +111,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     conditions, arms = [name for name in CONDITIONS_OF[given.model] if given.only in name], ARMS[given.model]
     cases = [(given.model, name, *arm, seed) for name in conditions for seed in range(given.seeds) for arm in arms]
     made_by = f"python -m fused_grpo.bench.stale_rollouts --model {given.model}"
-    path, found = raw_file(f"stale-{given.model}", made_by, steps=STEPS)
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
+    path, found = raw_file(f"stale-{given.model}", made_by, steps=STEPS, runs=[])
+    found = begun(path, found, same=("commit", "environment", "steps"), fix="move it away")
+    rows: list[dict[str, Any]] = found["runs"]
     known = [[row[key] for key in ("condition", "importance weights", "centred", "seed")] for row in rows]
     cases = [case for case in cases if [*case[1:]] not in known]
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
         for row in pool.imap(run, cases):
             rows.append(row)
-            write(path, found | {"runs": rows})
+            write(path, found)
     print(path)
     for condition in conditions:
         for weights, centred in arms:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib.util
 import itertools
 import json
@@ -227,6 +228,7 @@ class Running:
             env.pop("TRITON_INTERPRET", None)
         given: dict[str, Any] = {"cwd": ROOT, "env": env | self.stage.environment, "stderr": subprocess.STDOUT}
         with self.own.open("wb") as file:
+            given["preexec_fn"] = end_with_parent
             self.process = subprocess.Popen(command, stdout=file, start_new_session=True, **given)
         self.said = self.own.open(errors="replace")
 
@@ -275,6 +277,11 @@ class Running:
         with self.log.open("ab") as file:
             file.write(b"=== " + self.stage.name.encode() + b"\n" + self.own.read_bytes())
         self.own.unlink()
+
+
+def end_with_parent() -> None:
+    """In a stage: where this process is killed, the stage is, by PR_SET_PDEATHSIG."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
 def figures_in(line: str) -> Iterator[dict[str, Any]]:

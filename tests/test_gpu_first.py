@@ -1,5 +1,6 @@
 """The first command on a GPU, rehearsed where there is only what it needs, and what it says of stages that fail."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import gpu_first
+import psutil
 import pytest
 from bare_venv import bare_venv
 
@@ -210,6 +212,21 @@ def test_a_stage_ends_with_the_run_that_is_ended_from_outside(run, tmp_path):
     with pytest.raises(ProcessLookupError):
         os.kill(int(number), 0)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_stage_ends_with_the_run_that_is_killed(tmp_path):
+    goes_on = (sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    code = f"""if True:
+        import gpu_first, os, pathlib, signal, time
+        stage, out = gpu_first.Stage(name="goes_on", seconds=60, command={goes_on!r}), pathlib.Path({str(tmp_path)!r})
+        gpu_first.Running(stage, out, gpu_first.Records(out / "results.jsonl", {{}}), time.monotonic() + 60)
+        while not (out / "goes_on.log").read_text().endswith("\\n"):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent).returncode == -signal.SIGKILL
+    number = int((tmp_path / "goes_on.log").read_text())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(number).wait(10) is None
 
 
 def test_what_compute_sanitizer_found_is_a_figure():

@@ -35,9 +35,8 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from fused_grpo.bench.raw_file import raw_file, write
+from fused_grpo.bench.raw_file import begun, raw_file, write
 from fused_grpo.bench.report.beside_trl import TRAINERS, draw, summary
-from fused_grpo.errors import DataError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.models.smollm2 import model_folder
 
@@ -54,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     path, here = raw_file("beside-trl", "python -m fused_grpo.bench.trainers.beside_trl", work=work(options), runs=[])
     path = options.output or path
-    found = json.loads(path.read_text()) if path.exists() else here
-    if other := [name for name in ("commit", "environment", "work") if found[name] != here[name]]:
-        raise DataError(f"got {path} of another {' and '.join(other)}, want one run throughout; fix: another --output")
+    found = begun(path, here, same=("commit", "environment", "work"), fix="another --output")
     for seed in range(options.seeds):
         for name in TRAINERS:
             if any((old["trainer"], old["seed"]) == (name, seed) for old in found["runs"]):

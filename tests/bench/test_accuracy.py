@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fused_grpo.bench import accuracy, pages, raw_file
+from fused_grpo.bench import accuracy, pages, raw_file, stale_rollouts
 from fused_grpo.bench.heads import peers
 from fused_grpo.bench.heads.work import Work
+from fused_grpo.errors import DataError
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 
@@ -62,3 +63,12 @@ def test_a_raw_file_of_a_machine_without_one_yet_can_be_written(tmp_path, monkey
     written = json.loads(path.read_text())
     assert path.match(f"bench/results/cpu-*-cores/any-{written['date']}.json")
     assert written.keys() == {"made_by", "date", "commit", "environment", "steps", "runs"}
+
+
+@pytest.mark.parametrize("name", ["commit", "environment", "steps"])
+def test_stale_rollouts_of_other_code_are_not_gone_on_with(tmp_path, monkeypatch, name):
+    path, here = tmp_path / "stale.json", {"commit": 1, "environment": 1, "steps": 1, "runs": []}
+    raw_file.write(path, here | {name: 2})
+    monkeypatch.setattr(stale_rollouts, "raw_file", lambda *_, **__: (path, here))
+    with pytest.raises(DataError, match=f"got .*stale.json of another {name}, want one run.*; fix: move it away"):
+        stale_rollouts.main(["--seeds", "0"])
