@@ -135,7 +135,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, schedule
         part, what = optimizer, "parameters or step()"
         own = [trained.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
         if None in own or not any(own):
-            raise ValueError("some are not the model's, or none is trained")
+            numbers = f"of {len(own)}, {own.count(None)} are not the model's and {own.count(True)} are trained"
+            raise ValueError(f"{numbers} (a peft_config freezes a model: pass a PeftModel and the optimizer of that)")
         inspect.signature(type(optimizer).step).bind(optimizer)
         if pair := _smaller_ones(optimizer):
             pair[0][1].step()
@@ -165,10 +166,11 @@ def _smaller_ones(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Module, tor
     for _ in range(2):
         groups, model = list[dict[str, Any]](), nn.ParameterList()
         for group in optimizer.param_groups:
-            like = min(group["params"], key=Tensor.numel)
-            model.append(nn.Parameter(torch.zeros_like(like)))  # in shards where that is
-            model[-1].grad = torch.ones_like(model[-1])
-            groups.append(deepcopy({**group, "params": []}) | {"params": [model[-1]]})
+            groups.append(deepcopy({**group, "params": []}))
+            for like in sorted(group["params"], key=Tensor.numel)[:1]:  # PEFT's LoRA+ has groups without any
+                model.append(nn.Parameter(torch.zeros_like(like)))  # in shards where that is
+                model[-1].grad = torch.ones_like(model[-1])
+                groups[-1]["params"].append(model[-1])
         defaults = {
             name: optimizer.defaults[name] for name in inspect.signature(make).parameters if name in optimizer.defaults
         }

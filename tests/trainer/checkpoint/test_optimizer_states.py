@@ -102,6 +102,12 @@ def test_what_an_optimizer_keeps_comes_back_as_it_was(make_trainer, kept):
     assert_same(first, again)
 
 
+def test_groups_without_parameters_as_those_of_lora_plus_come_back_too(make_trainer):
+    first, again = learn(make_trainer, lambda of: Adam([{"params": []}, {"params": of, "lr": 1e-2}]))
+    assert len(first.optimizer.param_groups) == 2
+    assert_same(first, again)
+
+
 SCHEDULES = {
     "linear": lr_scheduler.LinearLR,
     "by milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3]),
