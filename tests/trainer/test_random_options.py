@@ -58,8 +58,14 @@ def drawn(draw: random.Random) -> dict[str, Any]:
     return {name: draw.choice(values) for name, values in named.items() if draw.random() < often}
 
 
-def coarse(completion_ids, **columns) -> list[float | None]:
+async def coarse(completion_ids, **columns) -> list[float | None]:
     return [None if sum(ids) % 5 == 0 else len(ids) / 4 for ids in completion_ids]
+
+
+def completed(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """A rollout_func: what it returns depends on prompt and step, and on no other sample."""
+    given, longest = trl_runs.completions(prompts, trainer), trainer.args.max_completion_length
+    return given | {"completion_ids": [ids[:longest] for ids in given["completion_ids"]]}
 
 
 def trainer(output: Path, options: dict[str, Any], kind: int, *, parts: int = 1) -> GRPOTrainer:
@@ -83,7 +89,8 @@ def trainer(output: Path, options: dict[str, Any], kind: int, *, parts: int = 1)
         [trl_runs.reward, coarse] if args.reward_weights else [trl_runs.reward],
         args,
         rows.to_iterable_dataset() if kind % 4 == 1 and args.curriculum == "off" else rows,
-        eval_dataset=rows.select(range(3)) if kind % 3 == 1 else None,
+        eval_dataset={1: rows.select(range(3)), 4: {"a": rows.select([0]), "b": rows.select([4])}}.get(kind % 6),
+        rollout_func=completed if kind % 4 == 3 else None,
         processing_class=trl_runs.tokenizer(),
         peft_config=LoraConfig(r=2, target_modules=["q_proj", "down_proj"]) if kind % 5 == 1 else None,
         teacher_model="self" if args.distillation_coef else None,
