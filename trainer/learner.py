@@ -274,7 +274,6 @@ class Learner:
         nothing has been updated.
         """
         batch, packed, options, of_uncertain = self._prepared(batch)
-        self.policy.train()
         self.policy.zero_grad()  # of gradients that a reward or a callback has left
         try:
             outputs: list[GRPOLossOutput] = []
@@ -463,6 +462,7 @@ class Learner:
         return options, uncertain.mean().item() if len(uncertain) else 0.0
 
     def _backward(self, part: MicroBatch, options: dict[str, Any], *, last: bool) -> GRPOLossOutput:
+        self.policy.train()  # who samples, or evaluates behind the last part, has it without dropout
         # DDP and FSDP average over ranks what has to be a sum. DDP needs to reduce only once; FSDP would have to keep
         # full gradients until then, which costs the memory that it is used to save; a static graph may not change.
         always = last or self.accelerator.is_fsdp2 or self.args.ddp_static_graph

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
+from small_runs import at
 from transformers import AutoModelForCausalLM
 
 from fused_grpo.errors import InputError, NonFiniteError, RewardError, WeightSyncError
@@ -167,6 +168,16 @@ def test_who_samples_or_scores_with_the_policy_has_it_without_dropout(make_train
     trainer.engine.generate = lambda *given: modes.append(trainer.model.training) or generate(*given)
     trainer.train()
     assert modes == [False] * 2 * 5
+
+
+def test_every_part_of_a_step_is_trained_with_dropout(make_trainer):
+    """Also where a callback evaluates between two parts."""
+    trainer, modes = make_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2), []
+    layer = trainer.model.model.layers[0]
+    layer.register_forward_pre_hook(lambda *_: modes.append(layer.training) if torch.is_grad_enabled() else None)
+    trainer.add_callback(at("on_substep_end", lambda *_: trainer.evaluate([{"prompt": "1+1=", "answer": "2"}])))
+    trainer.train()
+    assert modes == [True] * 4
 
 
 def test_the_checkpoint_is_the_trained_model(make_trainer):
