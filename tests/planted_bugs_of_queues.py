@@ -185,16 +185,16 @@ BUGS = {
         [OWN, "-k", "ends_with_it"],
     ),
     "a fork that ends takes the server with it": (
-        "trainer/engines/server/own_server.py",
-        "    if os.getpid() != starter:\n        return\n",
-        "",
+        "trainer/common/contexts.py",
+        "if os.getpid() == process:",
+        "if True:",
         [OWN, "-k", "fork_of_its_trainer"],
     ),
-    "a fork that ends removes the server's folder": (
+    "a fork that ends removes a folder of weights": (
         "trainer/engines/weight_files.py",
         "if os.getpid() == owner:",
         "if True:",
-        [OWN, "-k", "fork_of_its_trainer"],
+        ["tests/trainer/engines/test_weight_files.py", "-k", "a_fork"],
     ),
     "a request that fails holds up all others": (
         "trainer/engines/server/replicas.py",

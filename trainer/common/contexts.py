@@ -7,6 +7,8 @@ an optimizer or a library that calls `next` on an empty iterator would end a run
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, _GeneratorContextManager
 from functools import wraps
@@ -28,6 +30,16 @@ def contextmanager(make: Callable[P, Iterator[T]]) -> Callable[P, AbstractContex
         return _Context(cast(Callable[..., Any], make), args, options)
 
     return context
+
+
+def finalizer(owner: object, end: Callable[..., object], *args: object) -> weakref.finalize[Any, Any]:
+    """As `weakref.finalize(owner, end, *args)`, but nothing in a fork, whose end calls it too."""
+    return weakref.finalize(owner, _in_process, os.getpid(), end, *args)
+
+
+def _in_process(process: int, end: Callable[..., object], *args: object) -> None:
+    if os.getpid() == process:
+        end(*args)
 
 
 class _Context(_GeneratorContextManager[T]):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
 
+from fused_grpo.trainer.common.contexts import finalizer
 from fused_grpo.trainer.common.packages import installed
 
 
@@ -34,7 +34,7 @@ def openenv_environment(
         def __init__(self) -> None:
             self._session = client(base_url=url).sync().connect()
             self._rewards, self.done = list[float](), False
-            weakref.finalize(self, self._session.close)  # a public method would be a tool
+            finalizer(self, self._session.close)  # a public method would be a tool
 
         def reset(self, seed: int, prompt: Any = None, **row: Any) -> str:
             self._rewards = []

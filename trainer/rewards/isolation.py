@@ -22,13 +22,13 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from queue import LifoQueue
 from typing import Any, BinaryIO, ClassVar, Literal, TypeVar
 
 from fused_grpo.errors import InputError, RewardError, quoted, shown
+from fused_grpo.trainer.common.contexts import finalizer
 from fused_grpo.trainer.common.redaction import without_secrets
 from fused_grpo.trainer.common.threads import LONGEST, in_thread
 from fused_grpo.trainer.rewards.reward_call import FLOAT32_MAX, RewardFunction, is_async, load_reward, reward_name
@@ -275,7 +275,7 @@ class Worker:
         except OSError as error:
             message = f"got no process for the isolated {reference} ({error}); fix: free memory or processes"
             raise RewardError(message) from error
-        self.kill = weakref.finalize(self, _kill, self.process, self.socket, self.replies)
+        self.kill = finalizer(self, _kill, self.process, self.socket, self.replies)
         try:
             ready = json.loads(self.line(START_SECONDS))
         except (OSError, EOFError, ValueError) as error:

@@ -119,3 +119,9 @@ def test_every_context_manager_of_the_trainer_is_of_that_kind():
         and any(alias.name == "contextmanager" for alias in node.names)
     }
     assert plain == {"__init__.py"}  # which is imported first, and raises of a ModuleNotFoundError alone
+
+
+def test_what_ends_with_a_process_does_not_end_with_its_forks():
+    """They run all finalizers at their end: one killed the workers, the server or the session of the trainer."""
+    sources = Path(fused_grpo.trainer.__file__).parent.rglob("*.py")
+    assert [path.name for path in sources if "weakref.finalize(" in path.read_text()] == ["contexts.py"]

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -299,7 +300,7 @@ def from_the_farm(farm, monkeypatch) -> Iterator[None]:
         processes[-1].stdin = None
         return processes[-1]
 
-    monkeypatch.setattr(own_server.subprocess, "Popen", started)
+    monkeypatch.setattr(own_server, "subprocess", SimpleNamespace(Popen=started, PIPE=subprocess.PIPE))
     yield
     for process in processes:  # of a test that failed
         with suppress(ProcessLookupError):

@@ -1,7 +1,9 @@
 """Weights for an engine: their checkpoint names, a tied head, and files that are removed after use."""
 
+import os
 import shutil
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -162,3 +164,16 @@ def test_a_folder_that_cannot_be_removed_is_left_to_the_next_process(tmp_path, m
     with temporary_folder(0, directory=str(tmp_path)) as folder:
         assert folder.is_dir()
     assert not folder.exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12's, for any process with threads
+def test_a_fork_that_ends_inside_leaves_the_folder(tmp_path) -> None:
+    with ExitStack() as stack:
+        folder = stack.enter_context(temporary_folder(0, directory=str(tmp_path)))
+        if (child := os.fork()) == 0:
+            try:
+                stack.close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert folder.is_dir()

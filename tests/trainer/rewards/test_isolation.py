@@ -96,6 +96,19 @@ def test_the_worker_ends_with_its_function(source):
     assert not os.path.exists(f"/proc/{pids[0]}")
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # Python 3.12's, for any process with threads
+def test_a_fork_of_the_trainer_that_ends_leaves_the_worker(source):
+    function = isolated(f"{source}behaves", timeout=30)
+    assert function(completions=["a"], answer=[0]) == [1.0]
+    if (child := os.fork()) == 0:
+        try:
+            function._worker.kill()  # as at the end of any process
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert function._worker.process.poll() is None
+
+
 def test_a_worker_that_does_not_read_is_replaced(source):
     function = isolated(f"{source}behaves", timeout=1.0)
     function(completions=["a"], answer=[0])

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from fused_grpo.errors import shown
+from fused_grpo.trainer.common.contexts import finalizer
 from fused_grpo.trainer.common.redaction import public_text
 from fused_grpo.trainer.engines.server import server_command
 from fused_grpo.trainer.engines.vllm.start_vllm import DEFAULT_ENVIRONMENT
@@ -71,8 +71,8 @@ class OwnServer:
                     stderr=file,
                     start_new_session=True,  # a process group of its own, which Ctrl-C does not reach
                 )
-            resources.callback(_end, self._process, os.getpid())
-            self.close = weakref.finalize(self, resources.pop_all().close)
+            resources.callback(_end, self._process)
+            self.close = finalizer(self, resources.pop_all().close)
 
     @property
     def has_ended(self) -> bool:
@@ -114,13 +114,8 @@ def _device() -> dict[str, str]:
     return dict.fromkeys(names, visible.split(",")[index].strip() if visible else str(index))
 
 
-def _end(process: subprocess.Popen[bytes], starter: int) -> None:
-    """Have the process group end, while vLLM removes its shared memory, and kill what is left after some seconds.
-
-    Nothing in a fork of the process that has started it, whose end calls this too.
-    """
-    if os.getpid() != starter:
-        return
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Have the process group end, while vLLM removes its shared memory, and kill what is left after some seconds."""
     deadline = time.monotonic() + _END_SECONDS
     with suppress(ProcessLookupError):  # all have ended
         os.killpg(process.pid, signal.SIGTERM)

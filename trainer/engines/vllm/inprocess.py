@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
-from fused_grpo.trainer.common.contexts import contextmanager
+from fused_grpo.trainer.common.contexts import contextmanager, finalizer
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.checked_engine import checked_load_weights
 from fused_grpo.trainer.engines.sampling import (
@@ -180,7 +180,7 @@ class VLLMEngine(RolloutEngine):
             for logger in map(logging.getLogger, _LOUD_LOGGERS):
                 resources.callback(logger.setLevel, logger.level)
                 logger.setLevel(logging.ERROR)
-            self._close = weakref.finalize(self, resources.pop_all().close)
+            self._close = finalizer(self, resources.pop_all().close)
         config = self._llm.llm_engine.model_config
         # Not those that were asked for: vLLM may have started without its mask.
         self._has_mask = getattr(config, "return_sampling_mask", False)
