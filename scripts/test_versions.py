@@ -48,7 +48,7 @@ ROWS = (
     Row(PINNED, "", (), (*TESTS, "tests/test_demo.py")),
     Row("torch-2.12", "3.12", ("torch==2.12.*",)),
     Row("torch-2.14", "3.13", ("torch==2.14.*",)),
-    Row("newest", "3.13", ()),
+    Row("newest", "3.14", ()),
 )
 
 
