@@ -279,7 +279,8 @@ class StepMetrics:
     """Collects the metrics of steps for the next entry and the next line, and mean loss and time of one `train`."""
 
     def __init__(self) -> None:
-        self.start, self.steps, self.loss = time.time(), 0, {"total": 0.0, "count": 0}
+        self.start, self.steps = time.time(), 0
+        self.run: dict[str, dict[str, Any]] = {"loss": {"total": 0, "count": 0}}
         # Saved with a checkpoint: of each metric total and count of its finite values, in LATEST of the last value.
         self.windows: dict[str, dict[str, dict[str, Any]]] = {"unlogged": {}, "unshown": {}}
         self.generation: Mapping[str, Any] = {}  # the one that was counted last
@@ -287,18 +288,19 @@ class StepMetrics:
     def add(self, record: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
         """One step. The metrics of its generated batch count once, as in TRL, although several steps may use it."""
         self.steps += 1
-        _add(self.loss, record.get("loss"))
         counted = generation.keys() if generation is self.generation else ()
         self.generation = generation
         for name, value in record.items():
             # The entry has step and epoch from the state. Names, such as that of the engine, have no mean.
-            if name not in ("step", "epoch", *counted) and not isinstance(value, str):
+            if name in ("step", "epoch", *counted) or isinstance(value, str):
+                continue
+            for window, sums in {**self.windows, "run": self.run}.items():
+                if name in LATEST or name not in sums:
+                    sums[name] = {"total": 0, "count": 0}
                 # Most of the first one's is compilation, also in a run that is resumed.
-                is_warm = name != "step_time" or self.steps > 1
-                for window, sums in self.windows.items():
-                    if name in LATEST or name not in sums:
-                        sums[name] = {"total": 0, "count": 0}
-                    _add(sums[name], value if is_warm or window == "unlogged" else None)
+                is_warm = name != "step_time" or self.steps > 1 or window == "unlogged"
+                if is_warm and value is not None and math.isfinite(value):
+                    sums[name] = {"total": sums[name]["total"] + value, "count": sums[name]["count"] + 1}
 
     def take(self, window: str = "unlogged") -> dict[str, Any]:
         """The means over the steps since the last call; None where a metric had no finite value."""
@@ -312,12 +314,7 @@ class StepMetrics:
         samples = self.steps * sequences_per_step
         speed: dict[str, Any] = speed_metrics("train", self.start, num_samples=samples, num_steps=self.steps)
         # A number of floating point operations is not counted.
-        return speed | {"total_flos": 0.0, "train_loss": _mean(self.loss) or 0.0}
-
-
-def _add(sums: dict[str, Any], value: float | None) -> None:
-    if value is not None and math.isfinite(value):
-        sums["total"], sums["count"] = sums["total"] + value, sums["count"] + 1
+        return speed | {"total_flos": 0.0, "train_loss": _mean(self.run["loss"]) or 0.0}
 
 
 def _mean(sums: dict[str, Any]) -> float | None:
