@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +57,7 @@ from fused_grpo.trainer.models.adapters import (
     adapter_stream,
     as_reference,
     base_model,
+    check_adapter,
     checkpoint_weights,
     is_adapted,
     trained_state,
@@ -101,6 +102,8 @@ class Learner:
 
     InputError for a teacher with a smaller vocabulary, UnsupportedError for one beside virtual tokens.
     """
+
+    _trained: Set[int] = frozenset()  # the ids of the weights that are, since they were last checked
 
     def __init__(
         self,
@@ -241,10 +244,13 @@ class Learner:
 
     def _check_weights(self) -> None:
         """What is trained has been so since the trainer was made, whose optimizer has nothing else; some of it is."""
+        if is_adapted(self._unwrapped.model):
+            check_adapter(self._unwrapped.model)
         now = dict(self._unwrapped.named_parameters())
         had = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
         # FSDP2 puts other objects into the place of its shards.
         others = now.keys() ^ self._made.keys()
+        self._trained = {id(one) for one in now.values() if one.requires_grad}
         for name in now.keys() & self._made.keys():
             made, one = self._made[name], now[name]
             is_same = one is made.weight or self.accelerator.is_fsdp2
@@ -254,7 +260,7 @@ class Learner:
                 or (one.requires_grad and not made.is_trained and id(one) not in had)
             ):
                 others.add(name)
-        if others or not any(one.requires_grad for one in now.values()):
+        if others or not self._trained:
             what = f"{len(others)} weights, such as {min(others)}," if others else "weights, none of which is trained,"
             raise InputError(
                 f"got {what} that are not as they were when the trainer was made (another tensor, shape or dtype, or "
@@ -273,6 +279,9 @@ class Learner:
         NonFiniteError where the loss or the gradient norm is not finite, after `max_skipped_steps` such steps in a row;
         nothing has been updated.
         """
+        trained = {id(one) for one in self._unwrapped.parameters() if one.requires_grad}
+        if trained != self._trained and not self.accelerator.is_fsdp2:  # by a callback: another adapter, or more layers
+            self._check_weights()
         batch, packed, options, of_uncertain = self._prepared(batch)
         self.policy.zero_grad()  # of gradients that a reward or a callback has left
         try:
@@ -390,7 +399,15 @@ class Learner:
         model = self._unwrapped.model
         gather_objects("gathering the weights", None)  # a shard is no other rank's answer
         if is_adapted(model):
-            return trained_state(model)
+            state = trained_state(model)
+            trained = {name.removeprefix("model.") for name, made in self._made.items() if made.is_trained}
+            if lost := trained - state.keys():
+                raise InputError(
+                    f"got an active adapter without {len(lost)} of the {len(trained)} trained weights, such as "
+                    f"{min(lost)}, want all in its file; fix: set_adapter(<its name>) or enable_adapter_layers(); "
+                    "save before merge_and_unload() or unload()"
+                )
+            return state
         state = self.accelerator.get_state_dict(self.policy)
         tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
         named = {name.removeprefix("model."): tensor for name, tensor in state.items()}

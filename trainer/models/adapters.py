@@ -91,7 +91,7 @@ def adapt(
     keep_exact(model)
     keep_reference = keep_reference or args.beta > 0
     if is_adapted(model):
-        _check_given(model, peft_config, peft)
+        check_adapter(model, peft_config)
         # As rank 0 finds: under FSDP2 it may be the only one that has read the weights.
         if keep_reference and (
             REFERENCE in model.peft_config or not broadcast_object_list([_equals_base(model, peft)])[0]
@@ -335,8 +335,8 @@ def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
             )
 
 
-def _check_given(model: Any, config: Any, peft: Any) -> None:
-    if config is not None or not isinstance(model, peft.PeftModel):
+def check_adapter(model: Any, config: Any = None) -> None:
+    if config is not None or not isinstance(model, (peft := _peft()).PeftModel):
         raise InputError(
             f"got a {type(model).__name__} that has an adapter{' and a peft_config' if config is not None else ''}, "
             "want a PeftModel alone, or a plain model and a peft_config; fix: merge_and_unload() or no peft_config; of "

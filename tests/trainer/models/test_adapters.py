@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from batches import batch_of, column
 from peft import AdaLoraConfig, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from fused_grpo.errors import (
     CheckpointError,
@@ -367,6 +369,39 @@ def test_a_disabled_adapter_is_refused_and_trains_once_enabled(make_lora_trainer
     model.base_model.enable_adapter_layers()
     make_lora_trainer(model, peft_config=None).train()
     assert any(parameter.any() for name, parameter in model.named_parameters() if "lora_B" in name)
+
+
+CHANGES = {
+    "merged": (lambda model: model.merge_adapter(), "adapter is merged", None),
+    "gone": (lambda model: model.merge_and_unload(), "not as they were", "without 28 of the 28 trained weights"),
+    "another": (lambda model: model.set_adapter("other"), "not as they were", "without 28 of the 28 trained"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_adapter_that_is_no_longer_the_trained_one(make_lora_trainer, adapted, tmp_path, name):
+    change, untrained, unsaved = CHANGES[name]
+    model = adapted()
+    model.add_adapter("other", LoraConfig(**PLAIN))
+    trainer = make_lora_trainer(model, peft_config=None, engine=TransformersEngine, max_steps=2)
+    change(model)
+    with pytest.raises(InputError, match=untrained):
+        trainer.train()
+    with nullcontext() if unsaved is None else pytest.raises(InputError, match=unsaved):
+        trainer.save_model(tmp_path / "saved")
+    assert (tmp_path / "saved").exists() is (unsaved is None)
+
+
+def test_an_adapter_that_a_callback_puts_in_the_place_of_the_trained_one(make_lora_trainer, adapted):
+    model = adapted()
+    model.add_adapter("other", LoraConfig(**PLAIN))
+    trainer = make_lora_trainer(model, peft_config=None, engine=TransformersEngine)
+    trainer.add_callback(
+        type("Switch", (TrainerCallback,), {"on_step_end": lambda *args, **more: model.set_adapter("other")})
+    )
+    with pytest.raises(InputError, match=r"lora_A\.other\.weight, that are not as they were"):
+        trainer.train()
+    assert trainer.step == 1
 
 
 @pytest.mark.parametrize("rslora", [False, True])
