@@ -7,11 +7,8 @@ on the command line, and a mapping (or JSON) in YAML.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import shlex
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
 from functools import partial
@@ -30,7 +27,7 @@ from fused_grpo.trainer.common.yaml_loader import YamlLoader
 from fused_grpo.trainer.config.checks import check_teacher
 from fused_grpo.trainer.config.derived_options import mapping
 from fused_grpo.trainer.config.grpo_config import PYTHON_TYPES, GRPOConfig, changed_options, own_fields
-from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, unknown_options
+from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, unknown_options, with_help
 from fused_grpo.trainer.tasks.named import ARITHMETIC, BUILT_IN, CALCULATOR
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -93,6 +90,7 @@ _TAG = "tag:yaml.org,2002:"
 _TAGS_OF_TEXT = {f"{_TAG}{kind}" for kind in ("bool", "int", "float", "timestamp")}
 
 
+@with_help
 @dataclass(kw_only=True)
 class TrainOptions(GRPOConfig):
     """Train a causal language model with GRPO. Without --model: a built-in task."""
@@ -393,26 +391,14 @@ def _as_meant(name: str, value: Any, path: Path) -> Any:
     return value
 
 
-def field_docstrings(cls: type) -> dict[str, str]:
-    """The string below each annotated field of a class, its parents' included."""
-    texts: dict[str, str] = {}
-    for owner in reversed(cls.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, below in zip(body.body, body.body[1:], strict=False):
-            match statement, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    texts[name] = " ".join(text.split())
-    return texts
-
-
 def _sectioned(defaults: TrainOptions, demo: dict[str, Any]) -> type:
     """A dataclass of dataclasses, one per section, since tyro groups options so; `demo` has values for the help."""
     real = TrainOptions()
-    types, helps = get_type_hints(TrainOptions), field_docstrings(TrainOptions)
+    types = get_type_hints(TrainOptions)
     sections: dict[str, list[Any]] = {title: [] for title in SECTIONS.values()}
     title = ""
-    for name in (entry.name for entry in own_fields(TrainOptions)):
+    for entry in own_fields(TrainOptions):
+        name = entry.name
         title = SECTIONS.get(name, title)
         annotation: Any = types[name]
         if annotation == dict[str, Any] | str | None:
@@ -421,7 +407,7 @@ def _sectioned(defaults: TrainOptions, demo: dict[str, Any]) -> type:
             annotation = Annotated[annotation, tyro.conf.FlagCreatePairsOff]
         demos = f"; demo: {demo[name]}" if name in demo and demo[name] != getattr(real, name) else ""
         shown: dict[str, Any] = {
-            "help": helps[name],
+            "help": entry.metadata.get("help"),
             "help_behavior_hint": lambda default, demos=demos: f"(default: {default or 'none'}{demos})",
             "metavar": METAVARS.get(types[name]),
             "aliases": ALIASES.get(name),

@@ -16,7 +16,13 @@ from fused_grpo.errors import FusedGRPOError, WrongTypeError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
-from fused_grpo.trainer.config.trl_fields import MISSING, refuse_unless_harmless, refusing_others, with_trl_fields
+from fused_grpo.trainer.config.trl_fields import (
+    MISSING,
+    refuse_unless_harmless,
+    refusing_others,
+    with_help,
+    with_trl_fields,
+)
 from fused_grpo.trainer.types import SamplingParams
 
 # HfArgumentParser of transformers has one type per option, that of its text: of a union, the second member but None.
@@ -37,6 +43,7 @@ PYTHON_TYPES: dict[str, Any] = {
 
 
 @refusing_others
+@with_help
 @dataclass
 @with_trl_fields
 class GRPOConfig(LossOptions, DerivedOptions):

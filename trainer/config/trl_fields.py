@@ -9,12 +9,17 @@ here changes nothing; a value that changes nothing either gets a warning with th
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
+import inspect
 import json
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
@@ -76,6 +81,30 @@ def refusing_others(cls: type[Config]) -> type[Config]:
         construct(self, *values, **options)
 
     cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
+
+
+def field_docstrings(cls: type) -> dict[str, str]:
+    """The string below each annotated field of a class, its parents' included."""
+    texts: dict[str, str] = {}
+    for owner in reversed(cls.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, below in zip(body.body, body.body[1:], strict=False):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
+
+
+def with_help(cls: type[Config]) -> type[Config]:
+    """The dataclass, whose fields have their docstrings where HfArgumentParser, of TRL's scripts, looks for a help."""
+    texts = {name: f"Of TRL; other values: {missing.others}. {missing.why}" for name, missing in MISSING.items()}
+    with contextlib.suppress(OSError):  # installed without its source
+        texts |= field_docstrings(cls)
+    for entry in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if entry.name in texts:
+            entry.metadata = MappingProxyType({"help": texts[entry.name]})
     return cls
 
 

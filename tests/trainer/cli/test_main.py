@@ -14,14 +14,13 @@ from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.cli.options import (
     SECTIONS,
     TrainOptions,
-    field_docstrings,
     find_config,
     parse_train_options,
     read_yaml,
 )
 from fused_grpo.trainer.cli.train import load_prompts
 from fused_grpo.trainer.config.grpo_config import MAPPINGS, GRPOConfig, own_fields
-from fused_grpo.trainer.config.trl_fields import MISSING
+from fused_grpo.trainer.config.trl_fields import MISSING, field_docstrings
 from fused_grpo.trainer.logging.run_log import RunLog
 from fused_grpo.trainer.tasks.named import _named_value
 

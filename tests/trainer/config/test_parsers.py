@@ -13,7 +13,7 @@ from transformers import HfArgumentParser
 
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.config.grpo_config import MAPPINGS, GRPOConfig
-from fused_grpo.trainer.config.trl_fields import MISSING
+from fused_grpo.trainer.config.trl_fields import MISSING, field_docstrings
 
 FIELDS = {entry.name: entry for entry in dataclasses.fields(GRPOConfig)}
 # Where a default of None says nothing about the type, and where another value excludes it.
@@ -62,6 +62,15 @@ def hf_parse(arguments: list[str]) -> GRPOConfig:
 def test_both_parsers_leave_every_default():
     assert hf_parse(["--output_dir", "x"]) == GRPOConfig("x")
     assert trl_parser().parse_args_and_config(["--output_dir", "x"]) == (GRPOConfig("x"),)
+
+
+@pytest.mark.parametrize("parser", [lambda: HfArgumentParser((GRPOConfig,)), trl_parser], ids=["transformers", "TRL"])
+def test_the_help_of_a_script_says_what_every_field_is(parser, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # words are not cut
+    texts = {entry.dest: entry.help for entry in parser()._actions}
+    assert all(texts[name] for name in FIELDS)
+    shown = parser().format_help()
+    assert all(text in shown for text in field_docstrings(GRPOConfig).values())
 
 
 def test_every_field_is_read_from_text():
