@@ -9,7 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from batches import batch_of, column
-from peft import AdaLoraConfig, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -352,8 +359,8 @@ def test_arguments_that_contradict_each_other_are_refused(make_lora_trainer, ada
     for beta in (0.0, 0.1):
         with pytest.raises(InputError, match="is_trainable=True"):
             make_lora_trainer(adapted().requires_grad_(False), peft_config=None, beta=beta)
-    inside = make_model()
-    inside.add_adapter(LoraConfig(**PLAIN))
+    # As its `add_adapter` does, which in transformers 5.24 wants a PEFT that is not there yet.
+    inside = inject_adapter_in_model(LoraConfig(**PLAIN), make_model())
     with pytest.raises(InputError, match=r"a Qwen2ForCausalLM that has an adapter, .*PeftModel.from_pretrained\("):
         make_lora_trainer(inside, peft_config=None)
 
