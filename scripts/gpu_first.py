@@ -227,9 +227,9 @@ class Running:
         if self.stage.environment.get("FUSED_GRPO_TEST_DEVICE") != "cpu":
             env.pop("TRITON_INTERPRET", None)
         given: dict[str, Any] = {"cwd": ROOT, "env": env | self.stage.environment, "stderr": subprocess.STDOUT}
+        given |= {"start_new_session": True, "preexec_fn": end_with_parent}
         with self.own.open("wb") as file:
-            given["preexec_fn"] = end_with_parent
-            self.process = subprocess.Popen(command, stdout=file, start_new_session=True, **given)
+            self.process = subprocess.Popen(command, stdout=file, **given)
         self.said = self.own.open(errors="replace")
 
     def ended(self) -> bool:

@@ -290,11 +290,12 @@ class StepMetrics:
         self.steps += 1
         counted = generation.keys() if generation is self.generation else ()
         self.generation = generation
+        collected = {**self.windows, "run": self.run}
         for name, value in record.items():
             # The entry has step and epoch from the state. Names, such as that of the engine, have no mean.
             if name in ("step", "epoch", *counted) or isinstance(value, str):
                 continue
-            for window, sums in {**self.windows, "run": self.run}.items():
+            for window, sums in collected.items():
                 if name in LATEST or name not in sums:
                     sums[name] = {"total": 0, "count": 0}
                 # Most of the first one's is compilation, also in a run that is resumed.

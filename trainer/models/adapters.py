@@ -336,6 +336,7 @@ def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
 
 
 def check_adapter(model: Any, config: Any = None) -> None:
+    """InputError for a model with an adapter that cannot be trained as it is, or together with a `peft_config`."""
     if config is not None or not isinstance(model, (peft := _peft()).PeftModel):
         raise InputError(
             f"got a {type(model).__name__} that has an adapter{' and a peft_config' if config is not None else ''}, "
@@ -367,8 +368,7 @@ def _check_trained(model: Any) -> None:
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not names:
         raise InputError(
-            "got a PeftModel that is frozen, want its adapter trained; fix: load it with is_trainable=True, or a "
-            "config with inference_mode=False"
+            "got a PeftModel that is frozen, want it trained; fix: load with is_trainable=True or inference_mode=False"
         )
     of_adapters = [f".{adapter}." for adapter in model.peft_config]
     beside = [name for name in names if not any(map(f"{name}.".__contains__, of_adapters))]

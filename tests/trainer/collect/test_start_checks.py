@@ -133,7 +133,7 @@ BROKEN = ["[" * 20_000 + "]" * 20_000, "{", "null", "[]", "5"]
 # Of a config: (changes, message).
 FIELDS = [
     ({"hidden_size": -1}, "negative dimension"),
-    ({"num_attention_heads": 0}, "by zero"),
+    ({"num_attention_heads": 0}, "(modulo|division) by zero"),
     ({"vocab_size": 10**12}, "want about 1.02 PB"),
     ({"pad_token_id": 10**6}, "Padding_idx"),
     ({"model_type": "typo"}, "model type `typo`"),
