@@ -220,7 +220,7 @@ class _Played:
         if self.answers.has_timed_out:
             self.leave_environment()
         messages = [{"role": "tool", "name": call.name, "content": text} for call, text in answers]
-        if is_done(self.environment):
+        if self.environment is not None and is_done(self.environment):
             # No token bounds these: as they are in the records.
             self.messages += [{"role": "tool", "name": call.name, "content": call.result} for call, _ in answers]
             self.ended = "done"
