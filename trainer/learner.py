@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.errors import InputError
 from fused_grpo.integrations.model_modes import (
     checkpoint_activations,
     disable_dropout,
@@ -69,7 +69,7 @@ from fused_grpo.trainer.models.optimizer import EntropyController, make_optimize
 from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.models.weight_stream import WeightStream
 from fused_grpo.trainer.policy import PolicyLoss, Teacher, What, evaluating, router_loss_coefficient
-from fused_grpo.trainer.self_check import Measured, self_check, shared_layout
+from fused_grpo.trainer.self_check import Measured, check_options, self_check, shared_layout
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
 Context = AbstractContextManager[Any] | None
@@ -127,9 +127,7 @@ class Learner:
         warn_of_rounding(model, args.learning_rate)
         if args.disable_dropout:
             disable_dropout(model)
-        self.router_coefficient = router_loss_coefficient(base_model(model), args)
         self.vocab_size = base_model(model).config.get_text_config().vocab_size  # token ids are below it
-        self.can_skip = can_skip(args, router_coefficient=self.router_coefficient)
         routing = RouterReplay(base_model(model), replaces=args.router_replay)
         self.routing = routing if routing.layers or args.router_replay else None
         # The number of layers, and of experts in those that have some.
@@ -139,7 +137,7 @@ class Learner:
             self.loss_config,
             temperature=args.temperature,
             chunk_bytes=args.chunk_bytes,
-            router_aux_loss_coef=self.router_coefficient,
+            router_aux_loss_coef=router_loss_coefficient(base_model(model), args),
             routing=self.routing,
         )
         alone = None
@@ -147,6 +145,7 @@ class Learner:
             alone = PolicyLoss(teacher, self.loss_config, temperature=args.temperature)
         head_rows, hidden_size = base_model(model).get_output_embeddings().weight.shape
         layout, self.is_random = self._self_check([policy] if alone is None else [policy, alone])
+        self.can_skip = can_skip(args, router_coefficient=self.router_coefficient)
         self.packing = dataclasses.replace(
             layout,
             attention=attention_cost(hidden_size),
@@ -184,11 +183,8 @@ class Learner:
         with all_ranks_succeed(self.accelerator, doing := "checking the model"):
             found += [self_check(policy) for policy in policies if self.accelerator.is_main_process]
         measured = gather_objects(doing, found)[0]
-        if self.args.disable_dropout and measured[0].is_random:
-            raise UnsupportedError(
-                f"got disable_dropout=True and a {type(base_model(policies[0].model)).__name__} that is random in "
-                "training mode all the same, want rates as attributes of its layers; fix: a config whose dropout is 0"
-            )
+        check_options(measured[0], policies[0], self.args)
+        self.router_coefficient = policies[0].router_aux_loss_coef
         # The routers' loss counts the tokens of a prompt once for each of its completions, as in TRL.
         may_share = not (self.router_coefficient or self.args.batch_invariant)
         layout = shared_layout(measured, share_prompts=self.args.share_prompts, may_share=may_share)

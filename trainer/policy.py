@@ -231,18 +231,12 @@ def tree_mask(seen_until: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def router_loss_coefficient(model: PreTrainedModel, args: GRPOConfig) -> float:
-    """`args.router_aux_loss_coef`; where that is None, the model's own. 0 for a model without router logits.
+    """`args.router_aux_loss_coef`; where that is None, the model's own. 0 for a model that knows no router logits.
 
-    InputError for a coefficient without router logits; and for one with reentrant gradient checkpointing, which runs
-    the routers without autograd.
+    InputError for one with reentrant gradient checkpointing, which runs the routers without autograd.
     """
     config, given = model.config.get_text_config(), args.router_aux_loss_coef
     if not hasattr(config, "output_router_logits"):
-        if given:
-            raise InputError(
-                f"got router_aux_loss_coef={given} with a {type(model).__name__}, which does not return router "
-                "logits, want a mixture-of-experts model that does; fix: leave it out"
-            )
         return 0.0
     own = getattr(config, "router_aux_loss_coef", None) or 0.0
     coefficient = float(own if given is None else given)

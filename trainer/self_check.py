@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo.errors import FusedGRPOError, UnsupportedError
+from fused_grpo.errors import FusedGRPOError, InputError, UnsupportedError
 from fused_grpo.integrations.model_head import check_transform, head_of
 from fused_grpo.integrations.model_modes import as_it_was, has_dropout, replaced
 from fused_grpo.trainer.batching.micro_batches import Packing, pack
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.models.adapters import base_model, is_prompt_tuned
 from fused_grpo.trainer.models.attention import sees_all, takes_any_lengths
 from fused_grpo.trainer.policy import PolicyLoss
@@ -40,6 +41,7 @@ class Measured:
     one_row: bool  # whether attention takes sequences of any lengths, without a mask
     share_prompts: bool  # whether completions of one prompt may share it, kept apart by a mask
     is_random: bool  # whether log-probs in training mode differ from the sampler's
+    has_routers: bool  # whether it returns router logits; a config may have their loss and a model no experts (Doge)
 
 
 @torch.no_grad()
@@ -63,7 +65,7 @@ def self_check(policy: PolicyLoss) -> Measured:
             if (routing := policy.routing) is not None and routing.replaces:
                 row = _row(model, [_FIRST])
                 routing.check(lambda own: policy.measure(replace(row, routed_experts=own), "logprobs"))
-            is_random = has_dropout(given)
+            is_random, has_routers = has_dropout(given), policy.router_aux_loss_coef != 0.0 and _has_routers(model)
     except (FusedGRPOError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -76,7 +78,26 @@ def self_check(policy: PolicyLoss) -> Measured:
             f"{name} does not keep the sequences of a packed row apart; every sequence gets a row of its own, padded "
             "to the longest of its micro-batch"
         )
-    return Measured(name, share_rows, share_rows and any_lengths, share_prompts, is_random)
+    return Measured(name, share_rows, share_rows and any_lengths, share_prompts, is_random, has_routers)
+
+
+def check_options(measured: Measured, policy: PolicyLoss, args: GRPOConfig) -> None:
+    """Check the options against what was measured. Where there are no router logits, their loss is left out.
+
+    UnsupportedError for dropout that cannot be disabled, InputError for a coefficient without router logits.
+    """
+    name, given = type(policy.causal_lm).__name__, args.router_aux_loss_coef
+    if args.disable_dropout and measured.is_random:
+        raise UnsupportedError(
+            f"got disable_dropout=True and a {name} that is random in training mode all the same, want rates as "
+            "attributes of its layers; fix: a config whose dropout is 0"
+        )
+    if given and not measured.has_routers:
+        raise InputError(
+            f"got router_aux_loss_coef={given} with a {name}, which does not return router logits, want a "
+            "mixture-of-experts model that does; fix: leave it out"
+        )
+    policy.router_aux_loss_coef *= measured.has_routers
 
 
 def shared_layout(models: Sequence[Measured], *, share_prompts: bool | None = None, may_share: bool = True) -> Packing:
@@ -132,6 +153,12 @@ def _takes_trees(policy: PolicyLoss, model: Any) -> bool:
     return False
 
 
+def _has_routers(model: Any) -> bool:
+    # The backbone: for no router, the loss that a model itself makes of them may fail.
+    output = model.base_model(**_inputs(model, _FIRST), output_router_logits=True)
+    return bool(getattr(output, "router_logits", None))
+
+
 def _row(model: Any, *trees: Sequence[Sequence[int]]) -> MicroBatch:
     """The trees in one row: sequences with the same first token. All of their tokens but that are completions."""
     embedding = model.get_input_embeddings().weight
@@ -146,9 +173,13 @@ def _row(model: Any, *trees: Sequence[Sequence[int]]) -> MicroBatch:
 
 def _own_logits(model: Any, *tokens: int) -> Tensor:
     """[T - 1, V]: the model's own, of the tokens that predict another."""
-    embedding = model.get_input_embeddings().weight
-    logits: Tensor = model(input_ids=torch.tensor([tokens], device=embedding.device) % len(embedding)).logits
+    logits: Tensor = model(**_inputs(model, tokens)).logits
     return logits[0, :-1].float()
+
+
+def _inputs(model: Any, tokens: Sequence[int]) -> dict[str, Tensor]:
+    embedding = model.get_input_embeddings().weight
+    return {"input_ids": torch.tensor([tokens], device=embedding.device) % len(embedding)}
 
 
 def _apart(policy: PolicyLoss, row: MicroBatch, own: Sequence[Tensor]) -> list[tuple[float, float]]:

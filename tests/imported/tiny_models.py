@@ -94,6 +94,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 64},
     },
+    "dory": {
+        **{"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        **{"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
+    },
+    "dots3_note_text": {"per_layer_config": {}, "layer_types": ["indexed_attention"] * 2},
+    "flint": {"mlp_only_layers": [0]},
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -106,6 +112,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"is_decoder": True, "attn_layers": ["local", "local"], "axial_pos_shape": [8, 8],
                  "axial_pos_embds_dim": [16, 16]},
     "xmod": {"default_language": "en_XX"},
@@ -114,7 +121,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "zamba": {**ZAMBA, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
-    "zamba2": {**ZAMBA, "n_mamba_heads": 8, "layers_block_type": ["mamba", "hybrid"]},
+    "zamba2": {**ZAMBA, "n_mamba_heads": 8, "layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
     "xlstm": {"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0},
     "qwen4_exp_text": {
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16},

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from batches import batch_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 from fused_grpo import GRPOLossConfig
@@ -197,6 +198,21 @@ def test_what_has_no_router_logits_is_refused(make_model):
         GRPOConfig(router_aux_loss_coef=-1.0)
     with pytest.raises(UnsupportedError, match="no router logits from a MixtralForCausalLM"):
         router_aux_loss(make("Mixtral"), object(), torch.ones(1, 1))
+
+
+def test_a_model_without_experts_trains_without_the_loss_of_its_config():
+    """Doge is dense by default, and its config has a coefficient: found at the first step once, and refused."""
+
+    def learner(**options):
+        return Learner(tiny_model("doge"), GRPOConfig(**options), Accelerator(cpu=True), max_steps=1)
+
+    assert tiny_model("doge").config.router_aux_loss_coef > 0
+    dense = learner()
+    assert dense.policy.router_aux_loss_coef == dense.router_coefficient == 0
+    assert dense.can_skip
+    with pytest.raises(InputError, match=r"router_aux_loss_coef=0.1 with a DogeForCausalLM, .* fix: leave it out"):
+        learner(router_aux_loss_coef=0.1)
+    assert Learner(make("Mixtral"), GRPOConfig(), Accelerator(cpu=True), max_steps=1).router_coefficient == 0.02
 
 
 @pytest.mark.parametrize("name", MODELS)
