@@ -43,7 +43,7 @@ BUGS = {
     ),
     "each rank has a baseline of its part": (
         COLLECTOR,
-        'parts = [own] if is_whole else gather_objects("joining groups", own)',
+        "parts = [own] if is_whole else gather_objects(doing, own)",
         "parts = [own] * self.accelerator.num_processes",
         RANKS,
     ),

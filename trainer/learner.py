@@ -86,10 +86,6 @@ class _Made(NamedTuple):
     form: tuple[torch.dtype, torch.Size]
     is_trained: bool
 
-    @classmethod
-    def of(cls, weight: Tensor) -> _Made:
-        return cls(weight, (weight.dtype, weight.shape), weight.requires_grad)
-
 
 class Learner:
     """The policy, its reference, its optimizer and schedule.
@@ -174,7 +170,8 @@ class Learner:
         self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=head_rows)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
         self.beginning = self._beginning(optimizer)
-        self._made = {name: _Made.of(one) for name, one in self._unwrapped.named_parameters()}
+        named = self._unwrapped.named_parameters()
+        self._made = {name: _Made(one, (one.dtype, one.shape), one.requires_grad) for name, one in named}
 
     def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[Packing, bool]:
         """How rows may be shared, and whether the policy in training mode is random."""

@@ -58,8 +58,7 @@ class _Part(property):
         )
 
 
-def _part(path: str) -> Any:
-    return _Part(path)
+_part: Any = _Part  # whose attributes have the types of what is in their place
 
 
 class TransformersFace:

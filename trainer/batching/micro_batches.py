@@ -19,9 +19,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.distributed.failures import gather_objects
 from fused_grpo.trainer.models.attention import tree_cost, tree_sizes
 from fused_grpo.trainer.types import ListedTokens, MicroBatch, Sample, with_fields
 
@@ -287,11 +285,6 @@ class _Rows:
             self.count += 1
         insort(self._free, (free - length, row))
         return (row + 1) * self.length - free
-
-
-def of_all_ranks(samples: list[Sample]) -> list[Sample]:
-    """The samples of all ranks, one rank's after the other's. A collective: every rank must call it."""
-    return list(chain.from_iterable(map(from_tensors, gather_objects("joining the batch", as_tensors(samples)))))
 
 
 def balanced(batch: list[Sample], ranks: int, packing: Packing) -> list[list[Sample]]:

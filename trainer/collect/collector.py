@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.errors import RewardError, UnavailableError
-from fused_grpo.trainer.batching.micro_batches import balanced, of_all_ranks, skip_zero_advantages
+from fused_grpo.trainer.batching.micro_batches import balanced, skip_zero_advantages
 from fused_grpo.trainer.batching.rollout_buffer import GREEDY, RolloutBuffer, as_tensors, from_tensors, without_prefix
 from fused_grpo.trainer.collect.advantages import (
     Scores,
@@ -66,6 +66,7 @@ from fused_grpo.trainer.models.weight_stream import copied
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
 
 T = TypeVar("T")
+U = TypeVar("U")
 Sync = Callable[[], object]  # sends the current weights to the engine, if it has older ones
 
 
@@ -135,7 +136,8 @@ class Collector:
             if self.has_token_advantages:
                 samples = self._with_token_advantages(samples)
             if ranks > 1:  # a step has what it has in one process
-                samples = of_all_ranks(samples)
+                every = map(from_tensors, gather_objects("joining the batch", as_tensors(samples)))
+                samples = list(chain.from_iterable(every))
             # As equal as they can be, with the parts of a group that belong to one step in one.
             cuts = [len(samples) // together * step // self.steps * together for step in range(self.steps + 1)]
             batches = [samples[first:end] for first, end in pairwise(cuts)]
@@ -289,9 +291,10 @@ class Collector:
             compare_ranks("comparing what the stream gave", read)
         if spans_ranks and self.args.reward_failure == "drop":
             # A group that any rank drops its part of is dropped by all ranks that have a part of it.
-            dropped = self._of_groups("dropping groups", [sample.dropped for sample in scored.samples])
+            own = [sample.dropped for sample in scored.samples]
+            dropped = self._by_group("dropping groups", own, lambda group: [any(group)] * len(group))
             pairs = zip(scored.samples, dropped, strict=True)
-            scored = replace(scored, samples=[without_rewards(one) if any(group) else one for one, group in pairs])
+            scored = replace(scored, samples=[without_rewards(one) if is_out else one for one, is_out in pairs])
         if isinstance(self.sampler, CurriculumSampler):
             of_ranks = gather_objects("updating the curriculum", [sample.reward for sample in scored.samples])
             rewards = list(chain.from_iterable(of_ranks))
@@ -302,17 +305,21 @@ class Collector:
 
     def _failed_as_groups(self, rows: list[Row], samples: list[Sample]) -> Drawn:
         """With a failure in all parts of a group that has one on any rank: no reward function is given a part of it."""
-        failures = self._of_groups("looking for failures", [sample.failure for sample in samples])
-        found = [one.failure or next(filter(None, group), None) for one, group in zip(samples, failures, strict=True)]
+
+        def shared(group: list[str | None]) -> list[str | None]:
+            return [one or next(filter(None, group), None) for one in group]
+
+        found = self._by_group("looking for failures", [sample.failure for sample in samples], shared)
         return rows, with_fields(samples, {"failure": found})
 
-    def _of_groups(self, doing: str, own: list[T]) -> list[list[T]]:
-        """For each completion of this rank what all of its group have, on whichever ranks they are. A collective."""
-        parts, size = gather_objects(doing, own), self.args.num_generations
+    def _by_group(self, doing: str, own: list[T], made: Callable[[list[T]], Iterable[U]]) -> list[U]:
+        """For each completion of this rank what is `made` of its group, on whichever ranks: a collective then."""
+        size, is_whole = self.args.num_generations, self.group_part == self.args.num_generations
+        parts = [own] if is_whole else gather_objects(doing, own)
         every = list(chain.from_iterable(parts))
-        before = sum(map(len, parts[: self.accelerator.process_index]))
-        starts = (place // size * size for place in range(before, before + len(own)))
-        return [every[first : first + size] for first in starts]
+        found = chain.from_iterable(made(every[first : first + size]) for first in range(0, len(every), size))
+        before = 0 if is_whole else sum(map(len, parts[: self.accelerator.process_index]))
+        return list(islice(found, before, before + len(own)))
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -443,12 +450,8 @@ class Collector:
         for sample, values in zip(samples, norms, strict=True):
             where = range(sample.num_own) if of_tools else sample.own(range(len(sample.completion_ids)))
             own.append(Scores(sample.reward, values, torch.tensor(where)))
-        parts = [own] if is_whole else gather_objects("joining groups", own)
-        every, size = list(chain.from_iterable(parts)), self.args.num_generations
-        whole = [every[first : first + size] for first in range(0, len(every), size)]
-        advantages = (each for group in whole for each in token_advantages(group, zero_tail=of_tools))
-        before = 0 if is_whole else sum(map(len, parts[: self.accelerator.process_index]))
-        return with_fields(samples, {"token_advantages": list(islice(advantages, before, before + len(own)))})
+        advantages = self._by_group("joining groups", own, partial(token_advantages, zero_tail=of_tools))
+        return with_fields(samples, {"token_advantages": advantages})
 
     def _learned_from(self, scored: Scored) -> list[Sample]:
         """Its samples without dropped groups; with `mask_truncated_completions` those that were cut are not in loss."""

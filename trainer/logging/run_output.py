@@ -52,11 +52,25 @@ REUSED: dict[str, tuple[Callable[[Any], Any], dict[str, bool]]] = {
 }
 # Thresholds of the warnings.
 TRUNCATED_STEPS, TRUNCATED_SHARE = 3, 0.5
-EQUAL_STEPS = CALLS_STEPS = 10
+EQUAL_STEPS = 10
 GROWTH_STEPS, GROWTH, LEAST_DIFFERENCE = 10, 3.0, 0.01  # steps of each mean, factor between them, nats
 FAR_DIFFERENCE = 0.3  # nats; stale rollouts that a run learnt from as well as from its own stayed below 0.2
 THINKING_TOKENS = 2048  # fewer are seldom enough
 SUGGESTED_PROMPTS = 32  # prompts of an optimizer step, as in the recipes
+# What is said of EQUAL_STEPS in a row, by what is so in each.
+REPEATED = {
+    "equal": "all completions of each prompt got the same reward, so nothing was learnt; fix: look at rollouts.jsonl: "
+    "is the reward what it should be, are prompts too easy or too hard? Then dynamic_sampling=2 draws others in their "
+    "place",
+    # Of rewards that differ a step may have no gradient, where all is clipped; not several in a row.
+    "gradient": "the gradient was 0, although rewards differ, so nothing was learnt; fix: look for a detach(), a "
+    "torch.no_grad() or a hook in the model's forward, and at loss_type and its clipping",
+    # Of a run with tools: a policy that does not call them, or wrongly, is no error.
+    "uncalled": "no completion called a tool; fix: look at rollouts.jsonl, ask for a call in the prompt, with an "
+    "example in the form of the chat template, or take a model that was trained to call tools",
+    "failed": "every call of a tool failed; fix: `tool_calls` in rollouts.jsonl has arguments and results: does the "
+    "tool raise, or do names and arguments need a better docstring?",
+}
 
 
 @dataclass
@@ -380,18 +394,24 @@ class Advice:
     def __init__(self, args: GRPOConfig) -> None:
         self.args, self.given = args, set[str]()
         self.truncated = deque[float](maxlen=TRUNCATED_STEPS)
-        self.equal_steps = self.idle_steps = self.uncalled_steps = self.failed_steps = 0
+        self.in_a_row = dict.fromkeys(REPEATED, 0)
         self.first_differences = list[float]()
         self.differences = deque[float](maxlen=GROWTH_STEPS)
 
     def __call__(self, metrics: Mapping[str, object]) -> list[str]:
         """The warnings that this step is the first to justify."""
-        calls = metric(metrics, "tools/call_frequency")  # None: of a run without tools
+        equal, calls = metric(metrics, "groups_with_equal_rewards"), metric(metrics, "tools/call_frequency")
+        is_so = {
+            "equal": equal == 1.0 and self.args.distillation_coef == 0,
+            "gradient": metric(metrics, "grad_norm") == 0.0 and equal is not None and equal < 1.0,
+            "uncalled": calls == 0,
+            "failed": bool(calls) and metric(metrics, "tools/failure_frequency") == 1.0,
+        }
+        self.in_a_row = {name: (self.in_a_row[name] + 1) * is_now for name, is_now in is_so.items()}
+        repeated = (name for name, steps in self.in_a_row.items() if steps >= EQUAL_STEPS)
         warnings = {
             "truncated": self._truncated(metric(metrics, "completions/clipped_ratio")),
-            "equal": self._equal(equal := metric(metrics, "groups_with_equal_rewards")),
-            "gradient": self._gradient(metric(metrics, "grad_norm"), equal),
-            "calls": None if calls is None else self._calls(calls, metric(metrics, "tools/failure_frequency")),
+            **{name: f"in {EQUAL_STEPS} steps {REPEATED[name]}" for name in repeated},
             "difference": self._difference(metric(metrics, "sampling/sampling_logp_difference/mean")),
         }
         new = {name: text for name, text in warnings.items() if text is not None and name not in self.given}
@@ -409,43 +429,6 @@ class Advice:
             f"before they could give an answer; fix: max_completion_length={4 * limit} (thinking models need "
             "thousands of tokens), or a prompt that asks for short answers"
         )
-
-    def _equal(self, share: float | None) -> str | None:
-        self.equal_steps = self.equal_steps + 1 if share == 1.0 else 0
-        if self.equal_steps < EQUAL_STEPS or self.args.distillation_coef > 0:
-            return None
-        return (
-            f"in {EQUAL_STEPS} steps all completions of each prompt got the same reward, so nothing was learnt; fix: "
-            "look at rollouts.jsonl: is the reward what it should be, are prompts too easy or too hard? Then "
-            "dynamic_sampling=2 draws others in their place"
-        )
-
-    def _gradient(self, norm: float | None, equal: float | None) -> str | None:
-        """Of rewards that differ a step may have no gradient, where all is clipped; not several in a row."""
-        self.idle_steps = self.idle_steps + 1 if norm == 0.0 and equal is not None and equal < 1.0 else 0
-        if self.idle_steps < EQUAL_STEPS:
-            return None
-        return (
-            f"in {EQUAL_STEPS} steps the gradient was 0, although rewards differ, so nothing was learnt; fix: look for "
-            "a detach(), a torch.no_grad() or a hook in the model's forward, and at loss_type and its clipping"
-        )
-
-    def _calls(self, calls: float, failed: float | None) -> str | None:
-        """Of a run with tools: a policy that does not call them, or wrongly, is no error."""
-        self.uncalled_steps = self.uncalled_steps + 1 if calls == 0 else 0
-        self.failed_steps = self.failed_steps + 1 if calls and failed == 1.0 else 0
-        if self.uncalled_steps >= CALLS_STEPS:
-            return (
-                f"in {CALLS_STEPS} steps no completion called a tool; fix: look at rollouts.jsonl, ask for a call in "
-                "the prompt, with an example in the form of the chat template, or take a model that was trained to "
-                "call tools"
-            )
-        if self.failed_steps >= CALLS_STEPS:
-            return (
-                f"in {CALLS_STEPS} steps every call of a tool failed; fix: `tool_calls` in rollouts.jsonl has "
-                "arguments and results: does the tool raise, or do names and arguments need a better docstring?"
-            )
-        return None
 
     def _difference(self, mean: float | None) -> str | None:
         if mean is None:

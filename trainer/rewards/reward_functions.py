@@ -194,19 +194,18 @@ class Rewards:
         dropped = torch.tensor([place // num_generations in failures for place in range(len(per_function))])
         per_function[dropped] = math.nan
         extra: dict[str, list[Any]] = {}
-        calls: dict[int | None, dict[str, list[float]]] = {}  # by group; None: of the whole batch
+        calls: dict[range, dict[str, list[float]]] = {}  # by the completions that they were for
         for name, one in zip(self.names, scores, strict=True):
             # Names that become one, as None and "None" do, are one column of a function.
             for place, values in {free_name(column): values for column, values in one.extra.items()}.items():
                 while place in extra:
                     place = f"{name}/{place}"
                 extra[place] = values
-            own: Mapping[Any, dict[str, list[float]]] = one.of_groups or {None: one.metrics}
-            for number, metrics in own.items():
+            for places, metrics in (one.of_groups or {range(len(dropped)): one.metrics}).items():
                 for metric, logged in metrics.items():
-                    values = calls.setdefault(number, {}).setdefault(free_name(metric), [])
+                    values = calls.setdefault(places, {}).setdefault(free_name(metric), [])
                     values.extend(filter(math.isfinite, logged))
-        of_calls = [(_places(number, num_generations, len(dropped)), logged) for number, logged in calls.items()]
+        of_calls = [(list(places), logged) for places, logged in calls.items()]
         return RewardOutput(
             per_function=per_function,
             dropped=dropped,
@@ -227,11 +226,6 @@ def logged_means(
         for name, logged in metrics.items():
             found.setdefault(name, []).extend(() if all(dropped[place] for place in places) else logged)
     return {name: fmean(logged) if logged else math.nan for name, logged in found.items()}
-
-
-def _places(group: int | None, num_generations: int, count: int) -> list[int]:
-    """The completions of a group; None: of the whole batch."""
-    return list(range(count) if group is None else range(group * num_generations, (group + 1) * num_generations))
 
 
 def _call_with_retries(call: RewardCaller, inputs: RewardInputs, retries: int) -> Scores:
@@ -277,7 +271,7 @@ def _joined(groups: list[Scores], num_generations: int) -> Scores:
         joined.values.extend(group.values or [math.nan] * num_generations)
         for name, values in joined.extra.items():
             values.extend(group.extra.get(name, [None] * num_generations))
-        joined.of_groups[place] = group.metrics
+        joined.of_groups[range(place * num_generations, (place + 1) * num_generations)] = group.metrics
         for number, failure in group.failures.items():
             _log.warning("%s (its group is dropped)", failure)
             joined.failures[number] = failure

@@ -145,8 +145,7 @@ async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wante
     if mode != "processed_logprobs":
         got, want = f"with --logprobs-mode {mode}", "processed_logprobs, of the distribution that was sampled"
         raise _unusable(replica, got, want, fix="with --logprobs-mode processed_logprobs")
-    most = wanted.max_model_len
-    if most is not None and limit < most:
+    if limit < (most := wanted.max_model_len or limit):
         got, want = f"for {limit} tokens", f"{most} (prompt and completion)"
         raise _unusable(replica, got, want, fix=f"with --max-model-len {most}, or shorten either")
     vocab_size, most = wanted.facts.vocab_size, config.model_config.max_logprobs
