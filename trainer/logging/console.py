@@ -95,7 +95,8 @@ class Console:
         self.total_steps = total_steps
         out = sys.stdout if file is None else file
         if isinstance(out, TextIOWrapper) and not quiet:
-            out.reconfigure(errors="backslashreplace")  # a character that the encoding lacks must not end a run
+            with _may_be_lost():  # what a script has printed before is written now
+                out.reconfigure(errors="backslashreplace")  # a character that the encoding lacks must not end a run
         # Lines of text in a notebook too: rich would make page elements of them, in an order of their own.
         self._rich = _Console(file=file, quiet=quiet, highlight=False, markup=False, emoji=False, force_jupyter=False)
         if out is None or not out.isatty():  # None: of a process without one

@@ -122,7 +122,13 @@ def check_biases(model: nn.Module) -> None:
 
 
 def check_layout(model: nn.Module) -> None:
-    """UnsupportedError for layers in 4 bits that a checkpoint has transposed: GPT-2's Conv1D."""
+    """UnsupportedError for layers that vLLM cannot load: GPT-2's Conv1D in 4 bits, LoRA's bias where there is none."""
+    for name, layer in model.named_modules():
+        if any(getattr(layer, "lora_bias", {}).values()) and layer.get_base_layer().bias is None:
+            raise UnsupportedError(
+                f"got lora_bias=True on {name}, which has no bias that it is merged into, with a vLLM engine; fix: "
+                "use_vllm=False, or lora_bias=False"
+            )
     for name, layer in layers_in_4bit(model).items():
         if issubclass(getattr(layer, "source_cls", nn.Linear), Conv1D):
             raise UnsupportedError(

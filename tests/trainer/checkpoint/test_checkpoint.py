@@ -76,6 +76,10 @@ def test_a_checkpoint_has_no_pickle_and_all_of_it_is_in_the_manifest(checkpoint:
     assert set(json.loads((checkpoint / "manifest.json").read_text())["files"]) == names - {"manifest.json"}
 
 
+def test_who_may_read_one_file_of_a_checkpoint_may_read_all(checkpoint: Path) -> None:
+    assert len({(checkpoint / name).stat().st_mode for name in everything(checkpoint)}) == 1
+
+
 def test_the_trainer_state_is_saved_as_json(tmp_path: Path) -> None:
     state = {"step": 7, "best": 0.1 + 0.2, "seen": [1, 2], "nested": {"a": None}}
     save_checkpoint(tmp_path / "c", model=tiny_model(), tokenizer=tiny_tokenizer(), trainer_state=state)

@@ -1,5 +1,6 @@
 """A resumed run goes on at its row of a stream, from the stream's own state or by reading up to it."""
 
+import json
 from fractions import Fraction
 from typing import Any
 
@@ -9,6 +10,7 @@ from datasets import IterableDataset
 from packaging.version import Version
 
 from fused_grpo.errors import CheckpointError
+from fused_grpo.trainer.checkpoint.training_state import check_alike
 from fused_grpo.trainer.data.prompt_sampler import Epochs, PromptSampler, prompt_sampler
 
 ROWS = [{"prompt": f"{number}="} for number in range(12)]
@@ -58,6 +60,26 @@ def test_a_checkpoint_made_with_older_datasets_goes_on_at_its_row():
     resumed.load_state_dict(sampler.state_dict() | {"stream": None})
     assert [resumed.next_batch() for _ in range(3)] == [sampler.next_batch() for _ in range(3)]
     assert resumed.state_dict() == sampler.state_dict()
+
+
+STREAMS = {
+    "interleaved": lambda one: datasets.interleave_datasets([one, one], probabilities=[0.6, 0.4], seed=1),
+    "interleaved in turn": lambda one: datasets.interleave_datasets([one, one], stopping_strategy="all_exhausted"),
+    "one behind the other": lambda one: datasets.concatenate_datasets([one, one]),
+    "mapped and filtered": lambda one: one.map(lambda row: row, batched=True).filter(lambda row: row["prompt"] != "1="),
+    "a part, repeated": lambda one: one.skip(1).take(9).repeat(2),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_the_place_in_each_kind_of_stream_fits_a_resumed_run(kind):
+    stream = [STREAMS[kind](datasets.Dataset.from_list(ROWS).to_iterable_dataset(num_shards=3)) for _ in range(2)]
+    sampler, resumed = (sampler_of(each, 5) for each in stream)
+    sampler.next_batch()
+    saved = json.loads(json.dumps(sampler.state_dict()))
+    check_alike({"stream": resumed.stream_form}, saved, "position", exact=True)
+    resumed.load_state_dict(saved)
+    assert [resumed.next_batch() for _ in range(3)] == [sampler.next_batch() for _ in range(3)]
 
 
 def test_a_stream_that_became_shorter_than_what_was_used_is_refused():

@@ -5,6 +5,7 @@ import io
 import math
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,16 @@ def test_an_output_that_is_lost_ends_no_run(monkeypatch, caplog, number) -> None
         time.sleep(0.1)
     with progress("loading", bars=True):
         time.sleep(0.1)
+    assert [record.message.partition(" (")[0] for record in caplog.records] == ["standard output cannot be written"]
+
+
+def test_what_a_script_has_printed_before_is_lost_with_the_rest(monkeypatch, caplog) -> None:
+    warn_once.cache_clear()
+    with suppress(OSError), open("/dev/full", "w") as out:
+        out.write("loading")
+        monkeypatch.setattr("sys.stdout", out)
+        Console(5).step(1, FULL | PHASES)
+        monkeypatch.undo()
     assert [record.message.partition(" (")[0] for record in caplog.records] == ["standard output cannot be written"]
 
 
