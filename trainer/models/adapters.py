@@ -442,8 +442,8 @@ def _named_weights(
         refused = "virtual tokens, which are no weights of its base"
     elif quantization_of(base.config) and not any(map(is_4bit, base.modules())):
         refused = "layers that are quantised otherwise than in 4 bits by bitsandbytes"
-    if refused:  # when it is read: an engine that samples from the model itself reads nothing
-        return WeightStream({}, map(_refuse, [refused]))
+    if refused:  # when it is read, as one weight: an engine that samples from the model itself reads nothing
+        return WeightStream({"refused": torch.empty(0, device="meta")}, map(_refuse, [refused]))
     layers: dict[str, Any] = {}
     for name, layer in base.named_modules():
         # Two adapted parameters of one layer are two wrappers, one in the other: the outermost stands for both.

@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -215,7 +216,14 @@ def load_model(
     words = f"{'downloading and ' * downloads}loading {model}"
     quietly = nullcontext() if downloads else without_bars()
     with loading(f"model {str(model)!r}"), quietly, progress(words, bars=downloads):
-        loaded = AutoModelForCausalLM.from_pretrained(str(model), **arguments | options)
+        load: Any = AutoModelForCausalLM.from_pretrained
+        loaded, report = load(str(model), **arguments | options | {"output_loading_info": True})
+        if missing := sorted(report["missing_keys"]):
+            raise DataError(
+                f"got model {str(model)!r} without {len(missing)} of the weights of a {type(loaded).__name__}, such as "
+                f"{missing[0]}, want all: they would be random numbers; fix: a whole checkpoint of that class, whose "
+                "config.json fits its weights; or load it yourself, and pass the model"
+            )
         # Where its package is missing, transformers says so once in a process, and of a later model nothing.
         if (attention := loaded.config._attn_implementation) not in (None, "eager", *ALL_ATTENTION_FUNCTIONS):
             raise ImportError(f"attn_implementation {attention!r}, of which the package is not installed")
@@ -265,13 +273,24 @@ def warn_of_added_rows(model: Any, peft_config: Any) -> None:
 
 
 def load_config(what: str, model: Any, args: GRPOConfig, init_kwargs: Mapping[str, Any] | None) -> Any:
-    """The configuration of a module, or with which a path or hub id will be; DataError where it cannot be loaded."""
+    """The configuration of a module, or with which a path or hub id will be; DataError where it cannot be loaded.
+
+    UnsupportedError where no causal LM is made of it, as of models that see or hear.
+    """
     if isinstance(model, nn.Module):
         return base_model(model).config
     options = {"trust_remote_code": args.runs_remote_code, **(init_kwargs or {})}
     with loading(f"{what} {str(model)!r}, whose config"):
         given = {name: value for name, value in options.items() if name not in ("dtype", "torch_dtype", QUANTIZATION)}
-        return given.pop("config", None) or AutoConfig.from_pretrained(model, return_unused_kwargs=True, **given)[0]
+        config = given.pop("config", None) or AutoConfig.from_pretrained(model, return_unused_kwargs=True, **given)[0]
+    beside = getattr(config, "auto_map", None) or {}  # classes of its own
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in beside:
+        raise UnsupportedError(
+            f"got {what} {str(model)!r} of type {config.model_type!r}, want one of which transformers' "
+            "AutoModelForCausalLM makes a model; fix: another model; one for images or audio too is trained on text "
+            "if you load it yourself and pass it"
+        )
+    return config
 
 
 def loading_options(args: GRPOConfig) -> dict[str, Any]:

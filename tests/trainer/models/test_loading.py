@@ -10,7 +10,7 @@ import torch
 import transformers
 from accelerate.utils import DistributedType
 
-from fused_grpo.errors import InputError, UnsupportedError, WrongTypeError
+from fused_grpo.errors import DataError, InputError, UnsupportedError, WrongTypeError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.models import loading
@@ -32,13 +32,32 @@ def test_a_model_is_loaded_straight_to_its_device(monkeypatch, device, kind, giv
     config = SimpleNamespace(get_text_config=SimpleNamespace, _attn_implementation=None)
     model = SimpleNamespace(config=config, generation_config=None)
     monkeypatch.setattr(
-        loading.AutoModelForCausalLM, "from_pretrained", lambda name, **options: asked.update(options) or model
+        loading.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda name, **options: asked.update(options) or (model, {"missing_keys": []}),
     )
     accelerator = SimpleNamespace(device=torch.device(device), distributed_type=DistributedType[kind])
     args = GRPOConfig(model_init_kwargs={"dtype": torch.bfloat16, **given})
     loading.load_model("somewhere", accelerator, **loading.loading_options(args))
     assert asked.get("device_map") == expected
     assert asked["dtype"] == torch.bfloat16
+
+
+@pytest.mark.parametrize("lost", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_weights_that_a_checkpoint_lacks_are_no_random_numbers(make_model, tmp_path, lost):
+    model = make_model(tie_word_embeddings=False)
+    weights = {name: weight for name, weight in model.state_dict().items() if name != lost}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), distributed_type=DistributedType.NO)
+    with pytest.raises(DataError, match=rf"without 1 of the weights of a \w+, such as {lost}, want all: .*; fix: "):
+        loading.load_model(tmp_path, accelerator, **loading.loading_options(GRPOConfig()))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_audio", "t5", "vit", "clip"])
+def test_a_type_of_which_no_causal_lm_is_made_is_refused_by_its_config(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(UnsupportedError, match=f"^got teacher_model .* of type '{kind}', .*; fix: "):
+        loading.load_config("teacher_model", str(tmp_path), GRPOConfig(), None)
 
 
 def test_a_device_without_fp64_is_refused(make_model):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
+from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import Sample, SamplingParams
 
@@ -186,6 +187,7 @@ def test_what_cannot_be_exact_is_refused(make, arguments, error, message):
         make(**arguments)
 
 
-def test_an_engine_with_weights_of_its_own_is_refused(tuned):
+@pytest.mark.parametrize("read", [dict, lambda weights: temporary_weight_files(weights).__enter__()])
+def test_an_engine_with_weights_of_its_own_is_refused(tuned, read):
     with pytest.raises(UnsupportedError, match="no weights of its base"):
-        dict(checkpoint_weights(tuned))
+        read(checkpoint_weights(tuned))

@@ -135,7 +135,9 @@ class Replica:
             self.in_flight -= 1
         if not response.is_success:
             status, text = response.status_code, self.redacted(content.decode(errors="replace"))
-            await self._failed(f"status {status} from {path}: {text[:500]!r}")
+            wants_key = status == httpx.codes.UNAUTHORIZED
+            advice = "; VLLMServerEngine has an api_key for a server with --api-key" * wants_key
+            await self._failed(f"status {status} from {path}: {text[:500]!r}{advice}")
             kind = NoRouteError if status == httpx.codes.NOT_FOUND else RequestError
             asked = response.headers.get("Retry-After", "")  # of what may be before a server, such as nginx
             pause = min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0
