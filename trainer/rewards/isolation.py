@@ -360,8 +360,10 @@ def _reference(function: RewardFunction) -> str:
             f"got {function!r}, which a new process cannot import; "
             "fix: a function at the top level of a module, or its name as 'module:name' or 'path.py:name'"
         )
-    if not source.__name__.startswith(("__main__", "reward_file_")):  # a script, or what `load_reward` ran
-        return f"{module}:{name}"
+    spec = getattr(source, "__spec__", None)
+    imported = spec.name if spec is not None and module == "__main__" else source.__name__  # of `python -m`
+    if not imported.startswith(("__main__", "reward_file_")):  # a script, or what `load_reward` ran
+        return f"{imported}:{name}"
     if not str(getattr(source, "__file__", "")).endswith(".py"):
         raise InputError(f"got {name}, defined in no file; fix: put it into a module, for a new process to import it")
     return f"{source.__file__}:{name}"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import IterableDataset
+from peft import LoraConfig, get_peft_model
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
@@ -221,3 +222,11 @@ def test_a_rank_whose_disk_is_full_takes_part_in_the_gathers_of_others(build_mod
     with pytest.raises(ZeroDivisionError):
         choose_engine("vllm", GRPOConfig(generate_ahead=1, vllm_max_model_length=32), model, tokenizer)
     assert not list(weights)
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+@pytest.mark.parametrize("engine", ["vllm", "server"])
+def test_a_bias_of_lora_on_layers_without_one_is_refused_before_vllm(make_model, tokenizer, engine):
+    model = get_peft_model(make_model(), LoraConfig(lora_bias=True, target_modules=["q_proj", "o_proj"]))
+    with pytest.raises(UnsupportedError, match=r"^got lora_bias=True on \S*layers\.0\.self_attn\.o_proj, .*; fix: "):
+        choose_engine(engine, GRPOConfig(vllm_max_model_length=32), model, tokenizer)

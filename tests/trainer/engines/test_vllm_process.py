@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace as Plain
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
+from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.engines.sampling import VLLM_EXTRAS, vllm_requests
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, VLLMOptions
@@ -153,6 +155,15 @@ def test_a_user_without_a_home_is_told_the_variable_of_the_cache(monkeypatch, mo
 def test_a_second_engine_at_the_same_time_is_refused(engine, model, tokenizer) -> None:
     with pytest.raises(UnavailableError, match=r"second vllm engine.*close\(\).*end\(\)"):
         VLLMEngine(model, tokenizer, OPTIONS)
+
+
+def test_an_engine_that_is_starting_is_one_already(model, tokenizer, monkeypatch) -> None:
+    second = partial(VLLMEngine, model, tokenizer, OPTIONS)
+    starting = iter([second, second])
+    monkeypatch.setattr(VLLMEngine, "_start", lambda *arguments: in_thread(next(starting)).result())
+    for _ in range(2):  # the first has ended without an engine
+        with pytest.raises(UnavailableError, match="second vllm engine"):
+            second()
 
 
 def test_a_prompt_without_room_is_refused_instead_of_cut_short(engine) -> None:

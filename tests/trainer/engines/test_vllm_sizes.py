@@ -6,7 +6,6 @@ is as a run has it.
 
 import operator
 import random
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -160,7 +159,6 @@ def test_a_call_finds_nothing_of_the_calls_before_in_the_cache(engine, monkeypat
 
 
 @pytest.mark.parametrize("option", [{"enable_chunked_prefill": True}, {"long_prefill_token_threshold": 64}])
-def test_options_that_compute_a_prompt_in_parts_are_refused(model, tokenizer, engine, monkeypatch, option) -> None:
-    monkeypatch.setattr(VLLMEngine, "_running", weakref.WeakSet())
+def test_options_that_compute_a_prompt_in_parts_are_refused(model, tokenizer, option) -> None:
     with pytest.raises(InputError, match=rf"engine_options with {next(iter(option))}.*fix:"):
         VLLMEngine(model, tokenizer, VLLMOptions(max_model_len=64, dtype=torch.float32, engine_options=option))

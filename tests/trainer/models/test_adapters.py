@@ -482,14 +482,6 @@ def test_a_rank_that_fails_at_its_base_takes_part_in_the_gathers_of_others(monke
     assert not list(base)
 
 
-@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
-@pytest.mark.parametrize("engine", ["vllm", "server"])
-def test_a_bias_of_the_adapter_on_layers_without_one_is_refused_before_vllm(make_model, tokenizer, engine):
-    model = get_peft_model(make_model(), LoraConfig(lora_bias=True, target_modules=["q_proj", "o_proj"]))
-    with pytest.raises(UnsupportedError, match=r"^got lora_bias=True on \S*layers\.0\.self_attn\.o_proj, .*; fix: "):
-        choose_engine(engine, GRPOConfig(vllm_max_model_length=32), model, tokenizer)
-
-
 @pytest.mark.engine
 def test_an_adapter_that_vllm_has_no_layers_for_is_refused(adapted, tokenizer):
     kinds = {"head trained": "modules_to_save", "embedding": "the embedding", "dora": "use_dora"}

@@ -4,8 +4,10 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 import time
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -160,6 +162,22 @@ def test_a_function_of_an_importable_module_is_sent_by_its_name():
     function = isolated(format_reward, timeout=30)
     assert function(completions=["<think>1</think>2", "2"]) == [1.0, 0.0]
     assert function.__name__ == "format_reward"
+
+
+@pytest.mark.parametrize(
+    ("started_as", "reference"),
+    [(None, "/x/run.py:mine"), ("__main__", "/x/run.py:mine"), ("package.run", "package.run:mine")],
+)
+def test_a_function_of_the_program_has_the_name_that_imports_its_module(monkeypatch, started_as, reference):
+    """`python run.py`, a debugger around that, and `python -m package.run`, which may have relative imports."""
+
+    def mine(completions) -> list[float]: ...
+
+    mine.__module__, mine.__qualname__ = "__main__", "mine"
+    program, spec = ModuleType("__main__"), started_as and ModuleSpec(started_as, None)
+    vars(program).update(mine=mine, __file__="/x/run.py", __spec__=spec)
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    assert isolation.importable(mine, "reward", timeout=1.0, memory=None)[0] == reference
 
 
 def test_what_a_process_said_before_it_ended_is_read_however_late(monkeypatch):

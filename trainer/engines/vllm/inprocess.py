@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
-import weakref
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -154,14 +154,9 @@ class VLLMEngine(RolloutEngine):
     why_no_support = "it needs top_k of 1 to 1024, or vLLM with its model runner V2, on a GPU"
     _lora_request: Any = None  # for the adapter of a VLLMAdapterEngine
     _sleep_level = 2
-    _running: ClassVar[weakref.WeakSet[VLLMEngine]] = weakref.WeakSet()
+    _only_one: ClassVar[threading.Lock] = threading.Lock()  # held from the start of an engine to its end
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: VLLMOptions) -> None:
-        if VLLMEngine._running:
-            raise UnavailableError(
-                "got a second vllm engine in this process, want one at a time because they would share vLLM's process "
-                "groups; fix: close() the first, end() of the trainer that has it"
-            )
         self._on_cpu = next(model.parameters()).device.type == "cpu"
         if options.enable_sleep_mode and self._on_cpu:
             raise UnsupportedError(
@@ -176,6 +171,12 @@ class VLLMEngine(RolloutEngine):
         self.weight_version = -1
         check_installed()
         with ExitStack() as resources:
+            if not VLLMEngine._only_one.acquire(blocking=False):
+                raise UnavailableError(
+                    "got a second vllm engine in this process, want one at a time because they would share vLLM's "
+                    "process groups; fix: close() the first, end() of the trainer that has it"
+                )
+            resources.callback(VLLMEngine._only_one.release)
             self._llm: Any = self._start(model, tokenizer, arguments, resources)
             for logger in map(logging.getLogger, _LOUD_LOGGERS):
                 resources.callback(logger.setLevel, logger.level)
@@ -192,7 +193,6 @@ class VLLMEngine(RolloutEngine):
             max_listed=0 if self._has_mask else config.max_logprobs,
             vocab_size=self._vocab_size,
         )
-        VLLMEngine._running.add(self)
         self._load_first(model)
 
     def _start(self, model: Any, tokenizer: Any, arguments: dict[str, Any], resources: ExitStack) -> Any:
@@ -260,7 +260,6 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         """Stop vLLM, free its memory and remove its folder. A second call does nothing."""
         self._llm = None
-        VLLMEngine._running.discard(self)
         self._close()
 
     def _engine(self) -> Any:
