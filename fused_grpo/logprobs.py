@@ -23,7 +23,7 @@ from fused_grpo._maths import distributions
 from fused_grpo._maths.statistics import full_precision
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head import registered_ops  # noqa: F401 - registers the op that is called here
-from fused_grpo.head.checks import HeadOptions, check_plan
+from fused_grpo.head.checks import HeadOptions, check_plan, is_exporting
 from fused_grpo.head.entries import Support, kept_mask, support_of
 from fused_grpo.head.head import Head, Wanted, flatten_head
 from fused_grpo.head.kept_tokens import supported_logprobs
@@ -243,7 +243,7 @@ def _linear_logprobs(
         tensors, transform = (head.hidden, head.weight, head.bias, head.targets), (head.logit_scale, head.softcap)
         wanted = [*Wanted.of(head)]
         # A graph of any number of rows cannot have an output whose shape depends on how many fit into memory.
-        keeps = True in wanted and not torch.compiler.is_exporting()
+        keeps = True in wanted and not is_exporting()
         computed = ignore_index, entropy, impl, chunk_bytes, batch_invariant, keeps, wanted
         logprobs, entropies, _, _, _, moments = torch.ops.fused_grpo.linear_logprobs.default(
             *tensors, head.temperature, bool(outputs), *transform, *computed

@@ -43,10 +43,10 @@ MOST_PARTS = 8
 _SMALL_D = 16.0
 
 
-def picked(values: Tensor, rows: slice | Tensor) -> Tensor:
-    """`values[rows]`, or the values themselves where these are all: no view is needed, which costs a microsecond."""
+def picked(values: Tensor, rows: slice | Tensor | None) -> Tensor:
+    """`values[rows]`, or the values themselves where these are all (None): no view, which would cost a microsecond."""
     count = values.shape[0]
-    if isinstance(rows, slice) and rows.stop is None and rows == slice(None):
+    if rows is None or (isinstance(rows, slice) and rows.stop is None and rows == slice(None)):
         return values  # before `indices`, which makes the count a constant of a compiled graph
     return values if isinstance(rows, slice) and rows.indices(count) == (0, count, 1) else values[rows]
 

@@ -30,6 +30,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces. `torch.compiler.is_exporting` is true of what torch 2.10 compiles, too."""
+    return torch.compiler._is_exporting_flag
+
+
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, which breaks the graph where a call of it is compiled. Eager calls do not change.
 
@@ -44,7 +49,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting() and not function.__name__.startswith("_"):
+            if is_exporting() and not function.__name__.startswith("_"):
                 if torch.compiler.is_dynamo_compiling():  # strict=True, which traces no exception and no variable
                     torch._dynamo.graph_break(msg="got our loss in torch.export; fix: export up to linear_logprobs")
                 raise UnsupportedError(told)

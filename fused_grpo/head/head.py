@@ -112,9 +112,9 @@ class Head:
         rows = index if self.index is None else self.index[index]
         return replace(self, targets=self.targets[index], temperature=self.temperature[index], index=rows)
 
-    def hidden_of(self, rows: slice = slice(None)) -> Tensor:
+    def hidden_of(self, rows: slice | None = None) -> Tensor:
         """The hidden states of some of the N rows that take part."""
-        return picked(self.hidden, rows) if self.index is None else self.hidden[self.index[rows]]
+        return picked(self.hidden, rows) if self.index is None else self.hidden[picked(self.index, rows)]
 
     def blank(self, kept: Tensor) -> Head:
         """The same head, all of whose rows take part, with hidden states of 0 in those that are not `kept` [N]."""
@@ -142,7 +142,7 @@ class Head:
             check_temperature_values(self.temperature)
         return kept, replace(self, targets=targets if targets.ndim == 1 else torch.where(kept, targets, -1))
 
-    def transform(self, rows: slice = slice(None), columns: slice = slice(None)) -> LogitTransform:
+    def transform(self, rows: slice | None = None, columns: slice | None = None) -> LogitTransform:
         """How raw h.w of these rows and columns become logits."""
         return {
             "bias": None if self.bias is None else picked(self.bias, columns),

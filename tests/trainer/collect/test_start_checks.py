@@ -452,7 +452,8 @@ CHANGES = [without_template, with_padding_of_its_own, with_another_vocabulary, w
 @pytest.mark.parametrize("change", [*CHANGES, of_two_labels])
 def test_a_reward_model_that_can_score_nothing_is_named(make_model, start, tokenizer, tmp_path, change, failure):
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    config = Qwen2Config(**make_model().config.to_dict() | {"num_labels": 1})
+    config = Qwen2Config(**make_model().config.to_dict())
+    config.num_labels = 1
     judge, its = Qwen2ForSequenceClassification(config), copy.deepcopy(tokenizer)
     options = {"rows": CHAT, "processing_class": tokenizer, "reward_processing_classes": its, "reward_failure": failure}
     assert start(rewards=judge, **options).max_steps == 4
