@@ -279,11 +279,15 @@ class GRPOTrainer(TransformersFace):
         return results
 
     def _evaluate(self) -> dict[str, float] | None:
-        metrics = None
-        if self.eval_dataset is not None:
-            with progress("evaluating"):
-                check_best_metric(self.args.metric_for_best_model, metrics := self.evaluate())
+        if self.eval_dataset is None:
+            return None
+        with progress("evaluating"):
+            check_best_metric(self.args.metric_for_best_model, metrics := self.evaluate())
         return metrics
+
+    def _is_unevaluated(self) -> bool:
+        """Whether these weights are still to be evaluated, if they are the last ones."""
+        return bool(self.args.eval_at_ends and self.eval_dataset is not None and self.results.eval_after is None)
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
@@ -298,20 +302,15 @@ class GRPOTrainer(TransformersFace):
         self._begin_again()
         with all_ranks_succeed(self.accelerator, "making the output directory"):
             if is_main:
-                undo = prepare_output_dir(
-                    self.output_dir,
-                    resume=checkpoint,
-                    overwrite=self.args.overwrite_output_dir,
-                    keep=self.start.models,
-                    is_saved=self.start.is_saved,
-                )
-                self._undo.callback(undo)
+                options: Any = {"keep": self.start.models, "is_saved": self.start.is_saved}
+                options |= {"resume": checkpoint, "overwrite": self.args.overwrite_output_dir}
+                self._undo.callback(prepare_output_dir(self.output_dir, **options))
         self.events.begin(None, self.epochs.total)
         if checkpoint is not None:
             self._restore(checkpoint)
         facts = self.facts | {"engine": self.engine.name}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
-            options: Any = {"accelerator": self.accelerator, "output_dir": self.output_dir, "resumed_from": checkpoint}
+            options = {"accelerator": self.accelerator, "output_dir": self.output_dir, "resumed_from": checkpoint}
             self._undo.callback(setattr, self, "output", self.output)  # for `evaluate` behind it: the log is not there
             self.output = RunOutput(self.args, self.max_steps, is_main=is_main, facts=facts, **options)
         self.events("on_train_begin")
@@ -331,21 +330,22 @@ class GRPOTrainer(TransformersFace):
         self.buffer, self._in_epoch, self._is_stale, self.results = None, False, True, Results()
 
     def _restore(self, checkpoint: Path) -> None:
-        self.buffer, self.results.eval_before, windows, state = restore(checkpoint, self.learner, self.collector)
+        self.buffer, evaluations, windows, state = restore(checkpoint, self.learner, self.collector)
         with refuse_unusable(checkpoint, STATE_FILE):
             self.epochs.resume(self.step, state.epoch, of=state.max_steps)
             self.events.begin(state, self.epochs.total, windows)
-        self.results.eval_after, self._is_stale = self.events.evaluated_rewards(), True  # engines have others, maybe
+        self.results, self._is_stale = Results(**evaluations), True  # engines have others, maybe
         self.events.steps.generation = {} if self.buffer is None else self.buffer.metrics
+        repeats = self._is_over() and self._is_unevaluated()
         with all_ranks_succeed(self.accelerator, "cutting back the logs"):
             if self.accelerator.is_main_process:
-                rewind_logs(self.output_dir, self.step)
+                rewind_logs(self.output_dir, self.step, evaluation=not repeats)
 
     def _training_state(self) -> TrainingFiles:
         # A run that has to stop does not wait for its engine.
         wait = not any_rank(self.accelerator, self.stop.requested, "saving the state")
-        before, windows = self.results.eval_before, self.events.steps.windows
-        return training_state(self.learner, self.collector, self.buffer, eval_before=before, windows=windows, wait=wait)
+        logs = {"evaluations": self.results.evaluations, "windows": self.events.steps.windows}
+        return training_state(self.learner, self.collector, self.buffer, **logs, wait=wait)
 
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run, which has a step at least."""
@@ -391,8 +391,8 @@ class GRPOTrainer(TransformersFace):
         }
         self.state.global_step, self.state.epoch = self.step, metrics["epoch"]
         self.state.num_input_tokens_seen = self.collector.num_tokens
-        self.results.metrics, generation = metrics, {} if self.buffer is None else self.buffer.metrics
-        self.events.steps.add(metrics, generation)
+        self.results.metrics, self.results.eval_after = metrics, None
+        self.events.steps.add(metrics, {} if self.buffer is None else self.buffer.metrics)
         with all_ranks_succeed(self.accelerator, "writing the metrics"):
             self.output.step(metrics, self.events.steps)
 
@@ -444,10 +444,8 @@ class GRPOTrainer(TransformersFace):
         raise SystemExit(self.stop.exit_status)
 
     def _finish(self) -> TrainResult:
-        if self.events.last_evaluation.get("step") != self.step:
-            self.results.eval_after = None
-            if self.args.eval_at_ends:
-                self._evaluate()
+        if self._is_unevaluated():
+            self._evaluate()
         closing = self.events.log_closing(self.output)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             load_model_of(Path(self.state.best_model_checkpoint), self.learner)
@@ -462,8 +460,7 @@ class GRPOTrainer(TransformersFace):
             steps=self.step,
             training_loss=closing["train_loss"],
             metrics=self.results.metrics | closing,
-            eval_before=self.results.eval_before,
-            eval_after=self.results.eval_after,
+            **self.results.evaluations,
             checkpoint=final,
             report=report,
         )

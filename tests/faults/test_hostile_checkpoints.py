@@ -165,7 +165,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=3,
 )
-FREE = ("metrics", "num_tokens", "eval_before", "unlogged", "_last_lr")  # which are of logs alone
+FREE = ("metrics", "num_tokens", "eval_before", "eval_after", "unlogged", "_last_lr")  # which are of logs alone
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

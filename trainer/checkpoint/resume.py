@@ -81,7 +81,7 @@ class Restored(NamedTuple):
     """What the loop gets back."""
 
     buffer: RolloutBuffer | None
-    eval_before: dict[str, float] | None
+    evaluations: dict[str, Any]
     windows: dict[str, Any]
     state: TrainerState
 
@@ -109,14 +109,14 @@ def training_state(
     collector: Any,
     buffer: RolloutBuffer | None,
     *,
-    eval_before: dict[str, float] | None = None,
+    evaluations: dict[str, Any] | None = None,
     windows: dict[str, Any] | None = None,
     wait: bool,
 ) -> files.TrainingFiles:
     """The state of a run, to be saved by rank 0; the `buffer` has the rollouts in progress. A collective.
 
-    `eval_before` is the evaluation of the model that the run started from, `windows` are the metrics since the last
-    entry of the history and the last line of the console; `wait`: for rollouts that an engine is sampling now.
+    `evaluations` are those of the model that the run started from and of these weights, `windows` are the metrics since
+    the last entry of the history and the last line of the console; `wait`: for rollouts that an engine is sampling now.
     """
     tensors = dict[str, torch.Tensor]()
     state = pack(optimizer_state(learner.policy, learner.optimizer.optimizer), tensors, "optimizer")
@@ -138,7 +138,7 @@ def training_state(
         **_numbers(learner, place, state, schedule),
         "run": identity(learner),
         "options": saved_options(learner.args) | collector.described(),
-        "eval_before": eval_before,
+        **(evaluations or dict.fromkeys(files.EVALUATIONS)),
         **(windows or {window: {} for window in files.WINDOWS}),
         "buffers": {str(rank): numbers for rank, (_, numbers) in ranks},
     }
@@ -220,7 +220,8 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     lines = changed if any("checkpoint's counts" in line for line in changed) else changed + unlike
     if lines and accelerator.is_main_process:
         _log.warning("resuming from %s with other options:\n  %s", checkpoint, "\n  ".join(lines))
-    return Restored(buffer, numbers["eval_before"], {name: numbers[name] for name in files.WINDOWS}, state)
+    evaluations, windows = ({name: numbers[name] for name in names} for names in (files.EVALUATIONS, files.WINDOWS))
+    return Restored(buffer, evaluations, windows, state)
 
 
 def _set_rates(schedule: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -43,6 +43,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 REFERENCE_FILE = "reference.safetensors"
 PROCESS_FILE = "process-{rank}.safetensors"
 TRAINING_FILE = "training.json"
+EVALUATIONS = ("eval_before", "eval_after")
 WINDOWS = ("unlogged", "unshown")  # metrics since the last entry of the log, and since the last line of the console
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -84,7 +85,7 @@ def read_numbers(directory: Path, max_steps: int) -> dict[str, Any]:
             "fix: resume from another, save without save_only_model, or pass it as the model of a new run"
         )
     with refuse_unusable(directory, TRAINING_FILE):
-        numbers: dict[str, Any] = {"unshown": {}} | read_json(path)  # older versions have no such window
+        numbers: dict[str, Any] = {"unshown": {}, "eval_after": None} | read_json(path)  # older versions have none
         mappings = {name: dict[str, Any]() for name in ("run", "buffers", "tensors", "options", *WINDOWS)}
         check_alike({"step": 0, **mappings}, numbers, "content", exact=True)
         for window in WINDOWS:  # older versions have lists of values there, of which the next entry does without
@@ -303,7 +304,8 @@ def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: An
     place = numbers["collector"]["sampler"]
     stream_form = None if place.get("stream") is None else stream_form
     check_alike({"stream": stream_form}, place, "content.collector.sampler", exact=True)
-    _check_log("eval_before", {} if numbers["eval_before"] is None else numbers["eval_before"])
+    for name in EVALUATIONS:
+        _check_log(name, {} if numbers[name] is None else numbers[name])
     for window in WINDOWS:
         for name, sums in numbers[window].items():
             check_alike({"total": -math.inf, "count": 0}, sums, f"{window}.{name}", exact=True)

@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -42,7 +41,6 @@ BESIDE = {"on_log": ("logs",), "on_evaluate": ("metrics",)}
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_") and name != "on_predict")
 
 
-_REWARD = re.compile(r"eval_((?:.*_)?(?:reward|rewards/.*/mean|pass@\d+))", re.DOTALL)
 _SUSPENDED = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
@@ -114,11 +112,8 @@ class Events:
         self.state.is_world_process_zero = bool(self.accelerator.is_main_process)
         self.state.is_local_process_zero = bool(self.accelerator.is_local_main_process)
         self.state.stateful_callbacks = self._callback_states()
-        self.steps, self.last_evaluation = StepMetrics(), dict[str, Any]()
+        self.steps = StepMetrics()
         self.steps.windows = windows or self.steps.windows
-        for entry in self.state.log_history:  # of a checkpoint, which was saved behind an evaluation of its step
-            if entry.get("step") == self.state.global_step and any(name.startswith("eval_") for name in entry):
-                self.last_evaluation |= entry
 
     def __call__(self, name: str, **values: Any) -> None:
         """Call the event of every callback.
@@ -173,16 +168,7 @@ class Events:
         for _ in range(math.ceil(sequences / (self.args.per_device_eval_batch_size * self.accelerator.num_processes))):
             self("on_prediction_step")
         self.log(entry)
-        step = self.state.global_step
-        of_other_sets = self.last_evaluation if self.last_evaluation.get("step") == step else {}
-        self.last_evaluation = {**of_other_sets, **entry, "step": step}
         self("on_evaluate", metrics=dict(entry))
-
-    def evaluated_rewards(self) -> dict[str, float] | None:
-        """Of the last evaluation what `TrainResult` has; None without one."""
-        found = {name: _REWARD.fullmatch(name) for name in self.last_evaluation}
-        values = {match[1]: self.last_evaluation[name] for name, match in found.items() if match}
-        return {name: math.nan if value is None else value for name, value in values.items()} or None
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation with these is the best one, by `metric_for_best_model`; the state keeps which one was.

@@ -106,18 +106,25 @@ def iterate_records(path: Path) -> Iterator[Record]:
             yield record
 
 
-def rewind_logs(output_dir: Path, step: int) -> None:
+def rewind_logs(output_dir: Path, step: int, *, evaluation: bool = True) -> None:
     """Cut metrics.jsonl and rollouts.jsonl back to what they held when optimizer step `step` had been made.
 
+    Without its `evaluation`, which is made again: a checkpoint of the last step is saved before that.
     They are cut in place, at the first record of a later step: that takes no space, and after a kill a log is either
     cut or unchanged. A block of rollouts that began after that step is removed, and the one before takes its place.
     CheckpointError where a line before that is no record, or the file cannot be written; that log is as it was.
     """
+
+    def is_kept(record: Record) -> bool:
+        is_evaluation = any(name.startswith("eval/") for name in record)
+        is_again = record.get("step", 0) == step and is_evaluation and not evaluation
+        return record.get("step", 0) <= step and not is_again
+
     logs = [Path(output_dir) / name for name in (METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE)]
     for path in filter(Path.is_file, logs):
         try:
             with open(path, "r+b", opener=_at_once) as file:
-                kept = takewhile(lambda item: item[0].get("step", 0) <= step, _records(file, path))
+                kept = takewhile(lambda item: is_kept(item[0]), _records(file, path))
                 os.truncate(file.fileno(), max((end for _, end in kept), default=0))
                 os.fsync(file.fileno())
         except OSError as error:

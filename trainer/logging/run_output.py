@@ -79,7 +79,12 @@ class Results:
 
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last step
     eval_before: dict[str, float] | None = None
-    eval_after: dict[str, float] | None = None  # of the last evaluation
+    eval_after: dict[str, float] | None = None  # of the weights of the last step
+
+    @property
+    def evaluations(self) -> dict[str, Any]:
+        """What a checkpoint has of them."""
+        return {"eval_before": self.eval_before, "eval_after": self.eval_after}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,7 +134,7 @@ def test_a_smaller_number_in_flight_is_kept_after_a_resume(make_trainer):
 def test_a_pace_that_no_run_has_saved_is_refused(make_trainer, pace):
     trainer = make_trainer(steady(0.0))
     here = {"collector": trainer.collector.state()[0]}
-    saved = {**here, "eval_before": None, "unlogged": {}, "unshown": {}}
+    saved = {**here, "eval_before": None, "eval_after": None, "unlogged": {}, "unshown": {}}
     check_numbers(saved, here, None)
     with pytest.raises(TypeError, match=r"content\.collector\.pace"):
         check_numbers({**saved, "collector": saved["collector"] | {"pace": pace}}, here, None)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fused_grpo.trainer.logging.console import Console
+from fused_grpo.trainer.logging.run_log import read_metrics
 from fused_grpo.trainer.logging.run_output import StepMetrics
 
 
@@ -64,6 +65,8 @@ def test_a_finished_run_that_is_resumed_is_evaluated_once(make_trainer, options)
     trainer = make_trainer(**options, overwrite_output_dir=False)
     after = trainer.train(resume_from_checkpoint=True)
     assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry][-2:] != [2, 2]
+    written = [one["step"] for one in read_metrics(trainer.output_dir / "metrics.jsonl") if "eval/reward" in one]
+    assert written == [0, 2]
     assert after.eval_before == before.eval_before
     assert after.eval_after == before.eval_after
 
