@@ -44,7 +44,8 @@ from fused_grpo.trainer.collect.rank_checks import check_ranks
 from fused_grpo.trainer.collect.scoring import LOSS_METRICS, Scored
 from fused_grpo.trainer.collect.start_checks import Start, check_given, check_given_sets, make_learner
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.config.trl_names import check_not_given, check_replaced, made_from, replaces
+from fused_grpo.trainer.config.trl_fields import refusing_others
+from fused_grpo.trainer.config.trl_names import NO_ARGUMENTS, check_not_given, check_replaced, made_from, replaces
 from fused_grpo.trainer.data.datasets import chosen_eval_sets
 from fused_grpo.trainer.distributed.failures import (
     StopOnSignal,
@@ -76,6 +77,7 @@ _MOVES: dict[str, Any] = {
 }
 
 
+@refusing_others(NO_ARGUMENTS, "help(GRPOTrainer)")
 class GRPOTrainer(TransformersFace):
     """Trains a causal language model with GRPO. TRL's constructor, argument by argument.
 

@@ -18,6 +18,8 @@ from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
 from fused_grpo.trainer.config.trl_fields import (
     MISSING,
+    OF_TRAINER,
+    OPTIONS_HELP,
     refuse_unless_harmless,
     refusing_others,
     with_help,
@@ -42,7 +44,7 @@ PYTHON_TYPES: dict[str, Any] = {
 }
 
 
-@refusing_others
+@refusing_others(OF_TRAINER, OPTIONS_HELP)
 @with_help
 @dataclass
 @with_trl_fields

@@ -2,6 +2,7 @@
 
 They stand there by what other values do, and by the reason; "types" has those that a default does not show. A test
 compares all with TRL's own class. "former" are fields of older versions of TRL and transformers, and what to write now.
+"arguments of GRPOTrainer" are those of ours.
 
 `GRPOConfig` has every field of TRL's, so that parsers and callbacks find them. The default of one that has no effect
 here changes nothing; a value that changes nothing either gets a warning with the reason, any other an error with it.
@@ -17,7 +18,7 @@ import functools
 import inspect
 import json
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -53,6 +54,8 @@ class Missing(NamedTuple):
 
 _FILE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 _KINDS, FORMER = _FILE.pop("types"), _FILE.pop("former")
+OF_TRAINER = dict.fromkeys(_FILE.pop("arguments of GRPOTrainer"), "it is an argument of GRPOTrainer")
+OPTIONS_HELP = "fused-grpo train --help"
 MISSING = {
     name: Missing(default, why, others, _KINDS.get(name, "str | None" if default is None else type(default).__name__))
     for others, reasons in _FILE.items()
@@ -70,18 +73,22 @@ def with_trl_fields(cls: type[Config]) -> type[Config]:
     return cls
 
 
-def refusing_others(cls: type[Config]) -> type[Config]:
-    """The class of options, whose constructor says of a name that is none what to write instead."""
-    construct, names = cls.__init__, [entry.name for entry in dataclasses.fields(cls)]  # type: ignore[arg-type]
+def refusing_others(elsewhere: Mapping[str, str], see: str) -> Callable[[type[Config]], type[Config]]:
+    """Of a class the one whose constructor says of an unknown name what to write instead, as `unknown_options`."""
 
-    @functools.wraps(construct)
-    def checked(self: Any, *values: Any, **options: Any) -> None:
-        if others := [name for name in options if name not in names]:
-            raise WrongTypeError(unknown_options(others, names, f"of {cls.__name__}"))
-        construct(self, *values, **options)
+    def refusing(cls: type[Config]) -> type[Config]:
+        construct, names = cls.__init__, [*inspect.signature(cls).parameters]
 
-    cls.__init__ = checked  # type: ignore[method-assign]
-    return cls
+        @functools.wraps(construct)
+        def checked(self: Any, *values: Any, **options: Any) -> None:
+            if others := [name for name in options if name not in names]:
+                raise WrongTypeError(unknown_options(others, names, f"of {cls.__name__}", elsewhere, see=see))
+            construct(self, *values, **options)
+
+        cls.__init__ = checked  # type: ignore[method-assign]
+        return cls
+
+    return refusing
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
@@ -108,12 +115,20 @@ def with_help(cls: type[Config]) -> type[Config]:
     return cls
 
 
-def unknown_options(others: Iterable[object], names: Iterable[str], place: str) -> str:
+def unknown_options(
+    others: Iterable[object],
+    names: Iterable[str],
+    place: str,
+    elsewhere: Mapping[str, str] = OF_TRAINER,
+    *,
+    see: str = OPTIONS_HELP,
+) -> str:
     """The text of an error about what is no option: what to write instead, by the history or by similarity."""
 
     def instead(other: str) -> str:
         close = difflib.get_close_matches(other, names, n=1)
-        return FORMER.get(other) or (f"did you mean {close[0]!r}?" if close else "see fused-grpo train --help")
+        known = FORMER.get(other) or elsewhere.get(other)
+        return known or (f"did you mean {close[0]!r}?" if close else f"see {see}")
 
     fixes = "; ".join(f"{other}: {instead(other)}" for other in map(str, others))
     return f"got unknown option(s) {', '.join(map(repr, others))} {place}; fix: {fixes}"

@@ -9,15 +9,21 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
 
 from fused_grpo.errors import InputError, MissingAttributeError, UnsupportedError, quoted
+from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
 _FILE: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 REASONS = {name: why for why, names in _FILE.items() for name in names}
+# What is no argument of the trainer.
+NO_ARGUMENTS = {name: f"leave it out: {why}" for name, why in REASONS.items()}
+NO_ARGUMENTS |= {entry.name: f"it is an option: args=GRPOConfig({entry.name}=...)" for entry in fields(GRPOConfig)}
+NO_ARGUMENTS["tokenizer"] = "processing_class"
 OWN = "a name of transformers' or this trainer's own"
 # What may be replaced: the loop calls it, or scripts alone do.
 HOOKS = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
@@ -10,9 +11,9 @@ from transformers import Trainer
 from trl_differences import DIFFERENT
 
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.config.trl_fields import FORMER, MISSING
+from fused_grpo.trainer.config.trl_fields import FORMER, MISSING, OF_TRAINER
 from fused_grpo.trainer.config.trl_names import HOOKS, REASONS
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -134,6 +135,22 @@ def test_a_former_or_misspelled_name_is_refused_with_the_one_to_write():
             GRPOConfig(**{name: 1})
     with pytest.raises(InputError, match=r"'beta_', 'lr' of GRPOConfig; fix: beta_: did you mean 'beta'\?; lr: see"):
         GRPOConfig(beta_=0.1, lr=1e-6)
+
+
+def test_what_belongs_to_the_other_of_trainer_and_options_is_said_so():
+    arguments, options = inspect.signature(GRPOTrainer).parameters, inspect.signature(GRPOConfig).parameters
+    assert OF_TRAINER.keys() == set(arguments)
+    assert not arguments.keys() & options.keys()
+    for name in arguments:
+        with pytest.raises(
+            InputError, match=rf"'{name}' of GRPOConfig; fix: {name}: it is an argument of GRPOTrainer$"
+        ):
+            GRPOConfig(**{name: None})
+    for name in options:
+        with pytest.raises(InputError, match=rf"of GRPOTrainer; fix: {name}: .*GRPOConfig\({name}=\.\.\.\)$"):
+            GRPOTrainer(**{name: None})
+    with pytest.raises(InputError, match=r"tokenizer: processing_class; tool: did you mean 'tools'\?; data: see help"):
+        GRPOTrainer("model", tokenizer=None, tool=[], data=[])
 
 
 def test_what_replaces_a_former_name_is_an_option():
