@@ -134,8 +134,8 @@ BUGS = {
     ),
     "a sampler may be more than certain": (
         HEAD,
-        "self.logprobs > _ROUNDED_UP",
-        "self.logprobs > 1e9",
+        "most > _ROUNDED_UP",
+        "most > 1e9",
         BAD,
     ),
     "a token that centering alone moves is counted as without a gradient": (

@@ -122,7 +122,6 @@ class SamplerHead(NamedTuple):
         self,
         config: GRPOLossConfig,
         tokens: Tensor,
-        vocab_size: int,
         *,
         support: Support | None,
         sampling: Tensor | None,
@@ -131,7 +130,7 @@ class SamplerHead(NamedTuple):
         """Check that the loss wants them, both for its targets `tokens`, and whether they go with its other inputs.
 
         Raises:
-            InputError: shapes, dtypes, devices or values that cannot be right, or one without the other.
+            InputError: shapes, dtypes or devices that cannot be right, or one without the other.
             UnsupportedError: "topk" with a support, or a distillation.
         """
         wanted, given = config.score_centering != "off", self.ids is not None or self.logprobs is not None
@@ -149,13 +148,24 @@ class SamplerHead(NamedTuple):
         if self.logprobs is None or self.logprobs.dtype not in FLOATS:
             dtype = None if self.logprobs is None else self.logprobs.dtype
             raise InputError(f"got sampling_topk_logprobs of dtype {dtype}, want one of {', '.join(map(str, FLOATS))}")
-        if self.logprobs.device.type == "cpu" and bool((self.logprobs > _ROUNDED_UP).any()):
-            most = self.logprobs.nan_to_num(-torch.inf).max().item()
-            raise InputError(f"got a sampling_topk_logprobs of {most:g}, want log-probs, which are at most 0")
         if support is not None:
             self._check_of_support(config, support)
         else:
-            self._check_ids(tokens, vocab_size)
+            self._check_ids(tokens)
+
+    def check_values(self, inputs: LossInputs, vocab_size: int, support: Support | None) -> None:
+        """InputError for ids or log-probs that cannot be right of a token that the loss scores; no others are read."""
+        scored = scored_by_sampler(inputs)
+        if support is not None:
+            scored = scored[Segments(support[1]).segment_of_items()]
+        elif self.ids is not None:
+            scored = scored.view(*self.ids.shape[:-1], 1)
+            _check_in_range(torch.where(scored, self.ids, -1), vocab_size)
+        logprobs = self.logprobs
+        if logprobs is not None and logprobs.numel() and logprobs.device.type == "cpu":
+            most = logprobs.nan_to_num(-torch.inf, posinf=torch.inf).masked_fill(~scored, -torch.inf).max().item()
+            if most > _ROUNDED_UP:
+                raise InputError(f"got a sampling_topk_logprobs of {most:g}, want log-probs, which are at most 0")
 
     def _check_of_support(self, config: GRPOLossConfig, support: Support) -> None:
         if config.score_centering == "topk":
@@ -167,7 +177,7 @@ class SamplerHead(NamedTuple):
             got, want = tuple(self.logprobs.shape), tuple(support[0].shape)
             raise InputError(f"got sampling_topk_logprobs {got}, want {want}: one for each token of the support")
 
-    def _check_ids(self, tokens: Tensor, vocab_size: int) -> None:
+    def _check_ids(self, tokens: Tensor) -> None:
         ids, logprobs = self.ids, self.logprobs
         assert logprobs is not None
         if ids is None or ids.dtype not in (torch.int32, torch.int64):
@@ -178,15 +188,6 @@ class SamplerHead(NamedTuple):
                 f"got sampling_topk_ids {tuple(ids.shape)} and sampling_topk_logprobs {tuple(logprobs.shape)}, want "
                 f"both ({', '.join(map(str, tokens.shape))}, K), K >= 1 tokens for each token"
             )
-        ordered = ids.sort(-1).values
-        wrong = (ordered[..., :1] < -1) | (ordered[..., -1:] >= vocab_size)
-        twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1, keepdim=True)
-        want = f"want 0 <= id < V={vocab_size}, each once for a token, or -1 where there is none"
-        if ids.is_cuda:
-            torch._assert_async(~(wrong | twice).any(), f"a token of sampling_topk_ids is out of range; {want}")
-        elif bool((wrong | twice).any()):
-            at = (wrong | twice)[..., 0].nonzero()[0].tolist()
-            raise InputError(f"got sampling_topk_ids {str(ids[tuple(at)].tolist())[:200]} at {at}; {want}")
 
     def centering(
         self, targets: Tensor, inputs: LossInputs, config: GRPOLossConfig, *, support: Support | None = None
@@ -219,3 +220,15 @@ class SamplerHead(NamedTuple):
         logprobs = torch.zeros_like(ids, dtype=self.logprobs.dtype)
         ids[row, column], logprobs[row, column] = tokens, self.logprobs.detach()
         return ids, logprobs
+
+
+def _check_in_range(ids: Tensor, vocab_size: int) -> None:
+    ordered = ids.sort(-1).values
+    wrong = (ordered[..., :1] < -1) | (ordered[..., -1:] >= vocab_size)
+    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1, keepdim=True)
+    want = f"want 0 <= id < V={vocab_size}, each once for a token, or -1 where there is none"
+    if ids.is_cuda:
+        torch._assert_async(~(wrong | twice).any(), f"a token of sampling_topk_ids is out of range; {want}")
+    elif bool((wrong | twice).any()):
+        at = (wrong | twice)[..., 0].nonzero()[0].tolist()
+        raise InputError(f"got sampling_topk_ids {str(ids[tuple(at)].tolist())[:200]} at {at}; {want}")

@@ -419,6 +419,23 @@ def test_bad_input_is_refused(case):
         solve(given._replace(loss=given.loss | loss), config_of(**options), torch.float32)
 
 
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])
+@pytest.mark.parametrize("mode", ["topk", "kept"])
+def test_rows_that_are_not_scored_may_hold_anything_of_the_sampler(mode, value, impl):
+    given = problem() if mode == "topk" else with_support(problem())
+    ids, logprobs = given.loss["sampling_topk_ids"], given.loss["sampling_topk_logprobs"].clone()
+    exact = solve(given, config_of(mode), torch.float64, impl=impl)
+    for row in (0, T + T - 1, 2 * T + 1):  # ignored, masked, and without a log-prob of the sampler
+        if mode == "topk":
+            logprobs.view(-1, K)[row] = value
+            ids.view(-1, K)[row] = V + 7
+        else:
+            logprobs[given.loss["support"][1][row] : given.loss["support"][1][row + 1]] = value
+    given = given._replace(loss=given.loss | {"sampling_topk_logprobs": logprobs})
+    assert_near(solve(given, config_of(mode), torch.float64, impl=impl), exact, tolerance=0)
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
 @pytest.mark.parametrize("mode", ["topk", "kept"])
 def test_tokens_that_the_policy_bans_move_nothing(mode, impl):

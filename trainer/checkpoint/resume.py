@@ -220,8 +220,8 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     lines = changed if any("checkpoint's counts" in line for line in changed) else changed + unlike
     if lines and accelerator.is_main_process:
         _log.warning("resuming from %s with other options:\n  %s", checkpoint, "\n  ".join(lines))
-    evaluations, windows = ({name: numbers[name] for name in names} for names in (files.EVALUATIONS, files.WINDOWS))
-    return Restored(buffer, evaluations, windows, state)
+    evaluations = {name: numbers[name] for name in files.EVALUATIONS}
+    return Restored(buffer, evaluations, {name: numbers[name] for name in files.WINDOWS}, state)
 
 
 def _set_rates(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
