@@ -142,6 +142,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, schedule
             pair[0][1].step()
             what = "saved state"
         if pair and is_saved:
+            if named := [key for key in pair[0][1].state if not isinstance(key, Tensor)]:  # as PEFT's LoRA-FA
+                raise TypeError(f"a part of it is that of {named[0]!r}, want parts of parameters alone")
             first, second = (optimizer_state(*one, full=False) for one in pair)
             written, tensors = _written(first), dict[str, Tensor]()
             pack(first, tensors, "optimizer")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.optimizers.lorafa import LoraFAOptimizer
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 
@@ -156,10 +157,16 @@ CANNOT_SAVE: dict[str, Callable[[int, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kept", CANNOT_SAVE.values(), ids=CANNOT_SAVE)
-def test_what_cannot_be_saved_is_refused_where_it_would_be(make_trainer, kept):
-    optimizers = lambda model: (keeping(kept)(model.parameters()), None)  # noqa: E731
-    with pytest.raises(UnsupportedError, match=r"got KeepsMore in .*state gives .* want .*fix: .*save_only_model"):
+def lora_fa(parameters: Any) -> Optimizer:
+    options = {"names": list(map(str, range(len(of := list(parameters))))), "scaling_factors": [None] * len(of)}
+    return LoraFAOptimizer([{"params": of, **options}])
+
+
+@pytest.mark.parametrize("make", [*map(keeping, CANNOT_SAVE.values()), lora_fa], ids=[*CANNOT_SAVE, "PEFT's LoRA-FA"])
+def test_what_cannot_be_saved_is_refused_where_it_would_be(make_trainer, make):
+    optimizers = lambda model: (make(model.parameters()), None)  # noqa: E731
+    said = r"got (KeepsMore|LoraFAOptimizer) in .*state gives (?!Key).* want .*fix: .*save_only_model"
+    with pytest.raises(UnsupportedError, match=said):
         make_trainer(optimizers=optimizers, save_steps=1)
     assert make_trainer(optimizers=optimizers, save_steps=1, save_only_model=True, max_steps=2).train().steps == 2
 
