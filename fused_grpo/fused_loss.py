@@ -151,7 +151,7 @@ def fused_linear_grpo_loss(
     passes, vocab_size = choice.passes(chosen), len(weight) if shards is None else sum(shards.sizes)
     sampler = None
     if config.score_centering != "off" or sampling_topk_ids is not None or sampling_topk_logprobs is not None:
-        sampler = SamplerHead(sampling_topk_ids, sampling_topk_logprobs)
+        sampler = SamplerHead(sampling_topk_ids, sampling_topk_logprobs, vocab_size)
         sampler.check(config, targets, support=support, sampling=sampling_logprobs, teacher=distillation)
     kept, head = head.without_ignored(passes, ignore_index, vocab_size=vocab_size)
     given = LossArguments(
@@ -168,11 +168,8 @@ def fused_linear_grpo_loss(
         covariance_selected=covariance_selected,
     )
     inputs = loss_inputs(given, targets.shape, config, dtype=head.dtype, device=hidden.device, kept=kept)
-    if sampler is not None:
-        sampler.check_values(inputs, vocab_size, restricted)
     entropy = entropy or config.entropy_coef > 0 or config.top_entropy_quantile < 1.0
-    padded = restricted if chosen == "reference" else None
-    centering = None if sampler is None else sampler.centering(head.targets, inputs, config, support=padded)
+    centering = None if sampler is None else sampler.centering(head.targets, inputs, config, restricted, chosen)
     head = head if centering is None else centering.with_targets(head)
     head = head if shards is None else shards.own(head)
     teacher = None if distillation is None else teacher_of(distillation, head, hidden, temperature, inputs, chosen)

@@ -117,6 +117,7 @@ class SamplerHead(NamedTuple):
 
     ids: Tensor | None
     logprobs: Tensor | None
+    vocab_size: int
 
     def check(
         self,
@@ -153,14 +154,13 @@ class SamplerHead(NamedTuple):
         else:
             self._check_ids(tokens)
 
-    def check_values(self, inputs: LossInputs, vocab_size: int, support: Support | None) -> None:
-        """InputError for ids or log-probs that cannot be right of a token that the loss scores; no others are read."""
+    def _check_values(self, inputs: LossInputs, support: Support | None) -> None:
         scored = scored_by_sampler(inputs)
         if support is not None:
             scored = scored[Segments(support[1]).segment_of_items()]
         elif self.ids is not None:
             scored = scored.view(*self.ids.shape[:-1], 1)
-            _check_in_range(torch.where(scored, self.ids, -1), vocab_size)
+            _check_in_range(torch.where(scored, self.ids, -1), self.vocab_size)
         logprobs = self.logprobs
         if logprobs is not None and logprobs.numel() and logprobs.device.type == "cpu":
             most = logprobs.nan_to_num(-torch.inf, posinf=torch.inf).masked_fill(~scored, -torch.inf).max().item()
@@ -190,9 +190,14 @@ class SamplerHead(NamedTuple):
             )
 
     def centering(
-        self, targets: Tensor, inputs: LossInputs, config: GRPOLossConfig, *, support: Support | None = None
+        self, targets: Tensor, inputs: LossInputs, config: GRPOLossConfig, support: Support | None, impl: str
     ) -> Centering | None:
-        """For the targets [N] over the whole vocabulary, where ids were given, or `support` has them."""
+        """For the targets [N] over the whole vocabulary, where ids were given, or the reference's `support` has them.
+
+        InputError for ids or log-probs that cannot be right of a token that the loss scores; no others are read.
+        """
+        self._check_values(inputs, support)
+        support = support if impl == "reference" else None
         ids, logprobs = (self.ids, self.logprobs) if support is None else self._padded(support)
         if ids is None or logprobs is None:
             return None

@@ -109,7 +109,7 @@ def iterate_records(path: Path) -> Iterator[Record]:
 def rewind_logs(output_dir: Path, step: int, *, evaluation: bool = True) -> None:
     """Cut metrics.jsonl and rollouts.jsonl back to what they held when optimizer step `step` had been made.
 
-    Without its `evaluation`, which is made again: a checkpoint of the last step is saved before that.
+    Without its `evaluation`, where the run is going to repeat that: a checkpoint of the last step is saved before it.
     They are cut in place, at the first record of a later step: that takes no space, and after a kill a log is either
     cut or unchanged. A block of rollouts that began after that step is removed, and the one before takes its place.
     CheckpointError where a line before that is no record, or the file cannot be written; that log is as it was.
