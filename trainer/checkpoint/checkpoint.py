@@ -171,7 +171,7 @@ def write_manifest(directory: Path) -> None:
     manifest = json.dumps({"format": FORMAT, "files": files}, indent=2)
     (directory / MANIFEST_FILE).write_text(manifest + "\n", encoding="utf-8")
     mode = stat.S_IMODE((directory / MANIFEST_FILE).stat().st_mode)
-    with suppress(PermissionError):  # of a shared folder that keeps modes of its own
+    with suppress(OSError):  # of a shared folder that has modes of its own, or none
         for name in files:  # safetensors writes for its user alone, whatever the umask
             (directory / name).chmod(mode)
     for path in (*directory.rglob("*"), directory):

@@ -76,8 +76,15 @@ def test_a_checkpoint_has_no_pickle_and_all_of_it_is_in_the_manifest(checkpoint:
     assert set(json.loads((checkpoint / "manifest.json").read_text())["files"]) == names - {"manifest.json"}
 
 
-def test_who_may_read_one_file_of_a_checkpoint_may_read_all(checkpoint: Path) -> None:
-    assert len({(checkpoint / name).stat().st_mode for name in everything(checkpoint)}) == 1
+@pytest.mark.parametrize("number", [None, errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_who_may_read_one_file_of_a_checkpoint_may_read_all(tmp_path: Path, monkeypatch, number) -> None:
+    def fail(path: Path, mode: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    if number is not None:  # a shared folder without such rights, where it is saved all the same
+        monkeypatch.setattr(Path, "chmod", fail)
+    directory = save(tmp_path / "checkpoint-1")
+    assert number or len({(directory / name).stat().st_mode for name in everything(directory)}) == 1
 
 
 def test_the_trainer_state_is_saved_as_json(tmp_path: Path) -> None:
