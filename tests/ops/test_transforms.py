@@ -1,6 +1,7 @@
 """Each op under each transform of derivatives: right, or an error that says what to use instead; never 0 in silence."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -94,6 +95,11 @@ def tangent_of(x: Tensor) -> Tensor:
     return torch.linspace(-1, 2, x.numel()).view(x.shape).to(x)
 
 
+def traced(f: Callable[..., Tensor], x: Tensor) -> Tensor:
+    with warnings.catch_warnings(action="ignore"):  # of values that are read
+        return torch.jit.trace(f, (x,))(x)
+
+
 def product(f: Callable[..., Tensor], x: Tensor) -> Tensor:
     """The tangent, by a backward pass."""
     return (backward_of(f, x) * tangent_of(x)).sum()
@@ -131,6 +137,7 @@ TRANSFORMS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor] | None]
     "vmap": (lambda f, x: func.vmap(f)(torch.stack([x, x])), None),
     "vmap of grad": (lambda f, x: func.vmap(func.grad(f))(torch.stack([x, x])), None),
     "linearize": (lambda f, x: func.linearize(f, x)[1](tangent_of(x)), None),
+    "torch.jit.trace": (traced, None),
     "functionalize": (lambda f, x: func.functionalize(f)(x), None),
 }
 

@@ -16,6 +16,7 @@ from itertools import compress, islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from jinja2 import TemplateSyntaxError
 from torch.utils.data import Subset
 from transformers.utils.chat_template_utils import get_json_schema
 
@@ -187,9 +188,11 @@ def _apply_chat_template(
         with suppress(Exception):
             for index in range(len(conversations)):  # up to the first that fails alone
                 tokenizer.apply_chat_template([conversations[index]], **options)
+        is_broken = isinstance(error, TemplateSyntaxError)
+        of_row = f"at {where(index)}, want a conversation that it takes; fix: the row, or chat_template_kwargs"
+        of_all = f"line {getattr(error, 'lineno', 0)}, want a Jinja template; fix: tokenizer.chat_template, or its file"
         raise DataError(
-            f"got {type(error).__name__}: {error} from the chat template, at {where(index)}, want a conversation that "
-            "it takes; fix: the row, or chat_template_kwargs"
+            f"got {type(error).__name__}: {error} from the chat template, {of_all if is_broken else of_row}"
         ) from error
     return ids
 

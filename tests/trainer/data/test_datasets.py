@@ -327,6 +327,8 @@ def test_a_conversation_that_cannot_be_rendered_is_named(chat_tokenizer, prompt,
 def test_what_cannot_be_encoded_is_refused(tokenizer):
     with pytest.raises(DataError, match=r"tokenizer without a chat template.*fix"):
         encode_prompts([{"prompt": SUM}], tokenizer)
+    with pytest.raises(DataError, match=r"line 2, want a Jinja template; fix: tokenizer\.chat_template, or"):
+        encode_prompts([{"prompt": SUM}], tokenizer, chat_template_kwargs={"chat_template": "\n{% if %}"})
     given_one = encode_prompts([{"prompt": SUM}], tokenizer, chat_template_kwargs={"chat_template": TEMPLATE})
     assert tokenizer.decode(given_one[0]) == "a0=b1+1=c"
     with pytest.raises(DataError, match="got no token for the prompt of row 5"):
