@@ -99,7 +99,7 @@ class Learner:
     InputError for a teacher with a smaller vocabulary, UnsupportedError for one beside virtual tokens.
     """
 
-    _trained: Set[int] = frozenset()  # the ids of the weights that are, since they were last checked
+    _checked: Set[Any] = frozenset()  # the forms of the weights when they were last checked
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class Learner:
         had = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
         # FSDP2 puts other objects into the place of its shards.
         others = now.keys() ^ self._made.keys()
-        self._trained = {id(one) for one in now.values() if one.requires_grad}
+        self._checked, groups = self._forms(), len(self.optimizer.param_groups)
         for name in now.keys() & self._made.keys():
             made, one = self._made[name], now[name]
             is_same = one is made.weight or self.accelerator.is_fsdp2
@@ -253,12 +253,22 @@ class Learner:
                 or (one.requires_grad and not made.is_trained and id(one) not in had)
             ):
                 others.add(name)
-        if others or not self._trained:
-            what = f"{len(others)} weights, such as {min(others)}," if others else "weights, none of which is trained,"
+        if others or groups != len(self.beginning[0]) or not any(one.requires_grad for one in now.values()):
+            what = f"{groups} groups of the optimizer" if groups != len(self.beginning[0]) else "weights, none trained,"
+            what = f"{len(others)} weights, such as {min(others)}," if others else what
             raise InputError(
                 f"got {what} that are not as they were when the trainer was made (another tensor, shape or dtype, or "
                 "trained since), want what its optimizer was made for; fix: change the model before GRPOTrainer(...)"
             )
+
+    def check_unchanged(self) -> None:
+        """As `run_modes`, before a step: a callback may have changed weights, or of an adapter what none shows."""
+        if not self.accelerator.is_fsdp2 and (is_adapted(self._unwrapped.model) or self._forms() != self._checked):
+            self._check_weights()
+
+    def _forms(self) -> Set[Any]:
+        weights = {(id(one), one.dtype, one.shape, one.requires_grad) for one in self._unwrapped.parameters()}
+        return weights | {len(self.optimizer.param_groups)}
 
     def learn(
         self, batch: list[Sample], *, check: Check | None = None, event: Event = lambda name: None, again: bool = True
@@ -272,9 +282,6 @@ class Learner:
         NonFiniteError where the loss or the gradient norm is not finite, after `max_skipped_steps` such steps in a row;
         nothing has been updated.
         """
-        trained = {id(one) for one in self._unwrapped.parameters() if one.requires_grad}
-        if trained != self._trained and not self.accelerator.is_fsdp2:  # by a callback: another adapter, or more layers
-            self._check_weights()
         batch, packed, options, of_uncertain = self._prepared(batch)
         self.policy.zero_grad()  # of gradients that a reward or a callback has left
         try:

@@ -227,6 +227,7 @@ class GRPOTrainer(TransformersFace):
                 self.events("on_step_begin")
                 if self._spelled(vars(self.args)) != self._options_text:
                     self.start.check_unchanged()
+                self.learner.check_unchanged()
                 if self.buffer is None or self.buffer.is_exhausted:
                     self.buffer = self._collect(phases)
                 with phases("train"):

@@ -264,7 +264,9 @@ def check_plan(
         raise InputError(f"got score={score!r}, want 'all' or 'needed'")
     if not isinstance(impl, str) or impl not in IMPLS:
         raise InputError(f"got impl={impl!r}, want {', '.join(map(repr, IMPLS[:-1]))} or {IMPLS[-1]!r}")
-    if torch.jit.is_tracing():  # which would record the path of these values for all others
+    if (
+        torch._C._get_tracing_state() is not None
+    ):  # torch.jit.trace, which would record the path of these values for all others
         raise UnsupportedError(
             "got a call inside torch.jit.trace, want one outside, or torch.compile; fix: trace the model up to its "
             "hidden states, or torch.export with linear_logprobs"

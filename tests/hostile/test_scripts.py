@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from small_runs import ROWS, at, model_of, places, trainer_in
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -240,14 +241,37 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("event", [None, "on_step_end", "on_step_begin"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_model_that_its_optimizer_was_not_made_for_is_not_trained(tmp_path, name):
+def test_a_model_that_its_optimizer_was_not_made_for_is_not_trained(tmp_path, name, event):
     model = model_of()
     model.model.norm.requires_grad_(False)
-    trainer = trainer_in(tmp_path, model)
-    CHANGES[name](model)
+    callbacks = [at(event, lambda model, state: CHANGES[name](model))] if event else []
+    trainer = trainer_in(tmp_path, model, callbacks=callbacks)
+    if not event:
+        CHANGES[name](model)
     with pytest.raises(InputError, match=r"weights, .* that are not as they were when the trainer was made"):
         trainer.train()
+
+
+BESIDE: dict[str, tuple[Any, str]] = {
+    "a group more": (
+        lambda trainer: trainer.optimizer.add_param_group({"params": []}),
+        "got 2 groups of the optimizer",
+    ),
+    "merged": (lambda trainer: trainer.model.merge_adapter(), "got a PeftModel whose adapter is merged"),
+    "disabled": (lambda trainer: trainer.model.disable_adapter_layers(), "got a PeftModel whose adapter is disabled"),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_an_optimizer_or_adapter_that_a_callback_changes_is_named(tmp_path, name):
+    change, said = BESIDE[name]
+    model = get_peft_model(model_of(), LoraConfig(r=2, target_modules=["q_proj"]))
+    own = list[GRPOTrainer]()
+    own.append(trainer_in(tmp_path, model, callbacks=[at("on_step_end", lambda model, state: change(own[0]))]))
+    with pytest.raises(InputError, match=said):
+        own[0].train()
 
 
 def test_other_values_and_fewer_trained_weights_are_the_users_choice(tmp_path):

@@ -401,7 +401,18 @@ class RewardModel:
         for start in range(0, len(texts), BATCH_SIZE):
             encoded = self.tokenizer(text=texts[start : start + BATCH_SIZE], **options).to(device)
             # Of several labels the list, which is refused as no number.
-            scores += self.model(**encoded).logits.squeeze(1).float().tolist()
+            try:
+                scores += self.model(**encoded).logits.squeeze(1).float().tolist()
+            except (IndexError, RuntimeError) as error:
+                config: Any = self.model.config
+                most, got = getattr(config.get_text_config(), "max_position_embeddings", None), encoded["input_ids"]
+                if most is None or got.shape[1] <= most - 2:  # RoBERTa's first two places are of padding
+                    raise
+                raise InputError(
+                    f"got {got.shape[1]} tokens of prompt and completion for the reward model {self.__name__}, want "
+                    f"no more than its places, max_position_embeddings={most} ({error}); fix: a smaller "
+                    "max_completion_length, shorter prompts, or another reward model"
+                ) from error
         return scores
 
     def _text(self, prompt: Any, completion: Any) -> str:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from transformers import Qwen2ForCausalLM
 
 from fused_grpo.errors import InputError
@@ -51,6 +52,17 @@ def test_a_model_by_name_is_loaded_as_the_policy_is(reward_model, tokenizer, tmp
     model = Rewards(str(tmp_path), model_init_kwargs=asked).functions[0].model
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Bert", "Roberta"])
+def test_a_text_longer_than_the_places_of_a_model_is_named(tokenizer, kind):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": 6, "num_labels": 1}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    judge = RewardModel(getattr(transformers, f"{kind}ForSequenceClassification")(config), tokenizer)
+    assert len(judge(["p"], ["ab"])) == 1
+    with pytest.raises(InputError, match=r"got 7 tokens .*, max_position_embeddings=6 \(.*fix: a smaller max_comp"):
+        judge(["p"], ["abcdef"])
 
 
 def test_a_model_without_a_trained_score_is_refused(reward_model, tokenizer, tmp_path):
