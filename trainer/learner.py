@@ -263,7 +263,7 @@ class Learner:
 
     def check_unchanged(self) -> None:
         """As `run_modes`, before a step: a callback may have changed weights, or of an adapter what none shows."""
-        if not self.accelerator.is_fsdp2 and (is_adapted(self._unwrapped.model) or self._forms() != self._checked):
+        if not self.accelerator.is_fsdp2 and (self._unwrapped.is_adapted or self._forms() != self._checked):
             self._check_weights()
 
     def _forms(self) -> Set[Any]:
