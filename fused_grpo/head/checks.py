@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces. `torch.compiler.is_exporting` is true of what torch 2.10 compiles, too."""
+    """Whether torch.export traces. `torch.compiler.is_exporting` is true of what torch 2.11 compiles, too."""
     return torch.compiler._is_exporting_flag
 
 
@@ -264,9 +264,7 @@ def check_plan(
         raise InputError(f"got score={score!r}, want 'all' or 'needed'")
     if not isinstance(impl, str) or impl not in IMPLS:
         raise InputError(f"got impl={impl!r}, want {', '.join(map(repr, IMPLS[:-1]))} or {IMPLS[-1]!r}")
-    if (
-        torch._C._get_tracing_state() is not None
-    ):  # torch.jit.trace, which would record the path of these values for all others
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace records what these values lead to, for all others
         raise UnsupportedError(
             "got a call inside torch.jit.trace, want one outside, or torch.compile; fix: trace the model up to its "
             "hidden states, or torch.export with linear_logprobs"
