@@ -116,6 +116,7 @@ def adapt(
                 f"got a {type(peft_config).__name__} that PEFT refuses for a {type(model).__name__} ({reason}), want "
                 "one that fits; fix: what it names"
             ) from error
+    check_biases(model)
     if keep_reference and (bias := getattr(model.peft_config[_trained(model)], "bias", "none")) != "none":
         raise UnsupportedError(
             f"got LoraConfig(bias={bias!r}), which trains biases of the base, and a reference, which is the base, want "
@@ -123,7 +124,6 @@ def adapt(
         )
     _check_trained(model)
     _check_tie(base_model(model))
-    check_biases(model)
     if is_prompt_tuned(model) and accelerator.distributed_type == DistributedType.FSDP:
         raise UnsupportedError(
             "got virtual tokens under FSDP, want them whole in every process; fix: launch with DDP, or LoRA"
