@@ -289,14 +289,13 @@ class GRPOTrainer(TransformersFace):
         return metrics
 
     def _is_unevaluated(self) -> bool:
-        """Whether these weights are still to be evaluated, if they are the last ones."""
         return bool(self.args.eval_at_ends and self.eval_dataset is not None and self.results.eval_after is None)
 
     def _start(self, resume: bool | str | Path | None) -> None:
         """Make the output directory and the log; evaluate the model, or restore a checkpoint."""
         self.start.check_again(self.model, self.eval_dataset)
         check_replaced(self, self._made, _MOVES)
-        is_main = self.accelerator.is_main_process
+        is_main, start, overwrite = self.accelerator.is_main_process, self.start, self.args.overwrite_output_dir
         with all_ranks_succeed(self.accelerator, "locking the output directory"):
             if is_main:  # keeps other runs out, before anything there is cut, moved or removed
                 self.lock.acquire(self.output_dir)
@@ -305,15 +304,16 @@ class GRPOTrainer(TransformersFace):
         self._begin_again()
         with all_ranks_succeed(self.accelerator, "making the output directory"):
             if is_main:
-                options: Any = {"keep": self.start.models, "is_saved": self.start.is_saved}
-                options |= {"resume": checkpoint, "overwrite": self.args.overwrite_output_dir}
-                self._undo.callback(prepare_output_dir(self.output_dir, **options))
+                undo = prepare_output_dir(
+                    self.output_dir, resume=checkpoint, overwrite=overwrite, keep=start.models, is_saved=start.is_saved
+                )
+                self._undo.callback(undo)
         self.events.begin(None, self.epochs.total)
         if checkpoint is not None:
             self._restore(checkpoint)
         facts = self.facts | {"engine": self.engine.name}
         with all_ranks_succeed(self.accelerator, "beginning the log"):
-            options = {"accelerator": self.accelerator, "output_dir": self.output_dir, "resumed_from": checkpoint}
+            options: Any = {"accelerator": self.accelerator, "output_dir": self.output_dir, "resumed_from": checkpoint}
             self._undo.callback(setattr, self, "output", self.output)  # for `evaluate` behind it: the log is not there
             self.output = RunOutput(self.args, self.max_steps, is_main=is_main, facts=facts, **options)
         self.events("on_train_begin")
@@ -347,8 +347,8 @@ class GRPOTrainer(TransformersFace):
     def _training_state(self) -> TrainingFiles:
         # A run that has to stop does not wait for its engine.
         wait = not any_rank(self.accelerator, self.stop.requested, "saving the state")
-        logs = {"evaluations": self.results.evaluations, "windows": self.events.steps.windows}
-        return training_state(self.learner, self.collector, self.buffer, **logs, wait=wait)
+        ends, windows = self.results.evaluations, self.events.steps.windows
+        return training_state(self.learner, self.collector, self.buffer, evaluations=ends, windows=windows, wait=wait)
 
     def _is_over(self) -> bool:
         """Whether all steps are made, or a callback has ended the run, which has a step at least."""

@@ -155,17 +155,18 @@ class SamplerHead(NamedTuple):
             self._check_ids(tokens)
 
     def _check_values(self, inputs: LossInputs, support: Support | None) -> None:
-        scored = scored_by_sampler(inputs)
-        if support is not None:
-            scored = scored[Segments(support[1]).segment_of_items()]
-        elif self.ids is not None:
+        """InputError for ids or log-probs of a scored token that cannot be right; a GPU asserts, and of ids alone."""
+        scored, logprobs = scored_by_sampler(inputs), self.logprobs
+        if support is None and self.ids is not None:
             scored = scored.view(*self.ids.shape[:-1], 1)
             _check_in_range(torch.where(scored, self.ids, -1), self.vocab_size)
-        logprobs = self.logprobs
-        if logprobs is not None and logprobs.numel() and logprobs.device.type == "cpu":
-            most = logprobs.nan_to_num(-torch.inf, posinf=torch.inf).masked_fill(~scored, -torch.inf).max().item()
-            if most > _ROUNDED_UP:
-                raise InputError(f"got a sampling_topk_logprobs of {most:g}, want log-probs, which are at most 0")
+        if logprobs is None or not logprobs.numel() or logprobs.device.type != "cpu":
+            return  # elsewhere both the rows of a support and the largest value would synchronize
+        if support is not None:
+            scored = scored[Segments(support[1]).segment_of_items()]
+        most = logprobs.nan_to_num(-torch.inf, posinf=torch.inf).masked_fill(~scored, -torch.inf).max().item()
+        if most > _ROUNDED_UP:
+            raise InputError(f"got a sampling_topk_logprobs of {most:g}, want log-probs, which are at most 0")
 
     def _check_of_support(self, config: GRPOLossConfig, support: Support) -> None:
         if config.score_centering == "topk":

@@ -116,9 +116,8 @@ def rewind_logs(output_dir: Path, step: int, *, evaluation: bool = True) -> None
     """
 
     def is_kept(record: Record) -> bool:
-        is_evaluation = any(name.startswith("eval/") for name in record)
-        is_again = record.get("step", 0) == step and is_evaluation and not evaluation
-        return record.get("step", 0) <= step and not is_again
+        at = record.get("step", 0)
+        return at < step or (at == step and (evaluation or not any(name.startswith("eval/") for name in record)))
 
     logs = [Path(output_dir) / name for name in (METRICS_FILE, OLD_ROLLOUTS_FILE, ROLLOUTS_FILE)]
     for path in filter(Path.is_file, logs):
