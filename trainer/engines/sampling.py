@@ -29,6 +29,7 @@ SEED_BITS = 62
 # Options that vLLM is passed. A list of what is allowed, because a server ignores a name that it does not know.
 VLLM_EXTRAS = {"allowed_token_ids", "bad_words", "frequency_penalty", "ignore_eos", "logit_bias", "min_tokens"}
 VLLM_EXTRAS |= {"presence_penalty", "stop", "stop_token_ids", "thinking_token_budget"}
+_NO_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0}  # which vLLM 0.32 takes from there too
 # Of GenerationConfig: processors that come before the sampling, the cache, and beams.
 _EXTRAS = {"bad_words_ids", "begin_suppress_tokens", "cache_implementation", "disable_compile", "length_penalty"}
 _EXTRAS |= {"min_new_tokens", "num_beams", "sequence_bias", "stop_token_ids", "suppress_tokens"}
@@ -121,7 +122,7 @@ def vllm_requests(
     listed = num_listed(sampling, vocab_size) if sampling.wants_ids else None
     # All of them: a server takes missing ones from the model's generation config.
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    same = {name: getattr(sampling, name) for name in names} | sampling.extra
+    same = {**{name: getattr(sampling, name) for name in names}, **_NO_PENALTIES, **sampling.extra}
     same |= {"n": sampling.num_sampled, "logprobs": 0 if listed is None or listed > max_listed >= 0 else listed}
     of_prompts, first = random.Random(seed), sampling.first_prompt
     places = [of_prompts.getrandbits(SEED_BITS) for _ in range(first + len(prompts))]

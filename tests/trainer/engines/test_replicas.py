@@ -78,7 +78,7 @@ def test_a_request_sets_all_options_that_a_server_takes_from_the_model(connect, 
     assert sent["stop_token_ids"] == [1, 7]
     assert sent["structured_outputs"] == {"regex": "a+"}
     given = {"n": 2, "temperature": 0.7, "top_p": 0.9, "stop": ["."]}
-    defaults = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    defaults = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     assert (given | defaults).items() <= sent.items()
 
 
