@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -195,6 +196,17 @@ def test_what_is_only_read_is_asked_for_again(connect, servers, monkeypatch, pat
     assert next(faults, None) is None
 
 
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/update_weight_version"])
+@pytest.mark.parametrize("fault", [503, None])
+def test_what_ends_a_sync_is_asked_for_again(connect, servers, monkeypatch, path, fault) -> None:
+    faults, post = iter([fault, fault]), servers[0].post
+    monkeypatch.setattr(
+        servers[0], "post", lambda asked, body: next(faults, post(asked, body)) if asked == path else post(asked, body)
+    )
+    assert connect(1).generate(PROMPTS[:1], SAMPLING).completion_ids == EXPECTED[: SAMPLING.n]
+    assert next(faults, "none left") == "none left"
+
+
 @pytest.mark.parametrize(("asked", "paused"), [("7", 7.0), ("9" * 400, 60.0), ("0", 0.01), ("soon", 0.01)])
 def test_a_busy_server_is_asked_again_when_it_says(monkeypatch, asked, paused) -> None:
     pauses, busy = list[float](), httpx.Response(503, headers={"Retry-After": asked}, stream=httpx.ByteStream(b""))
@@ -288,6 +300,42 @@ def test_a_sync_that_one_server_refuses_is_an_error_and_no_rollouts_follow(conne
     assert not servers[1].folder.exists()
     with pytest.raises(WeightSyncError, match="generate before weights were loaded"):
         engine.generate(PROMPTS, SAMPLING)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["it fails halfway", "it goes on"])
+def test_weights_that_another_trainer_is_sending_are_no_ones(connect, servers, model, is_late) -> None:
+    """Its version comes when all are there, and until then the one before would be a lie."""
+    engine, other = connect(1), connect(1, synced=False)
+    servers[0].refuses_weights = not is_late
+    post = servers[0].post
+
+    def reset(path: str, body: dict[str, Any]) -> Any:
+        if path == "/reset_prefix_cache":
+            with pytest.raises(UnavailableError, match="other weights than those of the last sync"):
+                engine.generate(PROMPTS, SAMPLING)
+        return post(path, body)
+
+    servers[0].post = reset
+    with nullcontext() if is_late else pytest.raises(WeightSyncError):
+        other.load_weights(checkpoint_weights(model), version=0)
+    with pytest.raises(UnavailableError, match="other weights than those of the last sync"):
+        engine.generate(PROMPTS, SAMPLING)
+
+
+@pytest.mark.parametrize("version", ["default", "another trainer's"])
+def test_a_sync_during_which_a_server_got_other_weights_is_none(connect, servers, model, version) -> None:
+    engine, post = connect(), servers[1].post
+
+    def replaced(path: str, body: dict[str, Any]) -> Any:
+        answer = post(path, body)
+        if body.get("method") == "reload_weights":
+            servers[1].weight_version = version
+        return answer
+
+    servers[1].post = replaced
+    with pytest.raises(WeightSyncError, match=f"version 1 .*got other weights than were sent: .* at {servers[1].url}"):
+        engine.load_weights(checkpoint_weights(model), version=1)
+    assert servers[1].weight_version == version
 
 
 def test_a_new_engine_needs_weights_first(connect) -> None:

@@ -30,7 +30,14 @@ from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import rollouts_of, stop_token_ids, vllm_requests
 from fused_grpo.trainer.engines.server.own_server import OwnServer
-from fused_grpo.trainer.engines.server.replicas import Json, NoRouteError, Replica, Replicas, RequestError
+from fused_grpo.trainer.engines.server.replicas import (
+    Json,
+    NoRouteError,
+    Replica,
+    Replicas,
+    RequestError,
+    asked_again,
+)
 from fused_grpo.trainer.engines.server.server_info import ADAPTER_PREFIX, ModelFacts, VLLMConfig, Wanted, server_info
 from fused_grpo.trainer.engines.server.weight_transfer import TransferName, choose_transfer, load_adapter
 from fused_grpo.trainer.engines.turns import ConcurrentSession
@@ -218,9 +225,12 @@ class VLLMServerEngine(RolloutEngine):
         stream = WeightStream.of(weights)
         if not self.sync_metrics:
             _log.info("a sync sends %.3f MB to %s", stream.nbytes / 1e6, self._replicas)
+        begun = f"{server_version}:begun"  # nobody's: another trainer's requests and sync find that its own is gone
+        self._replicas.each(partial(_set_version, version=begun), doing="beginning a sync")
         self._transfer_weights(stream, server_version)
         self.sync_metrics = {"weight_sync/bytes": float(stream.nbytes), **self._transfer.metrics}
-        self._replicas.each(partial(_finish_sync, server_version=server_version), doing="setting the weight version")
+        finish = partial(_finish_sync, begun=begun, server_version=server_version)
+        self._replicas.each(finish, doing="setting the weight version")
         self._server_version = server_version
 
     async def _ready(self, client: httpx.AsyncClient, replica: Replica) -> tuple[int, VLLMConfig]:
@@ -255,16 +265,24 @@ class VLLMServerEngine(RolloutEngine):
             )
 
 
-async def _finish_sync(client: httpx.AsyncClient, replica: Replica, *, server_version: str) -> None:
+async def _finish_sync(client: httpx.AsyncClient, replica: Replica, *, begun: str, server_version: str) -> None:
     """Drop keys and values of the old weights, and set the version of the new ones."""
+    reset = partial(replica.request, client, "POST", "/reset_prefix_cache")
     for _ in range(_RESET_ATTEMPTS):  # vLLM refuses while a request uses the cache
-        if await replica.request(client, "POST", "/reset_prefix_cache") != {"success": False}:
+        if await asked_again(reset) != {"success": False}:
             break
         await asyncio.sleep(0.1)
     else:
         raise RequestError("success=false from /reset_prefix_cache: it is still sampling for another client")
+    if not await replica.has_weight_version(client, begun):
+        raise RequestError("other weights than were sent: it was restarted, or another trainer uses it too")
+    await _set_version(client, replica, version=server_version)
+
+
+async def _set_version(client: httpx.AsyncClient, replica: Replica, *, version: str) -> None:
+    body = {"new_version": version}
     with suppress(NoRouteError):
-        await replica.request(client, "POST", "/update_weight_version", {"new_version": server_version})
+        await asked_again(partial(replica.request, client, "POST", "/update_weight_version", body))
 
 
 class VLLMServerAdapterEngine(VLLMServerEngine):
