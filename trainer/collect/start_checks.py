@@ -37,7 +37,7 @@ from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.engine_choice import EngineName, check_routing, engine_name, sampling_dtype, server_urls
 from fused_grpo.trainer.engines.sampling import prepared, stop_token_ids
-from fused_grpo.trainer.engines.server.replicas import checked_urls
+from fused_grpo.trainer.engines.server.urls import checked_urls
 from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_dtype,
     check_installed,

@@ -55,6 +55,7 @@ class FakeServer(ThreadingHTTPServer):
         self.parallel_config, self.device = {}, "cpu"
         self.workers: list[Any] = []  # with our worker extension
         self.name = "model"  # as others call it
+        self.api_key = ""  # of the routes that vLLM protects; "": none is wanted
         self.model = ""  # as vLLM prints it; "": the server is too old to do so
         self.mutate: Any = lambda path, answer: answer  # every answer with status 200
         self.refuses_to_join, self.refuses_weights = False, False
@@ -179,11 +180,15 @@ class Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
     def do_GET(self) -> None:
-        self.answer(self.server.get(self.path))
+        self.answer(401 if self.is_locked() else self.server.get(self.path))
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        self.answer(self.server.post(self.path, json.loads(self.rfile.read(length) or b"{}")))
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        self.answer(401 if self.is_locked() else self.server.post(self.path, body))
+
+    def is_locked(self) -> bool:
+        key = self.server.api_key
+        return bool(key) and self.path.startswith("/v1") and self.headers["Authorization"] != f"Bearer {key}"
 
     def answer(self, what: dict[str, Any] | int | str | None) -> None:
         self.server.encodings.add(self.headers["Accept-Encoding"])

@@ -432,6 +432,24 @@ def test_the_key_is_sent_to_the_server_and_shown_nowhere(connect, servers, caplo
     assert "sk-" not in "".join(traceback.format_exception(raised.value)) + f"{caplog.text}{vars(engine)}"
 
 
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        (None, "VLLMServerEngine has an api_key for a server with --api-key"),
+        ("sk-other", "its --api-key is not the api_key of this VLLMServerEngine"),
+    ],
+)
+def test_a_server_with_a_key_says_which_is_wanted_and_serves_with_it(connect, servers, key, advice) -> None:
+    servers[0].api_key = KEY
+    with pytest.raises(UnavailableError, match=rf"status 401 from /v1/models: .*; {advice} at {servers[0].url}"):
+        connect(1, api_key=key)
+    engine = connect(1, api_key=KEY)
+    assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
+    servers[0].api_key = "sk-of-a-restart"
+    with pytest.raises(UnavailableError, match=r"status 401 from /v1/completions: .* is not the api_key of this"):
+        engine.generate(PROMPTS, SAMPLING)
+
+
 def test_it_works_where_an_event_loop_runs_already(connect) -> None:
     async def cell() -> list[list[int]]:
         return connect().generate(PROMPTS, SAMPLING).completion_ids

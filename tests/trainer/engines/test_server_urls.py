@@ -9,7 +9,8 @@ import pytest
 
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.engines.engine_choice import server_urls
-from fused_grpo.trainer.engines.server.replicas import Replica, Replicas, RequestError, checked_url, checked_urls
+from fused_grpo.trainer.engines.server.replicas import Replica, Replicas, RequestError
+from fused_grpo.trainer.engines.server.urls import checked_url, checked_urls
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,7 @@ def test_a_key_that_no_header_can_have_is_refused_and_not_repeated(key) -> None:
 
 
 def test_the_certificates_of_the_machine_are_loaded_for_https_alone(monkeypatch) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     loaded = []
     empty = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     monkeypatch.setattr(ssl, "create_default_context", lambda: loaded.append("certificates") or empty)
@@ -95,21 +97,57 @@ def test_the_certificates_of_the_machine_are_loaded_for_https_alone(monkeypatch)
     assert loaded == ["certificates"]
 
 
-@pytest.mark.parametrize(
-    ("reason", "is_final"),
-    [("CERTIFICATE_VERIFY_FAILED", True), ("WRONG_VERSION_NUMBER", True), ("UNEXPECTED_EOF_WHILE_READING", False)],
-)
-def test_a_server_that_is_not_trusted_is_not_waited_for(reason, is_final) -> None:
+def asked(path: str, error: Exception) -> RequestError:
     def refuse(request: httpx.Request) -> httpx.Response:
-        cause = ssl.SSLError(1, reason)
-        cause.reason = reason
-        raise httpx.ConnectError("all attempts failed") from cause
+        raise error
 
     async def ask() -> object:
         async with httpx.AsyncClient(transport=httpx.MockTransport(refuse)) as client:
-            return await Replica("https://gpu-node", None).request(client, "GET", "/health")
+            url, _, route = path.rpartition("/")
+            return await Replica(url, None).request(client, "GET", f"/{route}")
 
-    with pytest.raises(RequestError, match=reason) as refused:
+    with pytest.raises(RequestError) as refused:
         asyncio.run(ask())
-    assert refused.value.retry is not is_final
-    assert ("SSL_CERT_FILE" in str(refused.value)) is is_final
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "advice"),
+    [
+        ("CERTIFICATE_VERIFY_FAILED", 18, "; SSL_CERT_FILE names"),
+        ("CERTIFICATE_VERIFY_FAILED", 20, "; SSL_CERT_FILE names"),
+        ("CERTIFICATE_VERIFY_FAILED", 64, ""),  # of another host, which it says
+        ("WRONG_VERSION_NUMBER", None, "; http:// is for a server without TLS"),
+        ("UNEXPECTED_EOF_WHILE_READING", None, None),
+    ],
+)
+def test_a_server_that_is_not_trusted_is_not_waited_for(reason, code, advice) -> None:
+    cause = ssl.SSLError(1, reason)
+    cause.reason, cause.verify_code = reason, code
+    outer = httpx.ConnectError("all attempts failed")
+    outer.__cause__ = cause
+    refused = asked("https://gpu-node/health", outer)
+    assert f"{reason}{advice or ''}" in str(refused).replace(")", "")
+    assert ("SSL_CERT_FILE" in str(refused)) == ("SSL_CERT_FILE" in (advice or ""))
+    assert refused.retry == (advice is None)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_advised"),
+    [("http://gpu-node/health", True), ("https://gpu-node/health", False), ("http://gpu-node/version", False)],
+)
+def test_a_server_that_hangs_up_before_it_is_up_may_have_tls(path, is_advised) -> None:
+    refused = asked(path, httpx.RemoteProtocolError("Server disconnected"))
+    assert ("https:// is for a server with TLS" in str(refused)) == is_advised
+    assert refused.retry
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_file_without_certificates_is_not_passed_over(tmp_path, monkeypatch, content) -> None:
+    file = tmp_path / "server.pem"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    Replicas(["http://127.0.0.1:8000"])
+    with pytest.raises(InputError, match=rf"^got SSL_CERT_FILE='{file}' and .*, want .* PEM .*fix: that of the server"):
+        Replicas(["https://127.0.0.1:8000"])

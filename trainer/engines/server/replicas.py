@@ -12,15 +12,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import ipaddress
 import itertools
 import json
 import logging
 import re
-import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from functools import cache, partial
 from types import UnionType
@@ -33,6 +30,7 @@ from fused_grpo.errors import InputError, UnavailableError, shown
 from fused_grpo.trainer.common.threads import event_loop
 from fused_grpo.trainer.engines.sampling import Completion, as_experts, listed_support
 from fused_grpo.trainer.engines.server.own_server import OwnServer
+from fused_grpo.trainer.engines.server.urls import certificates, checked_urls, refused, unreachable
 from fused_grpo.trainer.types import FinishReason
 
 T = TypeVar("T")
@@ -50,7 +48,6 @@ _GRACE = 1.0  # seconds that the other servers have to answer after one has fail
 _RESPONSE_BYTES, _TOKEN_BYTES, _LISTED_BYTES, _EXPERT_BYTES = 16 << 20, 1 << 10, 1 << 7, 1 << 12
 
 _KEY = re.compile("[!-~]+")
-_UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")  # waiting changes neither
 
 _log = logging.getLogger(__name__)
 
@@ -125,18 +122,15 @@ class Replica:
         except httpx.HTTPError as error:
             if self._own is not None:
                 await asyncio.sleep(_MOMENT)
-            cause = _innermost(error)
-            is_untrusted = getattr(cause, "reason", None) in _UNTRUSTED
-            advice = "; http:// is for a server without TLS, SSL_CERT_FILE for a certificate of its own" * is_untrusted
-            await self._failed(f"{type(error).__name__} ({str(cause)[:500] or 'connection lost'}{advice})")
+            problem, may_pass = unreachable(error, self.url + path)
+            await self._failed(problem)
             has_ended = self._own is not None and self._own.has_ended
-            raise RequestError(self.last_error, retry=not (is_untrusted or has_ended)) from error
+            raise RequestError(self.last_error, retry=may_pass and not has_ended) from error
         finally:
             self.in_flight -= 1
         if not response.is_success:
             status, text = response.status_code, self.redacted(content.decode(errors="replace"))
-            wants_key = status == httpx.codes.UNAUTHORIZED
-            advice = "; VLLMServerEngine has an api_key for a server with --api-key" * wants_key
+            advice = refused(response, has_key=self._key is not None)
             await self._failed(f"status {status} from {path}: {text[:500]!r}{advice}")
             kind = NoRouteError if status == httpx.codes.NOT_FOUND else RequestError
             asked = response.headers.get("Retry-After", "")  # of what may be before a server, such as nginx
@@ -211,7 +205,7 @@ class Replicas:
         self._slots, self.timeout = asyncio.Semaphore(max_concurrency), timeout  # of all calls
         # Loading the certificates of the machine is slow. Without them, no server of https is trusted.
         https = any(replica.url.startswith("https:") for replica in self.all)
-        self._certificates = ssl.create_default_context() if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._certificates = certificates() if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
     def run(self, work: Callable[[httpx.AsyncClient], Awaitable[T]], *, doing: str) -> T:
         """The result of `work`; UnavailableError with each server's last error after `timeout` seconds."""
@@ -375,60 +369,6 @@ def _by_id(step: dict[str, float]) -> dict[int, float]:
     if wrong := [name for name in names if not (name.isascii() and name.isdecimal() and len(name) < 10)]:
         raise RequestError(f"kept tokens called {wrong[0][:50]!r}, want token ids")
     return dict(zip(map(int, names), step.values(), strict=True))
-
-
-def checked_urls(urls: Sequence[str], *, allow_remote: bool) -> list[str]:
-    """All of them, as `checked_url` has them; InputError where there is none, or one twice."""
-    checked = [checked_url(url, allow_remote=allow_remote) for url in urls]
-    if len(set(checked)) != len(checked) or not checked:
-        raise InputError(f"got base_urls={checked}, want one URL or several different ones; fix: list each once")
-    return checked
-
-
-def checked_url(url: str, *, allow_remote: bool) -> str:
-    """The URL that routes are appended to: without "/v1" and without what may not be logged; else an InputError."""
-    # Parsed by the library that sends the requests: two parsers may find two hosts in one string.
-    try:
-        parts = httpx.URL(url)
-    except (httpx.InvalidURL, ValueError, TypeError):
-        parts = httpx.URL()
-    has_port = parts.port is None or 0 < parts.port < 65536  # None: that of the scheme
-    if parts.scheme not in ("http", "https") or not parts.host or not has_port:
-        raise InputError(
-            "got a server URL without scheme, host, or a port that there is, want one such as "
-            "'http://127.0.0.1:8000' or 'http://[::1]:8000'; fix: give all, and several URLs as a list"
-        )
-    shown = f"{parts.scheme}://{parts.netloc.decode()}"  # without the user
-    if parts.userinfo or parts.query or parts.fragment:
-        raise InputError(
-            f"got more than an address in the server URL {shown}/..., want no user, password, query or fragment, "
-            "because URLs are logged; fix: leave it out; VLLMServerEngine takes an api_key"
-        )
-    if not (allow_remote or is_loopback(parts.host)):
-        raise InputError(
-            f"got server URL {shown!r}, which is not on this machine, want 127.0.0.1 or localhost: weight sync needs "
-            "the server's development mode, which any client that reaches it controls; fix: a loopback address, or "
-            "vllm_server_allow_remote=True (allow_remote) on a network that you trust"
-        )
-    return (shown + parts.path).rstrip("/").removesuffix("/v1")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the host is a loopback address, or localhost where that resolves to nothing else."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    if host != "localhost":
-        return False
-    with suppress(OSError):  # it does not resolve
-        return all(is_loopback(str(address[4][0])) for address in socket.getaddrinfo(host, None))
-    return True
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """What an error comes from: refused, no such host, too many open files, where httpx says that no attempt worked."""
-    while inner := [*getattr(error, "exceptions", ()), error.__cause__ or error.__context__][0]:
-        error = inner
-    return error
 
 
 def _largest_response(body: Json | None) -> int:

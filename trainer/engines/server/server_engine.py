@@ -225,7 +225,7 @@ class VLLMServerEngine(RolloutEngine):
         stream = WeightStream.of(weights)
         if not self.sync_metrics:
             _log.info("a sync sends %.3f MB to %s", stream.nbytes / 1e6, self._replicas)
-        begun = f"{server_version}:begun"  # nobody's: another trainer's requests and sync find that its own is gone
+        begun = f"{server_version}:begun"  # of no weights: another trainer finds that its own version is gone
         self._replicas.each(partial(_set_version, version=begun), doing="beginning a sync")
         self._transfer_weights(stream, server_version)
         self.sync_metrics = {"weight_sync/bytes": float(stream.nbytes), **self._transfer.metrics}
