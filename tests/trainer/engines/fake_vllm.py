@@ -52,7 +52,7 @@ class FakeServer(ThreadingHTTPServer):
         self.folder = Path()
         self.adapters: dict[str, dict[str, Any]] = {}
         self.lora_config, self.environment = None, None  # None: without --enable-lora, without vllm_env
-        self.parallel_config, self.device = {}, "cpu"
+        self.parallel_config, self.device, self.watermark_config = {}, "cpu", None
         self.workers: list[Any] = []  # with our worker extension
         self.name = "model"  # as others call it
         self.api_key = ""  # of the routes that vLLM protects; "": none is wanted
@@ -116,6 +116,7 @@ class FakeServer(ThreadingHTTPServer):
             "device_config": {"device": self.device},
             "lora_config": self.lora_config,
             "parallel_config": self.parallel_config,
+            "watermark_config": self.watermark_config,
             "weight_transfer_config": self.transfer and {"backend": self.transfer},
         }
         models = [{"id": self.name, "max_model_len": self.max_model_len}]

@@ -354,6 +354,7 @@ def test_a_new_engine_needs_weights_first(connect) -> None:
             "as that of `trl vllm-serve` is, want vLLM's own; fix: restart it as docs/engines.md says",
         ),
         ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"watermark_config": {"algorithm": "gumbel"}}, "with --watermark-config, want .*fix: restart it without it"),
         ({"tied": True}, r"ties lm_head.weight to the embedding.*server_folder"),
         ({"max_model_len": 9}, "for 9 tokens, want 60 .*--max-model-len 60"),
         ({"model": "LlamaForCausalLM(\n  (0-7): 8 x LlamaDecoderLayer(\n"}, "has 8 layers, not 2"),

@@ -63,6 +63,7 @@ class VLLMConfig:
     lora_config: LoRAConfig | None = None  # None: it serves no adapters
     parallel_config: dict[str, object] | None = None
     aux_output_config: dict[str, object] | None = None  # None: of a vLLM that has none
+    watermark_config: dict[str, object] | None = None  # the same, or none was asked for
 
 
 class ModelFacts:
@@ -145,6 +146,9 @@ async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wante
     if mode != "processed_logprobs":
         got, want = f"with --logprobs-mode {mode}", "processed_logprobs, of the distribution that was sampled"
         raise _unusable(replica, got, want, fix="with --logprobs-mode processed_logprobs")
+    if config.watermark_config is not None:
+        got, want = "with --watermark-config", "tokens that are drawn at random, which log-probs cannot show"
+        raise _unusable(replica, got, want, fix="without it")
     if limit < (most := wanted.max_model_len or limit):
         got, want = f"for {limit} tokens", f"{most} (prompt and completion)"
         raise _unusable(replica, got, want, fix=f"with --max-model-len {most}, or shorten either")
