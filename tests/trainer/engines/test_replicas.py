@@ -367,8 +367,9 @@ def test_a_server_started_with_options_that_do_not_fit_is_refused(connect, serve
         connect(max_model_len=60)
     # A restart is noticed at the next sync, before anything is sent.
     before = len(servers[1].calls)
-    with pytest.raises(WeightSyncError, match=f"version 4 not on every server: {message}"):
+    with pytest.raises(WeightSyncError, match=f"version 4 not on every server: {message}") as error:
         engine.load_weights(checkpoint_weights(model), version=4)
+    assert str(error.value).count("fix: ") == 1  # the refusal's own
     assert not any(path == "/collective_rpc" for path, _ in servers[1].calls[before:])
 
 

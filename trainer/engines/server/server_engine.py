@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fused_grpo.errors import UnavailableError, WeightSyncError
+from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import rollouts_of, stop_token_ids, vllm_requests
 from fused_grpo.trainer.engines.server.own_server import OwnServer
@@ -48,6 +48,10 @@ from fused_grpo.trainer.types import Rollouts, SamplingParams
 
 _log = logging.getLogger(__name__)
 _RESET_ATTEMPTS = 20
+_ADVICE = (
+    "; want all of them to load what the trainer sends; fix: the same architecture in server and trainer, and a restart "
+    "of a server that refused; through files also the same machine and user, and space for the weights in shared memory"
+)
 _DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "torch.float32": torch.float32}
 
 
@@ -197,16 +201,13 @@ class VLLMServerEngine(RolloutEngine):
                 failure = error
         if isinstance(named_weights, WeightStream):
             named_weights.finish()  # on the other ranks, which send nothing, all of them
-        outcome: list[Any] = [failure and f"{failure}", self._server_version, self.sync_metrics]
+        advice = "" if isinstance(failure, InputError | UnsupportedError) else _ADVICE  # those have their own
+        outcome: list[Any] = [failure and f"{failure}{advice}", self._server_version, self.sync_metrics]
         if distributed:
             torch.distributed.broadcast_object_list(outcome, src=0, group=self._group)
         problem, self._server_version, self.sync_metrics = outcome
         if problem is not None:
-            raise WeightSyncError(
-                f"got weight version {version} not on every server: {problem}; want all of them to load what the "
-                "trainer sends; fix: the same architecture in server and trainer, and a restart of a server that "
-                "refused; through files also the same machine and user, and space for the weights in shared memory"
-            ) from failure
+            raise WeightSyncError(f"got weight version {version} not on every server: {problem}") from failure
         self.weight_version = version
 
     def close(self) -> None:
