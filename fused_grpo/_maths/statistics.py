@@ -197,7 +197,8 @@ def keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
 @contextmanager
 def full_precision(tensor: Tensor) -> Iterator[None]:
     """Inside, there is no autocast on the device of `tensor`, and its GEMMs take fp32 as it is and add up nothing in 16
-    bits. A compiled "reference" keeps the settings of its user: a compiler cannot trace how they change."""
+    bits. A compiled "reference" keeps the settings of its user, since a compiler cannot trace how they change, and so
+    does the backward pass of any, which is autograd's."""
     device = tensor.device.type
     matmul = None if torch.compiler.is_compiling() else _matmul.get("cuda" if tensor.is_cuda else device)
     with (
