@@ -49,8 +49,8 @@ from fused_grpo.trainer.types import Rollouts, SamplingParams
 _log = logging.getLogger(__name__)
 _RESET_ATTEMPTS = 20
 _ADVICE = (
-    "; want all of them to load what the trainer sends; fix: the same architecture in server and trainer, and a restart "
-    "of a server that refused; through files also the same machine and user, and space for the weights in shared memory"
+    "; want all of them to load what the trainer sends; fix: the same architecture in server and trainer, and a "
+    "restart of a server that refused; through files also the same machine and user, and space in shared memory"
 )
 _DTYPES = {"torch.bfloat16": torch.bfloat16, "torch.float16": torch.float16, "torch.float32": torch.float32}
 
