@@ -99,7 +99,8 @@ class Collector:
         RewardError or UnavailableError where a reward function or the engine failed and its option of failures is not
         "drop", or no group is left.
         """
-        scored, of_rounds = self._round(engine, phases, sync), dict[str, float]()
+        first = scored = self._round(engine, phases, sync)
+        of_rounds = dict[str, float]()
         if self.args.dynamic_sampling:
             wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
             # All ranks go on alike: they draw from one sequence of prompts.
@@ -110,9 +111,10 @@ class Collector:
                 scored, rounds = Scored.joined([scored, more]), rounds + 1
             scored = replace(scored, samples=scored.samples[:wanted])
             of_rounds["dynamic_sampling/rounds"] = float(rounds)
-        elif not any_rank(self.accelerator, bool(scored.kept()), "looking for a group"):
-            of_engine = next((sample.failure for sample in scored.samples if sample.failure), None)
-            failures = gather_objects("dropping the batch", (of_engine, str(scored.failure or "")))
+        has_group = not all(dropped for *_, dropped in scored.sampled)  # of all rounds, whatever its rewards are
+        if not any_rank(self.accelerator, has_group, "looking for a group"):
+            of_engine = next((sample.failure for sample in first.samples if sample.failure), None)
+            failures = gather_objects("dropping the batch", (of_engine, str(first.failure or "")))
             # A rank may have parts of groups that another one has dropped.
             of_engine, of_reward = next(filter(any, failures), (None, ""))
             kind = RewardError if of_engine is None else UnavailableError

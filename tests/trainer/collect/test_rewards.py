@@ -108,11 +108,12 @@ def test_what_a_failing_reward_drops_is_not_learned_from(make_trainer, num_gener
     assert [record["prompt"] for record in dropped] == [first] * num_generations
 
 
-def test_a_batch_of_which_nothing_is_left_ends_the_run(make_trainer):
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_batch_of_which_nothing_is_left_ends_the_run(make_trainer, rounds):
     def always(completions, **columns):
         raise ConnectionError("gone")
 
-    trainer = make_trainer(always, reward_failure="drop")
+    trainer = make_trainer(always, reward_failure="drop", dynamic_sampling=rounds)
     with pytest.raises(RewardError, match=r"every group of the batch was dropped.*'always' raised ConnectionError"):
         trainer.train()
     assert trainer.step == 0

@@ -164,8 +164,9 @@ def test_dynamic_sampling_replaces_a_dropped_group_and_counts_it(make_trainer):
     assert "0+1=" not in {trainer.processing_class.decode(sample.prompt_ids) for sample in batches[0]}
 
 
-def test_a_batch_with_nothing_left_ends_the_run_with_the_engines_reason(make_trainer):
-    trainer = make_trainer(rollout_failure="drop")
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_batch_with_nothing_left_ends_the_run_with_the_engines_reason(make_trainer, rounds):
+    trainer = make_trainer(rollout_failure="drop", dynamic_sampling=rounds)
     nan_for(trainer, {f"{a}+{b}=" for a in range(4) for b in range(4)})
     with pytest.raises(
         UnavailableError, match=r"every group of the batch was dropped.*got log-prob nan in completion 1"
