@@ -76,7 +76,10 @@ class RolloutEngine(Protocol):
         return None
 
     def wake(self) -> None:
-        """Allocate the memory again. An engine that dropped its weights has version -1 afterwards."""
+        """Allocate the memory again. An engine that dropped its weights has version -1 afterwards.
+
+        It is called behind `close` too, which ends a `train`: where a script evaluates then, or trains once more.
+        """
         return None
 
     def close(self) -> None:

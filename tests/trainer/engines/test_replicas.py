@@ -466,3 +466,12 @@ def test_a_closed_engine_refuses_and_leaves_the_server_running(connect, servers)
     with pytest.raises(UnavailableError, match="closed vllm-server engine"):
         engine.generate(PROMPTS, SAMPLING)
     assert connect().generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
+
+
+def test_an_engine_that_a_run_has_closed_samples_once_it_is_woken(connect, servers) -> None:
+    engine = connect()
+    engine.close()
+    engine.wake()
+    engine.load_weights({"a": torch.ones(2)}.items(), version=7)
+    assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
+    assert {server.weight_version.rpartition(":")[2] for server in servers} == {str(engine.weight_version)} == {"7"}

@@ -210,6 +210,10 @@ class VLLMServerEngine(RolloutEngine):
             raise WeightSyncError(f"got weight version {version} not on every server: {problem}") from failure
         self.weight_version = version
 
+    def wake(self) -> None:
+        """Connect to the user's servers again, where `train` has closed the engine that a script has passed."""
+        self._closed = self._closed and self._own is not None
+
     def close(self) -> None:
         """Disconnect. The user's servers keep running; one of the trainer's own ends."""
         self._closed = True
