@@ -63,14 +63,19 @@ def prepared(
     """A copy of the prompts, and the seed of a call, from `seeds` where `sampling` has none.
 
     InputError for what an engine would crash on, ignore, or silently cut a completion short for: an empty prompt, one
-    without room for `max_tokens` in `max_model_len`, a key of `sampling.extra` that it does not take. UnsupportedError
-    for an expression without vLLM.
+    without room for `max_tokens` in `max_model_len`, a key of `sampling.extra` that it does not take, a temperature
+    that vLLM replaces. UnsupportedError for an expression without vLLM.
     """
     allowed = _EXTRAS if engine == "transformers" else VLLM_EXTRAS
     if sampling.structured_outputs_regex is not None and engine == "transformers":
         raise UnsupportedError(
             f"got structured_outputs_regex={sampling.structured_outputs_regex!r} for the transformers engine, want "
             "None: only vLLM constrains tokens to an expression; fix: use_vllm=True"
+        )
+    if engine != "transformers" and 0 < sampling.temperature < _COLDEST:
+        raise InputError(
+            f"got temperature={sampling.temperature}, which vLLM replaces by {_COLDEST}, want at least that, or 0 for "
+            "greedy sampling; fix: raise it, or use_vllm=False"
         )
     stops = sampling.extra.get("stop_token_ids", [])
     if not isinstance(stops, list | tuple) or any(type(token) is not int for token in stops):
@@ -114,11 +119,6 @@ def vllm_requests(
     A prompt's seed depends on its place among the prompts of all ranks, and not on how many of them this rank has.
     """
     prompts, seed = prepared(prompt_ids, sampling, seeds, engine=engine, max_model_len=max_model_len)
-    if 0 < sampling.temperature < _COLDEST:
-        raise InputError(
-            f"got temperature={sampling.temperature}, which vLLM replaces by {_COLDEST}, want at least that, or 0 for "
-            "greedy sampling; fix: raise it, or use_vllm=False"
-        )
     listed = num_listed(sampling, vocab_size) if sampling.wants_ids else None
     # All of them: a server takes missing ones from the model's generation config.
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -89,12 +89,14 @@ def process_memory() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def cpu_cache_bytes(token_bytes: int, max_model_len: int, sequences: int) -> int:
+def cpu_cache_bytes(
+    token_bytes: int, max_model_len: int, sequences: int, *, block_tokens: int = CPU_BLOCK_TOKENS
+) -> int:
     """Size of vLLM's KV cache on a CPU: of one full batch, 1 GiB at most; at least that of two sequences.
 
     `token_bytes` are those of the keys and values of one token in all layers; `sequences` are those of a batch.
     """
-    sequence = -(-max_model_len // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS * token_bytes
+    sequence = -(-max_model_len // block_tokens) * block_tokens * token_bytes
     return max(min(min(sequences, CPU_SEQUENCES) * sequence, _CPU_CACHE_LIMIT), 2 * sequence)
 
 

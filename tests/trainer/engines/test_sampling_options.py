@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.trainer.engines.sampling import vllm_requests
+from fused_grpo.trainer.engines.sampling import prepared, vllm_requests
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.engines.vllm.inprocess import VLLMEngine, VLLMOptions
 from fused_grpo.trainer.types import SamplingParams
@@ -89,6 +89,23 @@ def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
     limits = {"engine": "vllm", "max_model_len": 64, "max_listed": 0, "vocab_size": 64}
     with pytest.raises(InputError, match=r"temperature=0\.005, which vLLM replaces by 0\.01"):
         vllm_requests([[6]], replace(PLAIN, temperature=0.005), random.Random(0), **limits)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "server", "vllm-server"])
+def test_a_temperature_that_vllm_would_raise_is_refused_at_the_start(engine) -> None:
+    cold = replace(PLAIN, temperature=0.005)
+    prepared([], cold, random.Random(0), engine="transformers")
+    with pytest.raises(InputError, match=r"temperature=0\.005, which vLLM replaces"):
+        prepared([], cold, random.Random(0), engine=engine)
+
+
+@pytest.mark.parametrize("block", [None, 64, 128])
+def test_the_cache_on_a_cpu_has_a_block_for_each_of_two_sequences_at_least(model, block) -> None:
+    given = {} if block is None else {"block_size": block}
+    options = VLLMOptions(max_model_len=6, dtype=torch.float32, max_sequences=1, engine_options=given).arguments(model)
+    of_token = 2 * 2 * 1 * 32 * 4  # keys and values, 2 layers, one head of 32, fp32
+    assert options["block_size"] == (block or 32)
+    assert options["kv_cache_memory_bytes"] == 2 * options["block_size"] * of_token
 
 
 def test_sleep_mode_on_a_cpu_is_refused_before_vllm_starts(model, tokenizer) -> None:

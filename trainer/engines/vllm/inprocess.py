@@ -91,7 +91,9 @@ class VLLMOptions:
             options |= {"load_format": "dummy", "logprobs_mode": "processed_logprobs"}
             options["enable_sleep_mode"] = self.enable_sleep_mode
         if on_cpu:
-            options |= cpu_options(model.config, self.max_model_len, self.max_sequences, self.dtype)
+            block_size = self.engine_options.get("block_size")
+            sizes = (self.max_model_len, self.max_sequences, self.dtype)
+            options |= cpu_options(model.config, *sizes, block_size=block_size)
         support = self.support
         if support is not None and (listed := num_listed(support, vocab_size)) is not None:
             options["max_logprobs"] = listed

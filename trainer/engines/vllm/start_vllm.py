@@ -178,20 +178,24 @@ def start_vllm(folder: str, *, options: dict[str, Any], on_cpu: bool, resources:
     return started[0]
 
 
-def cpu_options(config: PreTrainedConfig, max_model_len: int, sequences: int, dtype: torch.dtype) -> dict[str, Any]:
+def cpu_options(
+    config: PreTrainedConfig, max_model_len: int, sequences: int, dtype: torch.dtype, *, block_size: int | None
+) -> dict[str, Any]:
     """Options of the CPU build: a fast start, a KV cache for a batch of `sequences`, and whole prefills.
+
+    `block_size` is what the user has asked for, if anything: the cache has whole blocks.
 
     docs/engines.md says why each. With vLLM's own blocks of 128 tokens, a prompt of 38 is computed for each of its
     completions: for 8 of them 304 tokens and not 80.
     """
     text = config.get_text_config()
-    token_bytes = 2 * text.num_hidden_layers * kv_width(text) * dtype.itemsize
+    token_bytes, block = 2 * text.num_hidden_layers * kv_width(text) * dtype.itemsize, block_size or CPU_BLOCK_TOKENS
     return {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
-        "block_size": CPU_BLOCK_TOKENS,
+        "block_size": block,
         "max_num_seqs": min(sequences, CPU_SEQUENCES),
-        "kv_cache_memory_bytes": cpu_cache_bytes(token_bytes, max_model_len, sequences),
+        "kv_cache_memory_bytes": cpu_cache_bytes(token_bytes, max_model_len, sequences, block_tokens=block),
     }
 
 
