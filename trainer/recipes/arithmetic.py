@@ -1,6 +1,6 @@
 """The built-in task: addition of two-digit numbers, one character per token, and a model that rarely carries.
 
-docs/trainer.md has the task, and what the base model, a transformer with 134 thousand parameters, makes of it.
+The base model is a transformer with 134 thousand parameters; docs/quickstart.md has what training makes of it.
 
 base_model.safetensors: scripts/make_base_model.py wrote it with seed 1, in fp16; sha256 of the file
 da00e2268cea3a0adabee97cffb2bfe408b40febcb88d85bba81df9331cfbe70

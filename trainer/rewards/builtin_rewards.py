@@ -56,7 +56,7 @@ def no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
 
 
 def format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """1.0 for one <think>...</think> block and an answer after it, else 0.0. Equals TRL's `think_format_reward`."""
+    """1.0 for one <think>, at the start, and a </think>, else 0.0. Equals TRL's `think_format_reward`."""
     texts = map(text_of, completions)
     return [float(t.startswith("<think>") and t.count("<think>") == 1 and "</think>" in t) for t in texts]
 
@@ -221,7 +221,7 @@ NAMED = {
     "accuracy_reward": Named(accuracy_reward, "1 for the right answer as mathematics (math-verify)", "solution"),
     "reasoning_accuracy_reward": Named(reasoning_accuracy_reward, "the same of what follows </think>", "solution"),
     "cosine": Named(get_cosine_scaled_reward, "accuracy_reward, more for short right answers", "solution", ("MAX",)),
-    "format": Named(format_reward, "1 for one <think>...</think> block, then an answer"),
+    "format": Named(format_reward, "1 for one <think>, at the start, and a </think>"),
     "think_format_reward": Named(think_format_reward, "the same, under TRL's name"),
     "length": Named(length_reward, "0 at so many tokens, -1 at none and at twice that", numbers=("TOKENS",)),
     "overlong": Named(
