@@ -146,7 +146,8 @@ def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, m
     server = OwnServer("folder", options | {"hf_token": "hf_secret"}, environment=environment, log=log)
     said = what_it_said(tmp_path / "said")
     assert " ".join(said["arguments"]).endswith(
-        f"--uds {server.socket} --uvicorn-log-level warning --disable-uvicorn-access-log --dtype bfloat16 "
+        f"--uds {server.socket} --uvicorn-log-level warning --disable-uvicorn-access-log "
+        "--no-use-tqdm-on-load --dtype bfloat16 "
         '--enforce-eager --no-enable-chunked-prefill --hf-overrides {"a": [1]} --hf-token hf_secret'
     )
     assert not any("secret" in Path(f"/proc/{pid}/cmdline").read_text() for pid in said["processes"])

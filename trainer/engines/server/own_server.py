@@ -53,7 +53,8 @@ class OwnServer:
         with ExitStack() as resources:
             home = resources.enter_context(temporary_folder(0))
             self.socket, self.log = str(home / "socket"), log.absolute()
-            quiet = ("--uvicorn-log-level", "warning", "--disable-uvicorn-access-log")
+            # A progress bar of each sync would end the sync where the disk of the log is full.
+            quiet = ("--uvicorn-log-level", "warning", "--disable-uvicorn-access-log", "--no-use-tqdm-on-load")
             command, variables = server_command(folder, options=("--uds", self.socket, *quiet, *as_flags(options)))
             inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
             variables = {**DEFAULT_ENVIRONMENT, **inherited, **variables, **_device(), **environment}
