@@ -236,10 +236,12 @@ class WeightCheck:
                 "before it is not what is trained on; fix: token ids as they were read and sampled, never text that is "
                 "tokenised anew, no second BOS, no template that rewrites earlier turns, a mask of what was sampled"
             )
+        base = ", servers of the base that is trained (they are sent its adapter alone)"
+        base *= engine.name == "vllm-server" and getattr(engine, "takes_adapter", False)
         return WeightSyncError(
             f"{differs}: the engine does not serve the trainer's weights, one of the two computes at lower precision, "
             "or (from version 0 on) vLLM computes this model differently; fix: load_weights after every optimizer "
-            "step, one dtype for both (float32 without TF32), plain sampling (no top_p, top_k, min_p, penalty), "
+            f"step{base}, one dtype for both (float32 without TF32), plain sampling (no top_p, top_k, min_p, penalty), "
             "use_vllm=False for a model that vLLM gets wrong; if it is rounding, a larger max_logprob_difference"
         )
 

@@ -222,6 +222,15 @@ def test_a_secret_that_it_quotes_is_in_no_error(stand_in, tmp_path) -> None:
     server.close()
 
 
+def test_of_a_long_log_the_end_alone_is_read(stand_in, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(own_server, "_READ", 250)
+    stand_in("print('ValueError: of yesterday\\n' * 40, flush=True)\nraise KeyError('of today')")
+    server = OwnServer("folder", {}, environment={}, log=tmp_path / "log")
+    server._process.wait()
+    assert server.errors() == "an end with status 1; KeyError: 'of today'"
+    server.close()
+
+
 def test_requests_that_fail_wait_for_its_end_side_by_side(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(replicas, "_MOMENT", 0.5)
     own = SimpleNamespace(url="http://own", socket=str(tmp_path / "none"), log="", has_ended=False, errors=lambda: "")

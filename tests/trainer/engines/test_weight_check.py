@@ -45,6 +45,15 @@ def test_more_than_rounding_is_an_error(dtype: torch.dtype, mean: float, largest
         compare(mean, largest, dtype)
 
 
+@pytest.mark.parametrize(("name", "takes_adapter"), [("vllm-server", True), ("vllm-server", False), ("vllm", True)])
+def test_servers_of_another_base_are_named_where_they_have_their_own(name: str, takes_adapter: bool) -> None:
+    engine = SimpleNamespace(name=name, weight_version=0, weight_dtype=torch.float32, takes_adapter=takes_adapter)
+    check = WeightCheck(GRPOConfig(bf16=False), nn.Linear(1, 1), torch.device("cpu"))
+    with pytest.raises(WeightSyncError) as raised:
+        check(1.0, 2.0, engine=engine)
+    assert ("servers of the base that is trained" in str(raised.value)) == (name == "vllm-server" and takes_adapter)
+
+
 def test_in_fp32_a_gpu_may_round_to_tf32_and_a_cpu_may_not() -> None:
     compare(0.004, 0.3, torch.float32, device="cuda")
     with pytest.raises(WeightSyncError, match=r"got a mean difference of 0\.03 .* want at most 0\.02 in float32"):

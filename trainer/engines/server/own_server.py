@@ -34,6 +34,7 @@ _NOT_INHERITED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 _NOT_INHERITED |= {"TORCHELASTIC_USE_AGENT_STORE", "VLLM_API_KEY"}
 _ERROR, _SHOWN = re.compile(r"\w*[Ee]rror: .+"), 2
 _END_SECONDS = 5.0
+_READ = 1 << 22  # bytes at the end of a log, for each request that fails: in days a log may outgrow the memory
 _SCRIPT = Path(__file__).with_name("serve_beside.py")
 
 
@@ -83,7 +84,9 @@ class OwnServer:
         """Whether it has ended, and the first errors in its log, from which the others follow; "" for neither."""
         has_ended, lines = self.has_ended, list[str]()
         with suppress(FileNotFoundError):  # somebody has removed it
-            said = self.log.read_bytes()[self._begin :].decode(errors="replace").splitlines()
+            with self.log.open("rb") as file:
+                file.seek(max(self._begin, self.log.stat().st_size - _READ))
+                said = file.read(_READ).decode(errors="replace").splitlines()
             lines = [line for line in said if line.strip() and "WARNING" not in line]
         named = [match[0] for match in map(_ERROR.search, lines) if match]
         marked = [line for line in lines if "ERROR" in line]
