@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 from fused_grpo.config import check_ranges
 from fused_grpo.errors import InputError
@@ -242,12 +243,14 @@ class Step:
 
 @lru_cache
 def survivors(mean: float, longest: float) -> tuple[float, ...]:
-    """S(t): shares of the completions that are longer than t, at the middles of BINS equal parts of [0, longest].
+    """S(t): shares of the completions that are longer than t, on average over each of BINS equal parts of [0, longest].
+
+    So they add up to the mean, even where it is shorter than a part.
 
     >>> [round(survivors(500.0, 1000.0)[index], 2) for index in (0, 32, 63)]  # the mean is in the middle: uniform
     [0.99, 0.49, 0.01]
-    >>> round(sum(survivors(200.0, 1000.0)) * 1000 / BINS)
-    200
+    >>> round(sum(survivors(2.0, 1000.0)) * 1000 / BINS, 6)
+    2.0
     """
     if mean >= longest:
         return (1.0,) * BINS
@@ -256,10 +259,12 @@ def survivors(mean: float, longest: float) -> tuple[float, ...]:
         rate = (low + high) / 2
         average = 0.5 if abs(rate) < 1e-6 else 1 / rate - 1 / math.expm1(rate)
         low, high = (rate, high) if average * longest > mean else (low, rate)
-    middles = [(index + 0.5) / BINS for index in range(BINS)]
+    ends = [index / BINS for index in range(BINS + 1)]
     if abs(rate) < 1e-6:
-        return tuple(1 - at for at in middles)
-    return tuple(math.expm1(rate * (1 - at)) / math.expm1(rate) for at in middles)
+        return tuple(1 - (a + b) / 2 for a, b in pairwise(ends))
+    grown = [math.expm1(rate * (1 - at)) for at in ends]
+    falls = [(a - b) * BINS / rate - 1 for a, b in pairwise(grown)]  # the mean of expm1(rate * (1 - t)) in each part
+    return tuple(fall / grown[0] for fall in falls)
 
 
 def token_seconds(run: Run, tensor_parallel: int, sequences: float, context: float) -> float:
