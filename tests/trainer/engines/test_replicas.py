@@ -166,6 +166,17 @@ def test_a_server_that_hangs_is_an_error_at_the_deadline(connect, servers) -> No
     assert time.monotonic() - start < 15
 
 
+@pytest.mark.parametrize(("before", "problem"), [(None, "no answer from /v1/completions"), (500, "status 500 .*")])
+def test_at_the_deadline_a_server_that_answers_is_not_named(connect, servers, before, problem) -> None:
+    engine = connect(timeout=2.0)
+    servers[1].faults = iter([500])  # which passes
+    assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
+    servers[0].faults = iter([before, *["silence"] * 99][before is None :])
+    with pytest.raises(UnavailableError, match=rf"within 2 s \({servers[0].url}: {problem}\), want") as raised:
+        engine.generate(PROMPTS, SAMPLING)
+    assert servers[1].url not in str(raised.value)
+
+
 def test_a_server_that_never_comes_up_is_said_and_an_error_at_the_deadline(model, tokenizer, caplog) -> None:
     with pytest.raises(
         UnavailableError, match=r"no end of getting ready within 1 s .*ConnectError.*fix: start the server"

@@ -89,7 +89,7 @@ class Replica:
         self.url, self._key, self._own = url, api_key, own
         self.log = "the server's log" if own is None else f"its log, {own.log}"
         self.in_flight = 0  # requests without a response so far
-        self.last_error = "no answer"
+        self.last_error = ""  # of its last request; "": it was answered, or there was none
 
     def redacted(self, text: str) -> str:
         """Text of a response for an error, without the API key."""
@@ -126,6 +126,9 @@ class Replica:
             await self._failed(problem)
             has_ended = self._own is not None and self._own.has_ended
             raise RequestError(self.last_error, retry=may_pass and not has_ended) from error
+        except asyncio.CancelledError:  # at the deadline
+            self.last_error = self.last_error or f"no answer from {path}"
+            raise
         finally:
             self.in_flight -= 1
         if not response.is_success:
@@ -136,6 +139,7 @@ class Replica:
             asked = response.headers.get("Retry-After", "")  # of what may be before a server, such as nginx
             pause = min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0
             raise kind(self.last_error, retry=status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS, pause=pause)
+        self.last_error = ""
         if not is_json:
             return content.decode(errors="replace")
         try:
@@ -225,7 +229,8 @@ class Replicas:
         try:
             return call.result()
         except TimeoutError as error:
-            errors = "; ".join(f"{replica.url}: {replica.last_error}" for replica in self.all)
+            problems = (f"{replica.url}: {replica.last_error}" for replica in self.all if replica.last_error)
+            errors = "; ".join(problems) or self
             raise UnavailableError(
                 f"got no end of {doing} within {self.timeout:g} s ({errors}), want servers that answer; fix: start "
                 "the server, look at its log, or raise vllm_server_timeout where it only needs longer"
