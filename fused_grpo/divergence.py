@@ -84,14 +84,14 @@ def fused_linear_divergence(
         beta: of "jsd", between 0 and 1. (TRL's beta of 0 is "forward_kl" here, and 1 is "reverse_kl".)
         temperature: divides the logits of both; a number, or one per token. Not differentiated, and no factor
             temperature^2 multiplies the loss.
-        mask: [...], nonzero for the tokens of the loss; None for all. Others cost nothing, even if they hold NaN.
+        mask: [...], nonzero for the tokens of the loss; None for all. Others cost nothing, whatever they hold.
         num_tokens: what the sum is divided by, of the whole optimizer step. None: the unmasked tokens of this call.
         student_bias, teacher_bias: [V], any floating dtype.
         student_logit_scale, teacher_logit_scale, student_softcap, teacher_softcap: as in `linear_logprobs`.
         weight_main_grad: [V, D] fp32, contiguous: the backward pass adds dW of the student to it, unrounded, and
             `student_weight` itself gets no gradient.
         chunk_bytes: budget for the chunks of logits that exist at a time, in bytes: two, or three with a
-            `student_softcap`. None: for each of them the default of `fused_linear_grpo_loss`.
+            `student_softcap`. None: 320 MiB on a CPU; on a GPU for each of them that of `fused_linear_grpo_loss`.
         impl: "auto", "triton", "torch" (any device) or "reference" (full logits and autograd).
 
     Returns:
@@ -114,11 +114,10 @@ def fused_linear_divergence(
     chunk_bytes, _ = check_plan(impl, chunk_bytes)
     check_kind(kind, beta)
     student_options = HeadOptions(student_bias, temperature, student_logit_scale, student_softcap)
-    teacher_options = HeadOptions(teacher_bias, temperature, teacher_logit_scale, teacher_softcap)
-    heads = TwoHeads(
-        head_of("student", student_hidden, student_weight, student_options),
-        head_of("teacher", teacher_hidden, teacher_weight, teacher_options),
-    )
+    teacher_options = HeadOptions(teacher_bias, 1.0, teacher_logit_scale, teacher_softcap)
+    student = head_of("student", student_hidden, student_weight, student_options, mask=mask)
+    teacher = head_of("teacher", teacher_hidden, teacher_weight, teacher_options)
+    heads = TwoHeads(student, replace(teacher, temperature=student.temperature))
     check_pair(heads, student_hidden, teacher_hidden)
     if isinstance(temperature, Tensor):
         check_temperature_values(heads.student.temperature)
@@ -165,17 +164,18 @@ def check_kind(kind: str, beta: float) -> None:
     kinds = get_args(DivergenceKind)
     if not isinstance(kind, str) or kind not in kinds:
         raise InputError(f"got kind={kind!r}, want {', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}")
-    if kind == "jsd" and not (is_number(beta, 0.0, 1.0) and 0.0 < beta < 1.0):
-        fix = "; fix: kind='forward_kl' for TRL's 0, kind='reverse_kl' for its 1" if beta in (0, 1) else ""
+    is_share = is_number(beta, 0.0, 1.0)
+    if kind == "jsd" and not (is_share and 0.0 < beta < 1.0):
+        fix = "; fix: kind='forward_kl' for TRL's 0, kind='reverse_kl' for its 1" if is_share else ""
         raise InputError(f"got beta={beta!r}, want a number between 0 and 1{fix}")
 
 
-def head_of(which: str, hidden: Tensor, weight: Tensor, options: HeadOptions) -> Head:
+def head_of(which: str, hidden: Tensor, weight: Tensor, options: HeadOptions, *, mask: Any = None) -> Head:
     """The head of flat rows, after its checks; errors name the model."""
     check_tensors(**{f"{which}_hidden": hidden, f"{which}_weight": weight})
     targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     try:
-        return flatten_head(hidden, weight, targets, options)
+        return flatten_head(hidden, weight, targets, options, mask=mask)
     except InputError as error:
         raise type(error)(f"of the {which}: {error}") from None
 
@@ -280,7 +280,6 @@ def teacher_of(
     distillation: Distillation,
     student: Head,
     hidden: Tensor,
-    temperature: float | Tensor,
     inputs: LossInputs,
     impl: str,
 ) -> Teacher:
@@ -289,7 +288,8 @@ def teacher_of(
     The weight of a token's divergence is that of its loss, so that micro-batches add up in the same way.
     """
     d = distillation
-    head = head_of("teacher", d.hidden, d.weight, HeadOptions(d.bias, temperature, d.logit_scale, d.softcap))
+    head = head_of("teacher", d.hidden, d.weight, HeadOptions(d.bias, 1.0, d.logit_scale, d.softcap))
+    head = replace(head, temperature=student.temperature)
     check_pair(TwoHeads(student, head), hidden, d.hidden)
     if impl != "reference":  # which rounds it itself; here once for all chunks
         head = replace(head, weight=head.weight.to(head.hidden.dtype))

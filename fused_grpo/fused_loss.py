@@ -97,8 +97,9 @@ def fused_linear_grpo_loss(
         sampling_topk_logprobs: [..., K], the sampler's log-probs of these, from the distribution that it drew from;
             NaN where it is not known. With a support, [K], those of its token_ids.
         score: "all" computes the log-prob of every unmasked token and includes it in the metrics. "needed" leaves out
-            tokens that cannot have a gradient (zero advantage, with beta = 0, no entropy bonus and no KL-Cov): they
-            cost nothing, their log-prob is 0, and the metrics leave them out. Loss and gradients are the same.
+            tokens that cannot have a gradient (zero advantage, with beta = 0, no entropy bonus, log-ratio penalty or
+            KL-Cov): they cost nothing, their log-prob is 0, and the metrics leave them out. Loss and gradients are the
+            same. Where a quantile or a selection is taken from the tokens of this call, all are computed.
         entropy: whether to compute the entropy for the metric. It is always computed where `config` needs it.
         weight_main_grad: [V, D] fp32, contiguous: the backward pass adds dW to it, unrounded, and `weight` itself gets
             no gradient.
@@ -137,7 +138,8 @@ def fused_linear_grpo_loss(
     config = DEFAULT_LOSS if config is None else checked_config(config)
     chunk_bytes, ignore_index = check_plan(impl, chunk_bytes, ignore_index, process_group, score=score, entropy=entropy)
     options = HeadOptions(bias, temperature, logit_scale, softcap)
-    head = flatten_head(hidden, weight, targets, options, sharded=process_group is not None)
+    unread: dict[str, Any] = {"ignore_index": ignore_index, "mask": mask}
+    head = flatten_head(hidden, weight, targets, options, sharded=process_group is not None, **unread)
     # Arguments that one rank alone may have wrong are checked before the first collective.
     chosen = choice.choose(impl, hidden)
     restricted = None if support is None else support_of(support, head, process_group=process_group)
@@ -172,7 +174,7 @@ def fused_linear_grpo_loss(
     centering = None if sampler is None else sampler.centering(head.targets, inputs, config, restricted, chosen)
     head = head if centering is None else centering.with_targets(head)
     head = head if shards is None else shards.own(head)
-    teacher = None if distillation is None else teacher_of(distillation, head, hidden, temperature, inputs, chosen)
+    teacher = None if distillation is None else teacher_of(distillation, head, hidden, inputs, chosen)
     with full_precision(hidden):
         if chosen == "reference":
             loss, logprobs, statistics, upstream = _reference_loss(head, inputs, config, restricted, teacher, centering)

@@ -5,7 +5,7 @@ With U = 2*N*D*V FLOP, one GEMM over the head, the cost depends on the gradients
     no gradient     1U    one pass; no temporary of size N x V
     frozen head     2U    d log p / d hidden does not depend on the loss: taken in the forward, scaled in the backward
     trainable head  4U    the backward pass recomputes the logits, tile by tile
-                    3U    on Hopper, where one chunk holds the softmax weights of all rows in 16 bits, which are kept
+                    3U    where the budget has room for the softmax weights of all rows, which are kept
 
 A log-prob op does not know its upstream gradient in the forward pass; recomputation keeps its memory at one tile. A
 loss that is known in the forward pass needs 3U: see `fused_loss.py`. K targets per row cost what one does: see
@@ -221,8 +221,9 @@ def _linear_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, plan: _Plan, support: Any, *, entropy: bool
 ) -> LogProbOutputs:
     ignore_index, group, chunk_bytes, batch_invariant, impl, outputs = plan
-    head = flatten_head(hidden, weight, targets, options, sharded=group is not None, several=True)
     chunk_bytes, ignore_index = check_plan(impl, chunk_bytes, ignore_index, group, batch_invariant=batch_invariant)
+    sharded = group is not None
+    head = flatten_head(hidden, weight, targets, options, sharded=sharded, several=True, ignore_index=ignore_index)
     if outputs is not None:
         _check_outputs(outputs, head, process_group=group)
     kept, moments = None, None

@@ -149,7 +149,8 @@ def vespo_weights(current: Tensor, old: Tensor, inputs: LossInputs, config: GRPO
     log_w = sequences.sum((current - old).clamp(-20.0, 20.0))
     if tokens.sampling_logprobs is not None and config.sampling_correction is not None:
         rho = sampling_weights(log_rho(old, tokens.sampling_logprobs, tokens.mask), config)
-        log_w = log_w + sequences.sum(rho.log().clamp(lowest, 20.0))
+        # Bounds of rho may leave out 1, which it is where the mask is 0.
+        log_w = log_w + sequences.sum(torch.where(tokens.mask, rho.log().clamp(lowest, 20.0), 0.0))
     return vespo_phi(sequences.spread(log_w.clamp(lowest, 20.0), len(current)), tokens.advantages, config)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from fused_grpo._maths.distributions import LogitTransform
 from fused_grpo._maths.moments import TakesMoments
 from fused_grpo._maths.statistics import Statistics, Upstream, compute_dtype, keeps_sums, picked
-from fused_grpo.head.checks import HeadOptions, check_head, check_temperature_values
+from fused_grpo.head.checks import HeadOptions, check_head, check_temperature_values, check_tensors
 from fused_grpo.passes import buffers, torch_passes
 from fused_grpo.passes.protocol import RowPasses, SoftmaxWeightsForward
 
@@ -253,10 +253,13 @@ def flatten_head(
     *,
     sharded: bool = False,
     several: bool = False,
+    ignore_index: int | None = None,
+    mask: Any = None,
 ) -> Head:
     """The head of flat rows, after a check of shapes, dtypes and devices. The values of targets are not checked.
 
-    With `several`, targets may have one dimension more than rows: [..., K].
+    With `several`, targets may have one dimension more than rows: [..., K]. Rows that do not count, by `ignore_index`
+    or a mask, may have any temperature: here it is 1.
     """
     check_head(hidden, weight, targets, options, sharded=sharded, several=several)
     temperature, device = options.temperature, hidden.device.type
@@ -267,6 +270,14 @@ def flatten_head(
         bias = bias.to(dtype)  # one of fp64 would widen the fp32 logits that it is added to
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().to(dtype).reshape(-1).contiguous()  # one that is expanded is a number
+        if ignore_index is not None:
+            kept = targets != ignore_index
+            kept = kept if targets.ndim < hidden.ndim else kept.any(-1)
+            temperature = torch.where(kept.reshape(-1), temperature, 1.0)
+        if mask is not None:
+            check_tensors(targets=targets, mask=mask)
+            if mask.shape == targets.shape:  # else the loss refuses it
+                temperature = torch.where(mask.reshape(-1) != 0, temperature, 1.0)
     else:
         count = math.prod(hidden.shape[:-1])  # `numel()` would be a constant of an exported graph
         temperature = torch.full((1,), temperature, dtype=dtype, device=hidden.device).expand(count)

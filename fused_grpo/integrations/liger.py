@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from fused_grpo._maths.factors import vespo_phi
 from fused_grpo._maths.formulas import corrected_kl, kl_term, policy_term
 from fused_grpo._maths.statistics import compute_dtype
-from fused_grpo.config import CLIPPED, LARGEST, TRL_LOSS_TYPES, GRPOLossConfig, Level, LossType
-from fused_grpo.errors import InputError
+from fused_grpo.config import CLIPPED, LARGEST, LEVELS, TRL_LOSS_TYPES, GRPOLossConfig, Level, LossType
+from fused_grpo.errors import InputError, quoted
 from fused_grpo.fused_loss import fused_linear_grpo_loss
-from fused_grpo.head.checks import check_tensors, is_number
+from fused_grpo.head.checks import check_plan, check_tensors, is_number
 from fused_grpo.integrations._peers import token_ids
 from fused_grpo.logprobs import linear_logprobs
 
@@ -94,8 +94,13 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vespo_lambda_neg: float = 2.0,
     ) -> None:
         super().__init__()
-        if loss_type not in TRL_LOSS_TYPES:
+        if not isinstance(loss_type, str) or loss_type not in TRL_LOSS_TYPES:
             raise InputError(f"got loss_type={loss_type!r}, want one of Liger's: {TRL_LOSS_TYPES}")
+        if not isinstance(importance_sampling_level, str) or importance_sampling_level not in LEVELS:
+            raise InputError(f"got importance_sampling_level={importance_sampling_level!r}, want one of {LEVELS}")
+        check_plan("auto", use_ref_model=use_ref_model, use_bias_correction_kl=use_bias_correction_kl)
+        if not is_number(beta, -LARGEST, LARGEST):
+            raise InputError(f"got beta={beta!r}, want a finite number")
         bounds = {"sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg}
         for name, value in {**bounds, "delta": delta}.items():
             if value is not None and not (is_number(value, 0, LARGEST) and value):
@@ -331,5 +336,9 @@ def _num_tokens(mask: Tensor, num_items: float | Tensor | None) -> Tensor:
         if group:
             dist.all_reduce(total)
     else:
-        total = torch.as_tensor(num_items, dtype=torch.float32, device=mask.device)
+        is_one = num_items.numel() == 1 if isinstance(num_items, Tensor) else is_number(num_items, 0, LARGEST)
+        if not is_one:
+            given = quoted(num_items)
+            raise InputError(f"got num_items_in_batch={given}, want a number, or a tensor of one; fix: .sum()")
+        total = torch.as_tensor(num_items, dtype=torch.float32, device=mask.device).reshape(())
     return (total / (dist.get_world_size() if group else 1)).clamp_min(1.0)

@@ -7,6 +7,7 @@ import inspect
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -278,9 +279,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_calls_refuse(loss_class, case):
     options, inputs = REFUSED[case]
-    module = loss_class(compiled=False, **options)
-    with pytest.raises((ValueError, AssertionError)):
-        module(**{**chosen("log-probs", "no ratio", old=True)[1], **inputs})
+    with pytest.raises((ValueError, AssertionError)):  # ours names some before the first call
+        loss_class(compiled=False, **options)(**{**chosen("log-probs", "no ratio", old=True)[1], **inputs})
 
 
 @pytest.mark.parametrize(
@@ -303,6 +303,17 @@ def test_ours_refuses_what_would_broadcast_or_crash(wrong):
         InputError, match=r"want .* of both|got ref_per|got old_per|got advantages|ref_weight|got selected"
     ):
         liger.LigerFusedLinearGRPOLoss()(**{**inputs, **wrong})
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2), np.ones(2), object(), "many"], ids=lambda x: type(x).__name__)
+def test_values_of_any_type_are_refused_by_name(wrong):
+    names = ("loss_type", "importance_sampling_level", "use_ref_model", "use_bias_correction_kl", "beta")
+    for name in names:
+        with pytest.raises(InputError, match=f"got {name}="):
+            liger.LigerFusedLinearGRPOLoss(**{name: wrong})
+    _, inputs = chosen("log-probs", "no ratio", old=True)
+    with pytest.raises(InputError, match="got num_items_in_batch="):
+        liger.LigerFusedLinearGRPOLoss()(**{**inputs, "num_items_in_batch": wrong})
 
 
 @pytest.mark.parametrize("wrong", ["0.2", torch.inf])

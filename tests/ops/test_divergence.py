@@ -297,6 +297,7 @@ def test_strides_and_leading_shapes_do_not_matter(layout):
         ({"kind": "kl"}, "kind='kl', want 'reverse_kl', 'forward_kl' or 'jsd'"),
         ({"kind": "jsd", "beta": 0.0}, "beta=0.0, want a number between 0 and 1; fix: kind='forward_kl'"),
         ({"kind": "jsd", "beta": torch.tensor(0.5)}, "want a number between 0 and 1"),
+        ({"kind": "jsd", "beta": torch.ones(2)}, "want a number between 0 and 1"),
         ({"teacher_weight": torch.randn(24, 9)}, r"vocabularies of 23 and 24, want one; fix: .*weight\[:V\]"),
         ({"teacher_hidden": torch.randn(8, 9)}, r"teacher_hidden \(8, 9\), want the same tokens"),
         ({"teacher_hidden": torch.randn(9, 8)}, r"of the teacher: got hidden \(9, 8\) and weight"),

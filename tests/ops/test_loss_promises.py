@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fused_grpo import GRPOLossConfig, fused_linear_divergence, fused_linear_grpo_loss, grpo_loss, linear_logprobs
+from fused_grpo.config import CORRECTIONS, LOSS_TYPES
 from fused_grpo.head import chunked_loss, logprob_plans, registered_ops
 
 pytestmark = pytest.mark.grid
@@ -192,6 +193,24 @@ def test_the_entropy_is_measured_unless_told_otherwise(leaves, rest, assert_as_e
     )
     for found in (with_it, without):
         assert_as_exact(found.loss, plain, exact, what="loss")
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("bounds", [(None, 0.8), (1.2, 3.0)])
+def test_padding_is_in_no_loss_where_bounds_leave_out_a_weight_of_1(loss_type, correction, bounds):
+    if loss_type in ("vespo", "dppo_tv", "dppo_kl", "ipo", "dro") and correction.startswith("sequence"):
+        pytest.skip("these refuse it")
+    given = {"loss_type": loss_type, "log_ratio_penalty": 0.05, "max_completion_length": 9}
+    least, most = bounds
+    config = GRPOLossConfig(**given, sampling_correction=correction, sampling_clip_min=least, sampling_clip_max=most)
+    mask, (logprobs, old, sampling) = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]), -torch.rand(3, 2, 4)
+    rows, lengths = mask != 0, torch.tensor([0, 2, 5], dtype=torch.int32)
+    of_tokens = {"old_logprobs": old, "sampling_logprobs": sampling}
+    options = {"advantages": torch.tensor([1.0, -1.0]), "config": config}
+    padded = grpo_loss(logprobs, mask=mask, **of_tokens, **options)
+    packed = {name: x[rows] for name, x in of_tokens.items()}
+    torch.testing.assert_close(padded.loss, grpo_loss(logprobs[rows], cu_seqlens=lengths, **packed, **options).loss)
 
 
 # NumPy, under the interpreter, warns of what this test is about.

@@ -8,7 +8,14 @@ from batches import batch_of
 from device_under_test import DEVICE, assert_rounded, rounds
 from torch.nn.functional import linear
 
-from fused_grpo import GRPOLossConfig, fused_linear_grpo_loss, grpo_loss, linear_logprobs
+from fused_grpo import (
+    Distillation,
+    GRPOLossConfig,
+    fused_linear_divergence,
+    fused_linear_grpo_loss,
+    grpo_loss,
+    linear_logprobs,
+)
 from fused_grpo.errors import InputError
 from fused_grpo.passes import buffers
 
@@ -90,6 +97,29 @@ def test_ignored_rows_give_zero_and_no_gradient(inputs, update, impl):
         (gradient,) = torch.autograd.grad(result, hidden)
         assert (gradient[0, 1] == 0).all()
         assert gradient[0, 0].abs().max() > 0
+
+
+@pytest.mark.parametrize("value", [torch.nan, 0.0, -1.0])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_that_do_not_count_may_have_any_temperature(inputs, update, impl, value):
+    leaves, targets = inputs
+    (hidden, weight, _), mask = leaves, torch.tensor([[1, 1, 1], [0, 1, 1]])
+
+    def losses(unread):
+        ignored = torch.tensor([[0.5, unread, 0.7], [0.5, 0.5, 0.5]])
+        masked = torch.where(mask == 0, unread, ignored)
+        for several in (targets, targets[..., None].repeat(1, 1, 2)):
+            yield linear_logprobs(hidden, weight, several, temperature=ignored, impl=impl).sum()
+        for teacher in (None, Distillation(hidden.detach() + 1, weight.detach(), coef=0.1)):
+            given = {"temperature": masked, "mask": mask, "distillation": teacher, "impl": impl}
+            yield fused(leaves, targets, **update, **given).loss
+        both, other = (hidden, weight), (hidden.detach() + 1, weight.detach())
+        given = {"temperature": masked, "mask": mask * (targets != -100), "impl": impl}
+        yield fused_linear_divergence(*both, *other, **given).loss
+
+    for ours, expected in zip(losses(value), losses(1.0), strict=True):
+        for one, other in zip(*(torch.autograd.grad(loss, leaves[:2]) for loss in (ours, expected)), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_targets_of_another_shape_with_as_many_tokens_are_refused(inputs, update):
