@@ -28,10 +28,11 @@ class GRPOLossOutput(NamedTuple):
     loss: Tensor
     """0-d, fp32 (fp64 for fp64 inputs)."""
     metrics: dict[str, Tensor]
-    """Detached 0-d tensors of this call, means over its unmasked tokens except for counts and extremes: `policy_term`
-    (the loss without KL and entropy terms), `loss_tokens` (the count), `ratio_mean`, `ratio_min`, `ratio_max`,
-    `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_region`, `effective_weight` (the factor of the policy term after
-    corrections and masks), `zero_gradient_fraction`, and where their inputs are given `entropy` (nats), `kl`,
+    """Detached 0-d tensors of this call: `policy_term` (the policy's part of the loss, without all that is added to
+    it), and means over its unmasked tokens, except for counts and extremes: `loss_tokens` (the count), `ratio_mean`,
+    `ratio_min`, `ratio_max`, `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_region`, `effective_weight` (the factor
+    of the policy term after corrections and masks), `zero_gradient_fraction`, and where their inputs are given
+    `entropy` (nats), `kl`,
     `sampling_difference_mean` and `_max` (|log p - sampling log p|). With score centering `centering_sampler_mass` and
     `centering_trainer_mass` (the probability of the sampler's tokens that were given, under each), and `centering_l1`
     (the sum of |c| over them). The `kl` of "k3" is inf where its sum over the tokens is no number of fp32: from

@@ -74,7 +74,8 @@ def return_logprobs(
         log_probs: [B, T-1] fp32, of each next token; 0 where its label is -100.
         entropy: [B, T-1] fp32, of the whole distribution, in nats; 0 there too. None with `entropy=False`.
         loss: minus the sum of the log-probs, divided by `num_items_in_batch` or, without it, by the number of labels;
-            plus the model's auxiliary loss times its coefficient. At temperature 1 it is the model's own loss.
+            plus the model's auxiliary loss times its coefficient. At temperature 1 it is the model's own loss (which is
+            NaN, and here 0, where all labels are -100).
     Labels are those of transformers: in the shape of `input_ids`, and shifted inside. With `shift_labels=` instead,
     which are shifted already, results are [B, T]. `ignore_index=` takes the place of -100. A call with labels uses no
     cache.
