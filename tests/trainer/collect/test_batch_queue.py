@@ -5,6 +5,7 @@ import hashlib
 import json
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.batching.rollout_buffer import as_tensors, from_tensors
 from fused_grpo.trainer.checkpoint.training_state import check_rollouts
 from fused_grpo.trainer.collect import collector
+from fused_grpo.trainer.collect.batch_queue import BatchQueue
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 
 RUN = Path(__file__).parents[1] / "queue_run.py"
@@ -25,18 +27,27 @@ FIRST_SEED = OPTIONS["seed"] * 1_000_003
 
 
 @pytest.fixture
-def make_trainer(make_trainer, served_engine):
+def make_trainer(make_trainer, served_engine, monkeypatch):
     """`pace` is "slow", an engine that has not sampled a batch before the next is requested, or "fast", one that has
     nothing to do when it is given weights."""
 
     def make(k: int = 0, pace: str = "", **options):
         trainer = make_trainer(engine=served_engine, **{**OPTIONS, "generate_ahead": k, **options})
         generate, learn = trainer.engine.generate, trainer.learner.learn
+        take, wait, awaited = BatchQueue.take, BatchQueue.wait, list[Future]()
+
+        def taking(queue):
+            awaited[:] = [queue[0].samples]
+            return take(queue)
+
+        def waiting(queue):
+            awaited[:] = [batch.samples for batch in queue]
+            return wait(queue)
 
         def slow(prompt_ids, sampling):
             number = sampling.seed - FIRST_SEED
-            deadline = time.monotonic() + 0.5  # for the last one, behind which there is none
-            while 0 < number > trainer.collector.generate_calls - 2 and time.monotonic() < deadline:
+            # Where the trainer waits for it, there is none behind.
+            while 0 < number > trainer.collector.generate_calls - 2 and all(map(Future.done, awaited)):
                 time.sleep(0.001)
             return generate(prompt_ids, sampling)
 
@@ -45,6 +56,8 @@ def make_trainer(make_trainer, served_engine):
             return learn(*arguments, **named)
 
         if pace == "slow":
+            monkeypatch.setattr(BatchQueue, "take", taking)
+            monkeypatch.setattr(BatchQueue, "wait", waiting)
             trainer.engine.generate = slow
         if pace == "fast":
             trainer.learner.learn = after_sampling
