@@ -32,11 +32,10 @@ class GRPOLossOutput(NamedTuple):
     it), and means over its unmasked tokens, except for counts and extremes: `loss_tokens` (the count), `ratio_mean`,
     `ratio_min`, `ratio_max`, `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_region`, `effective_weight` (the factor
     of the policy term after corrections and masks), `zero_gradient_fraction`, and where their inputs are given
-    `entropy` (nats), `kl`,
-    `sampling_difference_mean` and `_max` (|log p - sampling log p|). With score centering `centering_sampler_mass` and
-    `centering_trainer_mass` (the probability of the sampler's tokens that were given, under each), and `centering_l1`
-    (the sum of |c| over them). The `kl` of "k3" is inf where its sum over the tokens is no number of fp32: from
-    log p_ref - log p = 88.7 of one token on. No collective, no synchronization."""
+    `entropy` (nats), `kl`, `sampling_difference_mean` and `_max` (|log p - sampling log p|). With score centering
+    `centering_sampler_mass` and `centering_trainer_mass` (the probability of the sampler's tokens that were given,
+    under each), and `centering_l1` (the sum of |c| over them). The `kl` of "k3" is inf where its sum over the tokens
+    is no number of fp32: from log p_ref - log p = 88.7 of one token on. No collective, no synchronization."""
     logprobs: Tensor
     """Detached log-probs in the shape of the tokens. They can be the `old_logprobs` of a second iteration."""
 
