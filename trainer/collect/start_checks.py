@@ -252,7 +252,8 @@ def check_names(start: Start) -> None:
     for name in ("model_init_kwargs", "teacher_model_init_kwargs"):
         check_init_kwargs(name, getattr(args, name))
     check_source("model", start.model, args.model_init_kwargs)
-    check_source("teacher_model", None if teacher == SELF else teacher, args.teacher_model_init_kwargs)
+    if teacher is not None and teacher != SELF:
+        check_source("teacher_model", teacher, args.teacher_model_init_kwargs)
     for name in given if isinstance(given, list | tuple) else [given]:
         if isinstance(name, str) and is_reward_model(name):
             check_source("reward_funcs", name, args.model_init_kwargs)

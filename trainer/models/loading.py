@@ -66,8 +66,6 @@ def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> Non
     UnsupportedError for a module that is no causal LM, as far as its attributes say; InputError for one without what is
     saved beside it.
     """
-    if name is None:
-        return
     if isinstance(name, nn.Module) and hasattr(base := base_model(name), "config"):
         if getattr(base, "get_output_embeddings", lambda: None)() is None or not hasattr(base, "generation_config"):
             raise UnsupportedError(

@@ -11,7 +11,7 @@ import transformers
 from accelerate.utils import DistributedType
 
 from fused_grpo.errors import DataError, InputError, UnsupportedError, WrongTypeError
-from fused_grpo.trainer import GRPOConfig
+from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.models import loading
 from fused_grpo.trainer.models.memory_estimate import planned_shape
@@ -70,6 +70,13 @@ def test_a_device_without_fp64_is_refused(make_model):
 def test_what_is_no_tokenizer_is_refused(make_model):
     with pytest.raises(WrongTypeError, match="got a str as processing_class"):
         loading.tokenizer_for(make_model(), "a tokenizer", GRPOConfig())
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"model", ["model"], int, torch.nn.Linear(2, 2)], ids=repr)
+def test_what_is_no_model_is_refused_by_its_type(tmp_path, wrong):
+    args = GRPOConfig(output_dir=str(tmp_path / "run"))
+    with pytest.raises(WrongTypeError, match=f"got a {type(wrong).__name__} as model, want a path"):
+        GRPOTrainer(wrong, lambda **given: [], args, [{"prompt": "a"}])
 
 
 def test_every_rank_reads_a_reward_model(monkeypatch):
