@@ -168,8 +168,8 @@ BUGS = {
     ),
     "a server that has ended is waited for": (
         "trainer/engines/server/replicas.py",
-        "retry=not (is_untrusted or has_ended)",
-        "retry=not is_untrusted",
+        "retry=may_pass and not has_ended",
+        "retry=may_pass",
         [OWN, "-k", "at_once and room"],
     ),
     "any user can connect to a server of the trainer's own": (
