@@ -138,8 +138,8 @@ def fused_linear_grpo_loss(
     config = DEFAULT_LOSS if config is None else checked_config(config)
     chunk_bytes, ignore_index = check_plan(impl, chunk_bytes, ignore_index, process_group, score=score, entropy=entropy)
     options = HeadOptions(bias, temperature, logit_scale, softcap)
-    unread: dict[str, Any] = {"ignore_index": ignore_index, "mask": mask}
-    head = flatten_head(hidden, weight, targets, options, sharded=process_group is not None, **unread)
+    sharded = process_group is not None
+    head = flatten_head(hidden, weight, targets, options, sharded=sharded, ignore_index=ignore_index, mask=mask)
     # Arguments that one rank alone may have wrong are checked before the first collective.
     chosen = choice.choose(impl, hidden)
     restricted = None if support is None else support_of(support, head, process_group=process_group)
