@@ -138,15 +138,21 @@ BUGS = {
     ),
     "a server outlives a trainer that is killed": (
         "trainer/engines/server/serve_beside.py",
-        "    threading.Thread(target=_end_with_trainer, args=(os.getppid(),), daemon=True).start()\n",
+        "    threading.Thread(target=_end_with_trainer, args=(os.getppid(), left_in), daemon=True).start()\n",
         "",
-        [OWN, "-k", "trainer_that_is_killed"],
+        [OWN, "-k", "ends_with_a_trainer_that_is_killed"],
+    ),
+    "weights of a killed trainer stay in memory": (
+        "trainer/engines/server/serve_beside.py",
+        "        _remove_abandoned(parent)\n",
+        "        pass\n",
+        [OWN, "-k", "left_in_memory"],
     ),
     "a server ends with the last fork of its trainer": (
         "trainer/engines/server/serve_beside.py",
         "os.getppid() == trainer and not",
         "not",
-        [OWN, "-k", "trainer_that_is_killed"],
+        [OWN, "-k", "ends_with_a_trainer_that_is_killed"],
     ),
     "a server of the trainer's own gets 100 requests at a time": (
         "trainer/engines/server/replicas.py",

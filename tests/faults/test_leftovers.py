@@ -11,7 +11,8 @@ import torch
 
 from fused_grpo.trainer.collect.start_checks import check_saving
 from fused_grpo.trainer.engines import weight_files
-from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_weight_files
+from fused_grpo.trainer.engines.abandoned import remove_abandoned
+from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 
 SYNC = """
 import sys, time, torch

@@ -35,6 +35,7 @@ from fused_grpo.trainer.data.datasets import check_dataset, eval_sets, is_conver
 from fused_grpo.trainer.data.prompt_sampler import Epochs, levels_of, planned_steps
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
+from fused_grpo.trainer.engines.abandoned import remove_abandoned
 from fused_grpo.trainer.engines.engine_choice import EngineName, check_routing, engine_name, sampling_dtype, server_urls
 from fused_grpo.trainer.engines.sampling import prepared, stop_token_ids
 from fused_grpo.trainer.engines.server.urls import checked_urls
@@ -44,7 +45,7 @@ from fused_grpo.trainer.engines.vllm.start_vllm import (
     check_vllm_arguments,
     enable_batch_invariance,
 )
-from fused_grpo.trainer.engines.weight_files import remove_abandoned, temporary_folder
+from fused_grpo.trainer.engines.weight_files import temporary_folder
 from fused_grpo.trainer.episodes.environments import rows_of_environments, with_prompts
 from fused_grpo.trainer.episodes.play import Rules, rules_of
 from fused_grpo.trainer.learner import Learner, Optimizers

@@ -9,6 +9,7 @@ checked_engine.py         the trainer calls engines through this module, which c
 turns.py                  turns of episodes, sampled as they come; an engine with a `turn_session` has its own way
 sampling.py               prompts, stop tokens, seeds, sampling options and listed tokens, the same for all engines
 weight_files.py           files of weights for other processes, tied heads, adapters that vLLM serves
+abandoned.py              folders of such files that a killed process has left
 changed_weights.py        what changed since the last sync, and the worker extension of vLLM that makes weights of it
 """
 

@@ -6,9 +6,9 @@ and `Tie.undo` gives every new embedding to both. The price is one more [V, D] m
 
 **Files.** Another process reads new weights from a folder of safetensors, which is removed after the sync. A process
 that was killed leaves its folder behind, so every folder is locked until its process ends, and before its first one a
-process removes the unlocked folders of the same user. Process ids would not do: containers share memory and number
-their processes on their own. In a directory that the user names nothing is removed: other machines may share it without
-sharing locks.
+process removes the unlocked folders of the same user, as a server of the trainer's own does when that has ended
+(abandoned.py). In a directory that the user names nothing is removed: other machines may share it without sharing
+locks.
 
 **Adapters** (docs/lora.md). vLLM quantises a base itself with options of its own, so it is given the trainer's 4-bit
 codes: a checkpoint as bitsandbytes writes it, in a folder that is removed once vLLM has started.
@@ -25,7 +25,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -38,12 +37,12 @@ from transformers import PreTrainedModel
 
 from fused_grpo.errors import InputError, UnavailableError, UnsupportedError, shown
 from fused_grpo.trainer.common.contexts import contextmanager
+from fused_grpo.trainer.engines.abandoned import PREFIX, remove_abandoned
 from fused_grpo.trainer.models.adapters import ADAPTER_FILE, base_model
 from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.weight_stream import Named, WeightStream
 
 _SHARED_MEMORY = "/dev/shm"
-_PREFIX = "fused-grpo-weights-"
 # Initialisations by which PEFT moves a part of the base into an adapter: vLLM has no such base, and refuses them late.
 _MOVING_BASE = ("corda", "loftq", "olora", "pissa")
 _OPTIONS_IN_4BIT = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
@@ -107,6 +106,11 @@ def writing(size: int, folder: Path) -> Iterator[None]:
         ) from error
 
 
+def usual_parents() -> tuple[str, str]:
+    """Of temporary folders: shared memory, and the directory for those that do not fit."""
+    return _SHARED_MEMORY, tempfile.gettempdir()
+
+
 @contextmanager
 def temporary_folder(size: int, *, directory: str | None = None) -> Iterator[Path]:
     """A new folder for `size` bytes, which is removed afterwards; by this process alone, and not by its forks.
@@ -114,9 +118,10 @@ def temporary_folder(size: int, *, directory: str | None = None) -> Iterator[Pat
     `directory` is its parent. None: shared memory, or the temporary directory where they do not fit.
     """
     if directory is None:
+        shared, other = usual_parents()
         # With a margin: vLLM's own processes use shared memory too.
-        fits = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free > 1.5 * size
-        directory = _SHARED_MEMORY if fits else tempfile.gettempdir()
+        fits = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 1.5 * size
+        directory = shared if fits else other
         remove_abandoned(directory)
     (folder, lock), owner = _locked_folder(directory), os.getpid()
     try:
@@ -127,20 +132,6 @@ def temporary_folder(size: int, *, directory: str | None = None) -> Iterator[Pat
                 shutil.rmtree(folder)
         finally:
             os.close(lock)
-
-
-@cache
-def remove_abandoned(directory: str) -> None:
-    """Remove the folders in `directory` whose process was killed, and none that is in use; once for each directory."""
-    for folder in Path(directory).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # of another user, locked, gone, or on a file system without locks
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if os.fstat(lock).st_uid == os.geteuid():
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
 
 
 def write_weights(weights: Named, folder: Path) -> None:
@@ -157,7 +148,7 @@ def write_weights(weights: Named, folder: Path) -> None:
 def _locked_folder(directory: str) -> tuple[Path, int]:
     """A new folder, and the descriptor that holds its lock."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory))
         with suppress(FileNotFoundError):  # another process removed it before it was locked
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             with suppress(OSError):  # a file system without locks, where no process removes it either

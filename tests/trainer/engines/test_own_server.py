@@ -57,6 +57,19 @@ if os.fork() == 0:
     os._exit(0)
 time.sleep(600)
 """
+# In the middle of a sync, or of a start.
+SENDING = """
+import sys, time
+from pathlib import Path
+import torch
+sys.path.insert(0, sys.argv[1])
+from fused_grpo.trainer.engines import weight_files
+from fused_grpo.trainer.engines.server.own_server import OwnServer
+weight_files._SHARED_MEMORY = sys.argv[3]
+with weight_files.temporary_weight_files([("weight", torch.zeros(8))]) as folder:
+    server = OwnServer(folder, {}, environment={"SAID": sys.argv[2]}, log=Path(sys.argv[2] + ".log"))
+    time.sleep(600)
+"""
 # With a fork that ends as any process does, with exit functions, finalizers and all objects.
 FORKING = """
 import os, sys, time
@@ -185,6 +198,19 @@ def test_it_ends_with_a_trainer_that_is_killed(stand_in, farm, tmp_path, shared_
         wait_for_the_end(said["processes"])
     finally:
         (tmp_path / "end of the fork").touch()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_is_left_in_memory_by_a_trainer_that_is_killed(stand_in, farm, tmp_path, shared_memory, number) -> None:
+    (tmp_path / "trainer.py").write_text(SENDING)
+    arguments = stand_in(SERVER), tmp_path / "said", shared_memory
+    trainer = farm.start(tmp_path / "trainer.py", *arguments, stage="libraries")
+    said = what_it_said(tmp_path / "said")
+    assert len(os.listdir(shared_memory)) == 2
+    trainer.kill(number)
+    assert trainer.wait() == -number
+    wait_for_the_end(said["processes"])
+    assert os.listdir(shared_memory) == []
 
 
 @pytest.mark.parametrize(

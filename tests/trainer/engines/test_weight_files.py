@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from fused_grpo.errors import UnavailableError
 from fused_grpo.trainer.engines import weight_files
+from fused_grpo.trainer.engines.abandoned import remove_abandoned
 from fused_grpo.trainer.engines.server import server_folder
 from fused_grpo.trainer.engines.server.weight_transfer import ChangeTransfer, FileTransfer
 from fused_grpo.trainer.engines.vllm import start_vllm
@@ -22,7 +23,6 @@ from fused_grpo.trainer.engines.vllm.start_vllm import write_checkpoint
 from fused_grpo.trainer.engines.weight_files import (
     ServedAdapter,
     Tie,
-    remove_abandoned,
     temporary_folder,
     temporary_weight_files,
     write_weights,

@@ -1,7 +1,8 @@
 """A vLLM server of the trainer's own, beside each rank; docs/engines.md says why ("Starting a server").
 
-It ends with the trainer, by whatever signal that ends: serve_beside.py notices it, and then ends its process group, to
-which vLLM's own processes belong. It listens at a socket in a folder that this user alone can enter, and at no port.
+It ends with the trainer, by whatever signal that ends: serve_beside.py notices it, removes what the trainer has left in
+memory, and ends its process group, to which vLLM's own processes belong. It listens at a socket in a folder that this
+user alone can enter, and at no port.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fused_grpo.trainer.common.contexts import finalizer
 from fused_grpo.trainer.common.redaction import public_text
 from fused_grpo.trainer.engines.server import server_command
 from fused_grpo.trainer.engines.vllm.start_vllm import DEFAULT_ENVIRONMENT
-from fused_grpo.trainer.engines.weight_files import temporary_folder
+from fused_grpo.trainer.engines.weight_files import temporary_folder, usual_parents
 from fused_grpo.trainer.rewards.isolation import import_path
 
 # Of this process' place among the ranks, to which its server does not belong: for torchrun's last one vLLM may wait for
@@ -62,6 +63,7 @@ class OwnServer:
             variables["VLLM_RPC_BASE_PATH"] = str(home)  # of vLLM's own sockets; a long TMPDIR has no room for them
             variables["PYTHONPATH"] = import_path()
             variables["FUSED_GRPO_SERVER_ARGUMENTS"] = json.dumps(command[2:])  # after `python -m`
+            variables["FUSED_GRPO_LEFT_IN"] = json.dumps(usual_parents())
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as file:  # another run may be writing to it
                 self._begin = file.tell()
