@@ -1,31 +1,30 @@
 """The generators of reasoning-gym as tasks: rows from seeds, and the verifier that comes with them as the reward.
 
-Both run in the processes of isolated functions (docs/tasks.md). Some generators go through sets of strings, whose order
-is the same in processes with one hash seed alone. Some verifiers run what a model wrote: `eval`, or sympy's parser.
+Both run in the processes of isolated functions (`generator_process`; docs/tasks.md). Some generators go through sets of
+strings, whose order is the same in processes with one hash seed alone. Some verifiers run what a model wrote: `eval`,
+or sympy's parser.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from fused_grpo.errors import DataError, InputError, shown
 from fused_grpo.trainer.common.packages import installed
 from fused_grpo.trainer.rewards.builtin_rewards import text_of
 from fused_grpo.trainer.rewards.isolation import IsolatedFunction, IsolatedReward, WorkerError, checked_text
-from fused_grpo.trainer.tasks.entries import as_text, difficulties, from_text, last_answer
+from fused_grpo.trainer.tasks.entries import difficulties, from_text, last_answer
 from fused_grpo.trainer.tasks.task import Row, Task
 
 # Entry i of a generator with seed s is made from the seed s + i, for nearly all: no train entry has one of these.
 HELD_OUT_SEEDS = 2**31
+_PROCESS = f"{__package__}.generator_process"
 # With limits for one answer, in seconds and bytes.
-SCORER = IsolatedReward(f"{__name__}:score", timeout=10.0, memory=8 << 30, on_failure=0.0)
+SCORER = IsolatedReward(f"{_PROCESS}:score", timeout=10.0, memory=8 << 30, on_failure=0.0)
 MOST_SECONDS = 600.0  # to make an entry
 OWN = ("seed", "size")  # options of every generator that are arguments of `reasoning_gym_task`
 ReadAnswer = Callable[[str, str], str | None]
@@ -65,7 +64,7 @@ def reasoning_gym_task(
         if not isinstance(value, int) or not least <= value < HELD_OUT_SEEDS // 2:
             raise InputError(f"got {name}={value!r}, want a whole number of at least {least}, below 2^30")
     described, seen = json.dumps([generator, options]), set[str]()
-    maker = IsolatedFunction(f"{__name__}:entry_of", timeout=MOST_SECONDS, memory=None, what="tool")
+    maker = IsolatedFunction(f"{_PROCESS}:entry_of", timeout=MOST_SECONDS, memory=None, what="tool")
     heldout = list(_new_rows(maker, described, seed + HELD_OUT_SEEDS, heldout_size, seen))
     train = list(_new_rows(maker, described, seed, size, seen))
     if not train:
@@ -146,27 +145,3 @@ def _reward(name: str, generator: str, read_answer: ReadAnswer) -> Callable[...,
 
     reward.__name__ = name
     return reward
-
-
-# In an isolated process, where a generator is a JSON list of its name and options.
-
-
-def entry_of(generator: str, seed: int, size: int, index: int) -> str:
-    """An entry of a generator, as text."""
-    return as_text(_dataset(generator, seed=seed, size=size)[index])
-
-
-def score(answers: Sequence[str | None], entries: Sequence[str], generators: Sequence[str]) -> list[float]:
-    """Rewards of answers (None: there was none); 0 where the verifier raises, or returns what is no number."""
-    rewards = [0.0] * len(answers)
-    for place, (answer, entry, generator) in enumerate(zip(answers, entries, generators, strict=True)):
-        with suppress(Exception, SystemExit):  # of an answer that it cannot read, or that calls exit()
-            value = float(_dataset(generator).score_answer(answer=answer, entry=from_text(entry)))
-            rewards[place] = value if math.isfinite(value) else 0.0
-    return rewards
-
-
-@functools.lru_cache(maxsize=8)
-def _dataset(generator: str, **own: int) -> Any:
-    name, options = json.loads(generator)
-    return installed("reasoning_gym", extra="tasks").create_dataset(name, **options, **own)
