@@ -32,6 +32,7 @@ RAW = {
     "two gzips": (200, {"Content-Encoding": "gzip, gzip"}, gzip.compress(gzip.compress(b" " * (1 << 20)))),
     "unknown encoding": (200, {"Content-Encoding": "br"}, b"{}"),
     "error in gzip": (500, {"Content-Encoding": "gzip"}, gzip.compress(b"-" * (1 << 20))),
+    "not finite": (400, {}, b'{"error": {"message": "Out of range float values are not JSON compliant"}}'),
     "nothing": (200, {}, b""),
     "Success": (200, {}, b"Success: LoRA adapter 'name' added successfully."),
     "cut off": (200, {"Content-Length": "100000"}, b'{"choices": [{"index": 0, "token_ids": [4'),
@@ -53,6 +54,7 @@ class FakeServer(ThreadingHTTPServer):
         self.adapters: dict[str, dict[str, Any]] = {}
         self.lora_config, self.environment = None, None  # None: without --enable-lora, without vllm_env
         self.parallel_config, self.device, self.watermark_config = {}, "cpu", None
+        self.speculative_config = None
         self.workers: list[Any] = []  # with our worker extension
         self.name = "model"  # as others call it
         self.api_key = ""  # of the routes that vLLM protects; "": none is wanted
@@ -117,6 +119,7 @@ class FakeServer(ThreadingHTTPServer):
             "lora_config": self.lora_config,
             "parallel_config": self.parallel_config,
             "watermark_config": self.watermark_config,
+            "speculative_config": self.speculative_config,
             "weight_transfer_config": self.transfer and {"backend": self.transfer},
         }
         models = [{"id": self.name, "max_model_len": self.max_model_len}]

@@ -116,6 +116,7 @@ def test_a_request_that_fails_is_asked_again_and_counted_once(connect, servers, 
         ("one too few", r"completions \[0, 1\] where 3 were asked for"),
         ("one twice", r"completions \[0, 0, 1\] where 3 were asked for"),
         (400, "status 400 from /v1/completions"),
+        ("not finite", r"status 400 .*'; it has log-probs that are not finite"),
         ({"finish_reason": "length"}, "a completion that ended for its length after 2 of 8 tokens"),
         ("not json", "an answer from /v1/completions that is not JSON: '<html>"),
         ("json of another kind", r"an answer from /v1/completions that vLLM does not give .*it is list, want dict"),
@@ -366,6 +367,7 @@ def test_a_new_engine_needs_weights_first(connect) -> None:
         ),
         ({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"),
         ({"watermark_config": {"algorithm": "gumbel"}}, "with --watermark-config, want .*fix: restart it without it"),
+        ({"speculative_config": {"method": "ngram"}}, "with --speculative-config on a CPU, .*fix: restart it"),
         ({"tied": True}, r"ties lm_head.weight to the embedding.*server_folder"),
         ({"max_model_len": 9}, "for 9 tokens, want 60 .*--max-model-len 60"),
         ({"model": "LlamaForCausalLM(\n  (0-7): 8 x LlamaDecoderLayer(\n"}, "has 8 layers, not 2"),
@@ -374,7 +376,7 @@ def test_a_new_engine_needs_weights_first(connect) -> None:
 def test_a_server_started_with_options_that_do_not_fit_is_refused(connect, servers, model, options, message) -> None:
     engine, message = connect(max_model_len=60), rf"got a server at {servers[0].url} .*{message}"
     vars(servers[0]).update(options | {"weight_version": "default"})
-    with pytest.raises(InputError, match=message):
+    with pytest.raises((InputError, UnsupportedError), match=message):
         connect(max_model_len=60)
     # A restart is noticed at the next sync, before anything is sent.
     before = len(servers[1].calls)

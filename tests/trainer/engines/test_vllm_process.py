@@ -241,6 +241,8 @@ def test_options_that_the_engine_decides_are_refused(model, tokenizer) -> None:
         VLLMEngine(model, tokenizer, replace(OPTIONS, engine_options={"load_format": "auto"}))
     with pytest.raises(UnsupportedError, match="tensor_parallel_size=2"):
         VLLMEngine(model, tokenizer, replace(OPTIONS, engine_options={"tensor_parallel_size": 2}))
+    with pytest.raises(UnsupportedError, match=r"speculative_config on a CPU, want .*fix: leave speculative_config"):
+        VLLMEngine(model, tokenizer, replace(OPTIONS, engine_options={"speculative_config": {"method": "ngram"}}))
 
 
 def test_a_run_says_nothing_on_the_console_and_leaves_no_process(farm) -> None:

@@ -133,7 +133,7 @@ class Replica:
             self.in_flight -= 1
         if not response.is_success:
             status, text = response.status_code, self.redacted(content.decode(errors="replace"))
-            advice = refused(response, has_key=self._key is not None)
+            advice = refused(response, text, has_key=self._key is not None)
             await self._failed(f"status {status} from {path}: {text[:500]!r}{advice}")
             kind = NoRouteError if status == httpx.codes.NOT_FOUND else RequestError
             asked = response.headers.get("Retry-After", "")  # of what may be before a server, such as nginx

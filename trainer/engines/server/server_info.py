@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.engines.changed_weights import RECEIVER
-from fused_grpo.trainer.engines.sampling import check_listed
+from fused_grpo.trainer.engines.sampling import check_drawn, check_listed
 from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, RequestError
 from fused_grpo.trainer.engines.weight_files import Tie, check_precision
 from fused_grpo.trainer.types import SamplingParams
@@ -64,6 +64,7 @@ class VLLMConfig:
     parallel_config: dict[str, object] | None = None
     aux_output_config: dict[str, object] | None = None  # None: of a vLLM that has none
     watermark_config: dict[str, object] | None = None  # the same, or none was asked for
+    speculative_config: dict[str, object] | None = None
 
 
 class ModelFacts:
@@ -125,7 +126,8 @@ async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wante
     """What a server that is up says of itself: its longest prompt plus completion, and its configuration.
 
     InputError: a server with another model, or started with options that a trainer cannot use; names the option.
-    UnsupportedError: score centering that needs more log-probs than it lists. RequestError: responses unlike vLLM's.
+    UnsupportedError: score centering that needs more log-probs than it lists, or speculative decoding on a CPU.
+    RequestError: responses unlike vLLM's.
     """
     try:
         models = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
@@ -149,6 +151,8 @@ async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wante
     if config.watermark_config is not None:
         got, want = "with --watermark-config", "tokens that are drawn at random, which log-probs cannot show"
         raise _unusable(replica, got, want, fix="without it")
+    on_cpu, engine = config.device_config.get("device") == "cpu", f"a server at {replica.url} with --speculative-config"
+    check_drawn(config.speculative_config, on_cpu=on_cpu, engine=engine, fix="restart it without it")
     if limit < (most := wanted.max_model_len or limit):
         got, want = f"for {limit} tokens", f"{most} (prompt and completion)"
         raise _unusable(replica, got, want, fix=f"with --max-model-len {most}, or shorten either")
@@ -163,7 +167,7 @@ async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wante
     if wanted.changes:
         _check_receiver(replica, config.parallel_config or {})
     await _check_model(client, replica, wanted.facts)
-    if wanted.tie is not None and config.device_config.get("device") == "cpu":
+    if wanted.tie is not None and on_cpu:
         await _check_untied(client, replica, wanted.tie)
     if wanted.adapter_rank is not None:
         await _check_lora(client, replica, config, rank=wanted.adapter_rank)

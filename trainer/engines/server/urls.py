@@ -94,8 +94,10 @@ def unreachable(error: httpx.HTTPError, url: str) -> tuple[str, bool]:
     return text, reason not in ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 
 
-def refused(response: httpx.Response, *, has_key: bool) -> str:
-    """What to do about an error status; "": the body says it, if anything does."""
+def refused(response: httpx.Response, text: str, *, has_key: bool) -> str:
+    """What to do about an error status with that body; "": it says it, if anything does."""
+    if "Out of range float values" in text:  # of Python's json, from a server whose answer has them
+        return "; it has log-probs that are not finite, as with NaN in its weights or logits"
     if response.status_code == httpx.codes.UNAUTHORIZED:
         missing = "VLLMServerEngine has an api_key for a server with --api-key"
         return "; its --api-key is not the api_key of this VLLMServerEngine" if has_key else f"; {missing}"
