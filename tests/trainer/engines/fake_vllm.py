@@ -142,6 +142,8 @@ class FakeServer(ThreadingHTTPServer):
                 return 404
             case "/v1/load_lora_adapter" if self.refuses_weights:
                 return 500
+            case "/v1/load_lora_adapter" if body["lora_name"] in self.adapters:
+                return 400
             case "/v1/load_lora_adapter":
                 self.folder = Path(body["lora_path"])
                 assert json.loads((self.folder / "adapter_config.json").read_text())["peft_type"] == "LORA"

@@ -136,6 +136,22 @@ def test_an_adapter_that_one_server_refuses_is_no_sync(connect, servers, model) 
     assert not servers[1].folder.exists()
 
 
+@pytest.mark.parametrize("fault", [502, None])
+def test_an_adapter_is_sent_again_where_the_answer_was_lost(connect, servers, model, monkeypatch, fault) -> None:
+    engine, faults, post = connect(), {"load": [fault], "unload": [fault]}, servers[0].post
+
+    def lost(path: str, body: dict[str, Any]) -> Any:
+        answer, left = post(path, body), faults.get(path.removeprefix("/v1/").removesuffix("_lora_adapter"))
+        return left.pop() if left else answer
+
+    monkeypatch.setattr(servers[0], "post", lost)
+    for version in range(2):
+        engine.load_weights(adapter_stream(model), version)
+    assert not any(faults.values())
+    assert [name.rpartition(":")[2] for name in servers[0].adapters] == ["1"]
+    assert engine.generate(PROMPTS, SAMPLING).weight_version == 1
+
+
 def test_a_server_that_says_it_loaded_and_did_not_is_no_sync(connect, servers, model) -> None:
     engine = connect()
     servers[1].mutate = lambda path, answer: {"data": answer["data"][:1]} if path == "/v1/models" else answer

@@ -38,6 +38,7 @@ Json = dict[str, Any]
 
 # Seconds before each attempt of one prompt at one server; and between two health checks of a server that starts.
 _PAUSES, _HEALTH_INTERVAL = (0.0, 0.2, 1.0), 0.5
+_LATER = {408, 425, 429}  # below 500: of a proxy whose connection was idle, before TLS is there, of one that is busy
 _LONGEST_PAUSE = 60.0  # that a server may ask for, as for OpenAI's client
 # uvicorn closes idle connections after 5 s; one that is reused in that moment would look like a server that died.
 _KEEP_ALIVE = 2.0
@@ -65,6 +66,10 @@ class RequestError(Exception):
 
 class NoRouteError(RequestError):
     """Status 404: the server's vLLM is too old for that route, or not in development mode."""
+
+
+class FailedError(RequestError):
+    """Status 500: vLLM itself has failed at it, where others above come from what is before it."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +140,10 @@ class Replica:
             status, text = response.status_code, self.redacted(content.decode(errors="replace"))
             advice = refused(response, text, has_key=self._key is not None)
             await self._failed(f"status {status} from {path}: {text[:500]!r}{advice}")
-            kind = NoRouteError if status == httpx.codes.NOT_FOUND else RequestError
+            kind = {404: NoRouteError, 500: FailedError}.get(status, RequestError)
             asked = response.headers.get("Retry-After", "")  # of what may be before a server, such as nginx
             pause = min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0
-            raise kind(self.last_error, retry=status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS, pause=pause)
+            raise kind(self.last_error, retry=status >= 500 or status in _LATER, pause=pause)
         self.last_error = ""
         if not is_json:
             return content.decode(errors="replace")
@@ -316,8 +321,11 @@ class Replicas:
         return ", ".join(replica.url for replica in self.all)
 
 
-async def asked_again(ask: Callable[[], Awaitable[T]]) -> T:
-    """The result of `ask`, which is called once more after each pause where another call may have one."""
+async def asked_again(ask: Callable[[], Awaitable[T]], *, but: type[RequestError] | None = None) -> T:
+    """The result of `ask`, which is called once more after each pause where another call may have one; not after `but`.
+
+    So what is asked may arrive twice: its answer was lost, or a proxy has sent it again.
+    """
     asked = 0.0
     for pause in _PAUSES:
         if pause:  # else its request begins before the next prompt looks for the least busy server
@@ -325,7 +333,7 @@ async def asked_again(ask: Callable[[], Awaitable[T]]) -> T:
         try:
             return await ask()
         except RequestError as error:
-            if not error.retry:
+            if not error.retry or (but and isinstance(error, but)):
                 raise
             last, asked = error, error.pause
     raise last

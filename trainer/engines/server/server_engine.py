@@ -280,7 +280,8 @@ async def _finish_sync(client: httpx.AsyncClient, replica: Replica, *, begun: st
     else:
         raise RequestError("success=false from /reset_prefix_cache: it is still sampling for another client")
     if not await replica.has_weight_version(client, begun):
-        raise RequestError("other weights than were sent: it was restarted, or another trainer uses it too")
+        others = "it was restarted, another trainer uses it too, or several servers are behind this address"
+        raise RequestError(f"other weights than were sent: {others}")
     await _set_version(client, replica, version=server_version)
 
 

@@ -10,6 +10,7 @@ import logging
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.engines.changed_weights import RECEIVER
 from fused_grpo.trainer.engines.sampling import check_drawn, check_listed
-from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, RequestError
+from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, RequestError, asked_again
 from fused_grpo.trainer.engines.weight_files import Tie, check_precision
 from fused_grpo.trainer.types import SamplingParams
 
@@ -178,7 +179,8 @@ async def _check_model(client: httpx.AsyncClient, replica: Replica, facts: Model
     """InputError where a server's model is not the trainer's; a warning where it does not say what it has."""
     call = {"method": "get_model_inspection"}
     try:
-        printed = await replica.ask(client, "/collective_rpc", call, field="results", kind=list[str])
+        ask = partial(replica.ask, client, "/collective_rpc", call, field="results", kind=list[str])
+        printed = await asked_again(ask)
     except RequestError as error:
         reason = replica.redacted(str(error))[:300]
         warn_once(f"{replica.url} does not say which model it has ({reason}): weights of another model would ruin it")
@@ -222,7 +224,7 @@ async def _check_untied(client: httpx.AsyncClient, replica: Replica, tie: Tie) -
     """Raise where vLLM's CPU build serves a tied head, which would be stale after every sync (see weight_files.py)."""
     try:
         call, kind = {"action": "checksum"}, dict[str, str]
-        sums = await replica.ask(client, "/weight_checker", call, field="checksums", kind=kind)
+        sums = await asked_again(partial(replica.ask, client, "/weight_checker", call, field="checksums", kind=kind))
     except NoRouteError:
         return
     # By worker, as "dp0:pp0:pcp0:tp0:model.norm.weight".

@@ -13,6 +13,10 @@ import httpx
 
 from fused_grpo.errors import InputError, shown
 
+_OF_PROXIES = {
+    413: "a proxy before it takes no body of that size (nginx: client_max_body_size)",
+    504: "a proxy before it waits no longer for an answer (nginx: proxy_read_timeout)",
+}
 # Codes of OpenSSL: self-signed, alone or at the end of a chain, and issuers that are not there.
 _UNKNOWN_ISSUER = (18, 19, 20, 21)
 
@@ -98,6 +102,8 @@ def refused(response: httpx.Response, text: str, *, has_key: bool) -> str:
     """What to do about an error status with that body; "": it says it, if anything does."""
     if "Out of range float values" in text:  # of Python's json, from a server whose answer has them
         return "; it has log-probs that are not finite, as with NaN in its weights or logits"
+    if advice := _OF_PROXIES.get(response.status_code):
+        return f"; {advice}"
     if response.status_code == httpx.codes.UNAUTHORIZED:
         missing = "VLLMServerEngine has an api_key for a server with --api-key"
         return "; its --api-key is not the api_key of this VLLMServerEngine" if has_key else f"; {missing}"

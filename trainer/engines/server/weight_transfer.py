@@ -31,7 +31,14 @@ from torch import Tensor
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError, shown
 from fused_grpo.trainer.common.threads import in_thread
 from fused_grpo.trainer.engines.changed_weights import changes, digest
-from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, Replicas, RequestError
+from fused_grpo.trainer.engines.server.replicas import (
+    FailedError,
+    NoRouteError,
+    Replica,
+    Replicas,
+    RequestError,
+    asked_again,
+)
 from fused_grpo.trainer.engines.server.server_info import ADAPTER_PREFIX, Model, VLLMConfig
 from fused_grpo.trainer.engines.weight_files import temporary_weight_files
 from fused_grpo.trainer.models.weight_stream import BUCKET_BYTES, WeightStream
@@ -107,7 +114,12 @@ class FileTransfer:
         """Have all servers load these weights (checkpoint names, full tensors); UnavailableError where one does not."""
         with temporary_weight_files(weights, directory=self._directory) as folder:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            self._servers.post("/collective_rpc", call)
+
+            async def load(client: httpx.AsyncClient, replica: Replica) -> None:
+                ask = functools.partial(replica.request, client, "POST", "/collective_rpc", call)
+                await asked_again(ask, but=FailedError)  # the same weights, however often they are loaded
+
+            self._servers.each(load, doing="loading weights")
 
     def close(self) -> None:
         """Do nothing: no file is left between two syncs."""
@@ -168,7 +180,9 @@ class ChangeTransfer(FileTransfer):
 
         async def load(client: httpx.AsyncClient, replica: Replica) -> str | None:
             path, kind = "/collective_rpc", list[dict[str, str]]
-            workers = await replica.ask(client, path, call, field="results", kind=kind) or [{"reason": "no worker"}]
+            ask = functools.partial(replica.ask, client, path, call, field="results", kind=kind)
+            # Of a request whose answer was lost the worker has the bits, or says that it lacks their base.
+            workers = await asked_again(ask, but=FailedError) or [{"reason": "no worker"}]
             wrong = next((worker for worker in workers if worker.get("digest") != wanted), None)
             return None if wrong is None else shown(replica.redacted(f"{wrong.get('reason')} at {replica.url}"))
 
@@ -289,15 +303,23 @@ class NCCLTransfer:
 
 async def load_adapter(client: httpx.AsyncClient, replica: Replica, *, name: str, path: str) -> None:
     """Have a server load an adapter, and unload the others that were sent by this engine or an earlier one."""
-    load = {"lora_name": name, "lora_path": path}
-    await replica.request(client, "POST", "/v1/load_lora_adapter", load, is_json=False)
+
+    async def post(path: str, body: dict[str, str]) -> None:
+        ask = functools.partial(replica.request, client, "POST", path, body, is_json=False)
+        await asked_again(ask, but=FailedError)
+
+    refusal = RequestError("no adapter of this sync in /v1/models, though it was loaded")
+    try:
+        await post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+    except RequestError as error:  # as of one that is loaded: the answer of an earlier request was lost
+        refusal = error
     listed = await replica.ask(client, "/v1/models", field="data", kind=list[Model])
     names = {model.id for model in listed if model.id.startswith(ADAPTER_PREFIX)}
     if name not in names:
-        raise RequestError("no adapter of this sync in /v1/models, though it was loaded")
+        raise refusal
     for old in names - {name}:
         with contextlib.suppress(NoRouteError):  # it is unloaded
-            await replica.request(client, "POST", "/v1/unload_lora_adapter", {"lora_name": old}, is_json=False)
+            await post("/v1/unload_lora_adapter", {"lora_name": old})
 
 
 def _meeting_point(server: str) -> tuple[str, int]:
