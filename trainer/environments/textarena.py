@@ -43,6 +43,7 @@ def textarena_environment(game: str, **options: Any) -> type[Any]:
 
         def reset(self, seed: int, **row: Any) -> str:
             self._game.reset(num_players=1, seed=seed)
+            _unswap(self._game.state)
             self.done = False
             return self._news()
 
@@ -70,3 +71,13 @@ def textarena_environment(game: str, **options: Any) -> type[Any]:
 
     Game.__name__ = game  # the reward's column
     return Game
+
+
+def _unswap(state: Any) -> None:
+    """Some games swap the arguments of an invalid move that ends them, so that their reward is a text."""
+    invalid = state.set_invalid_move
+
+    def set_invalid_move(reason: Any = None, reward: Any = -1.0) -> None:
+        invalid(*((reward, reason) if isinstance(reward, str) else (reason, reward)))
+
+    state.set_invalid_move = set_invalid_move

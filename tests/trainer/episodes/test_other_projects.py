@@ -149,6 +149,16 @@ def test_a_game_that_swaps_the_fields_of_an_observation_is_played():
     assert isinstance(environment.act(action="1 + 1"), str)
 
 
+@needs("textarena")
+def test_a_game_that_swaps_reward_and_reason_of_an_invalid_move_is_scored():
+    environment = textarena_environment("ThreeCardMonte-v0")()
+    environment.reset(seed=1)
+    while not environment.done:
+        said = environment.act(action="no")
+    assert said.endswith("Invalid Move: Bad action. Use `[k]`.")
+    assert environment.get_reward() == 0.0
+
+
 # OpenEnv.
 
 
