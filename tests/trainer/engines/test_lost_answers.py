@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fused_grpo.errors import WeightSyncError
+from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines.server import replicas
 from fused_grpo.trainer.engines.server.replicas import Replica
 from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
@@ -86,3 +86,17 @@ def test_a_busy_server_is_asked_again_when_it_says(monkeypatch, asked, paused) -
 
     monkeypatch.setattr(replicas.asyncio, "sleep", sleep)
     assert (asyncio.run(ask()), pauses) == ("1", [paused])
+
+
+def test_a_server_that_does_not_say_its_version_has_no_other_weights(connect, servers, monkeypatch) -> None:
+    """Which reads as another trainer, or a restart, and is neither."""
+    engine, get, is_down = connect(), servers[0].get, False
+    monkeypatch.setattr(servers[0], "get", lambda asked: 503 if is_down and asked == "/weight_info" else get(asked))
+    assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
+    is_down = True
+    with pytest.raises(UnavailableError, match=r"with the weights of the last sync: status 503 from /weight_info"):
+        engine.generate(PROMPTS, SAMPLING)
+    with pytest.raises(
+        WeightSyncError, match=r"got weight version 1 not on every server: got status 503 from /weight_"
+    ):
+        engine.load_weights([], version=1)

@@ -159,11 +159,11 @@ class Replica:
         self.last_error = self.redacted(f"{errors} ({problem})" if errors else problem)
 
     async def has_weight_version(self, client: httpx.AsyncClient, version: str) -> bool:
-        """Whether the server is up and its weights have this version, or it is too old to have versions."""
+        """Whether the server's weights have this version, or it is too old to have versions."""
         try:
             return await self.ask(client, "/weight_info", field="weight_version", kind=str) == version
-        except RequestError as error:
-            return isinstance(error, NoRouteError)
+        except NoRouteError:
+            return True
 
     async def wait_until_ready(self, client: httpx.AsyncClient) -> None:
         """Return once the server reports that it is healthy."""
@@ -294,6 +294,13 @@ class Replicas:
             whys = "; ".join(out.values())
             raise self._no_completions(f"none of them up with the weights of the last sync: {whys}")
 
+        async def problem_of(client: httpx.AsyncClient, replica: Replica) -> str:
+            try:
+                is_current = await replica.has_weight_version(client, weight_version)
+            except RequestError as error:
+                return replica.redacted(str(error))[:1000]
+            return "" if is_current else "other weights than those of the last sync"
+
         async def all_completed(client: httpx.AsyncClient) -> list[Completion]:
             answers: dict[int, tuple[Replica, list[Completion]]] = {}
             while missing := [index for index in range(len(bodies)) if index not in answers]:
@@ -301,10 +308,10 @@ class Replicas:
                 answers |= zip(missing, results, strict=True)
                 # All that responded, not only live ones: one may have sampled from other weights before it stopped.
                 responders = list({replica for replica, _ in answers.values()})
-                checks = await _together(each.has_weight_version(client, weight_version) for each in responders)
-                stale = [replica for replica, is_current in zip(responders, checks, strict=True) if not is_current]
-                for replica in stale:
-                    leave_out(replica, "other weights than those of the last sync")
+                problems = await _together(problem_of(client, each) for each in responders)
+                stale = {replica: problem for replica, problem in zip(responders, problems, strict=True) if problem}
+                for replica, problem in stale.items():
+                    leave_out(replica, problem)
                 answers = {index: result for index, result in answers.items() if result[0] not in stale}
             return [completion for index in range(len(bodies)) for completion in answers[index][1]]
 
