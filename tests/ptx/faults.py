@@ -4,8 +4,8 @@ Each barrier, fence and wait is removed in turn. What is not found stays removed
 the second is found. Each wait is also for one group less. In one kernel each mask of a store is removed, and in one
 each vector access is moved.
 
-Run as a script in a process without TRITON_INTERPRET: `faults.py architecture ...`. Prints what `cases.py` does, then a
-JSON object per kernel and kind of fault.
+Run as a script in a process without TRITON_INTERPRET: `faults.py architecture ...`. Prints a JSON object per kernel and
+kind of fault.
 """
 
 import functools
@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import cases as clean
 from cases import Case, cases, errors, logprobs, weights_of_head
 from emulator.instructions import Instruction, Program
 from emulator.memory import Fault
@@ -119,7 +118,6 @@ def plant(arch: str, name: str, case: Case, where: Callable[[Instruction], bool]
 
 if __name__ == "__main__":
     for arch in sys.argv[1:]:
-        clean.main(arch)
         for name, case in repeated_cases(arch).items():
             plant(arch, name, case, orders, Program.remove)
             if name.startswith(("logprobs", "weights")):

@@ -5,7 +5,9 @@ in pytest's cache. What a fault is stands in `emulator/memory.py`.
 """
 
 import fcntl
+import itertools
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,7 @@ Rows = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def printed(farm: Any, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    """By the script for all architectures, in one process each; workers of a session share it."""
+    """By both scripts for all architectures; workers of a session share it."""
     kept, shared = getattr(pytestconfig, "cache", None), tmp_path_factory.getbasetemp()
     # Apart from that of other tests, because nothing is assembled here.
     cache = kept.mkdir("triton-ptx") if kept else tmp_path_factory.mktemp("triton")
@@ -54,9 +56,11 @@ def printed(farm: Any, pytestconfig: pytest.Config, tmp_path_factory: pytest.Tem
     with (shared / "ptx.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (rows := shared / "ptx.json").exists():
-            with ThreadPoolExecutor() as pool:
-                both = pool.map(lambda arch: run_script(farm, FOLDER / "faults.py", arch, cache=cache), ARCHES)
-                rows.write_text(json.dumps([row for rows in both for row in rows]))
+            # The longer ones first; faults are planted in kernels of which the cases have compiled many.
+            calls = itertools.product(("cases.py", "faults.py"), reversed(ARCHES))
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                each = pool.map(lambda call: run_script(farm, FOLDER / call[0], call[1], cache=cache), calls)
+                rows.write_text(json.dumps([row for rows in each for row in rows]))
         return json.loads(rows.read_text())
 
 
