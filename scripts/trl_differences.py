@@ -83,14 +83,14 @@ BEHAVIOURS = [
         "0.1 with an accumulation of 2: parameters 8.3e-5",
     ),
     Behaviour(
-        "`policy_loss`, `entropy`, `kl` and clip ratios are means over micro-batches",
-        "those of the step",
+        "`policy_loss`, `entropy`, `kl`, clip ratios are means over micro-batches, and count masked sequences",
+        "of the step, without these",
         "with an accumulation of 2: `policy_loss` 0.15",
     ),
     Behaviour(
         "log-probs of truncated sampling (`top_p`, `top_k`, `min_p`) are over the whole vocabulary",
-        'over the tokens that the sampler kept (`sampling_support`; "off" is TRL\'s way)',
-        "the ratio to the sampler, on policy: 1 here, there on average the probability that was kept, such as 0.80",
+        'over those that were kept (`sampling_support`; "off" is TRL\'s way)',
+        "the ratio to the sampler, on policy: 1 here, there the kept probability, such as 0.80",
     ),
     Behaviour(
         "the router loss counts the prompts of masked completions (`mask_truncated_completions`)",

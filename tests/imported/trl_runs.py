@@ -99,6 +99,7 @@ def run(
     model: str | None = None,
     peft_config: Any = None,
     rollout_func: Any = completions,
+    rewards: Any = reward,
     **options: Any,
 ) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """(parameters, log) after five steps; the rollouts are good for two updates each. None is TRL's `GRPOConfig`."""
@@ -123,7 +124,7 @@ def run(
         )
         rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
         named = {"processing_class": tokenizer(), "rollout_func": rollout_func, "peft_config": peft_config}
-        trainer = trainer_class(model or saved_model(), reward, args, rows, **named)
+        trainer = trainer_class(model or saved_model(), rewards, args, rows, **named)
         trainer.train()
     return what_became_of(trainer)
 

@@ -4,23 +4,17 @@ TRL logs, under the same name and with the same value. What differs by design is
 `-rP` shows the largest differences of each case.
 """
 
-import types
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import trl_runs
+from trl_compared import PARAMETERS, compare, with_tools
 
 from fused_grpo.config import TRL_LOSS_TYPES
-from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytestmark = [pytest.mark.grid, pytest.mark.filterwarnings("ignore")]  # of TRL's, about what is experimental
 
-PARAMETERS, METRICS = 5e-6, 1e-4
-# Ours are compared by name alone: what the clock says, and an estimate that ours does not make.
-NOT_COMPARED = (*trl_runs.CLOCKED, "total_flos")
 GRID = [(loss_type, beta, updates) for loss_type in TRL_LOSS_TYPES for beta in (0.0, 0.04) for updates in (1, 2)]
 SEQUENCE = {"importance_sampling_level": "sequence", "loss_type": "grpo"}
 LUSPO = {"importance_sampling_level": "sequence", "loss_type": "luspo"}
@@ -50,49 +44,10 @@ def with_logprobs(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return {**found, "logprobs": [[-2.0 - 0.1 * (token % 7) for token in ids] for ids in found["completion_ids"]]}
 
 
-def with_tools(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """The same completions, of which every third token from the second on is of an environment."""
-    found = trl_runs.completions(prompts, trainer)
-    masks = [[int(place % 3 != 1) for place in range(len(ids))] for ids in found["completion_ids"]]
-    return {**found, "env_mask": masks}
-
-
 def of_one_length(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """The same completions of prompts that need no padding."""
     found = trl_runs.completions(prompts, trainer)
     return {**found, "prompt_ids": [(ids * 4)[:4] for ids in found["prompt_ids"]]}
-
-
-def compare(
-    trl: types.ModuleType, changes: Mapping[str, Any] = MappingProxyType({}), but: Sequence[str] = (), **options: Any
-) -> None:
-    """Compare everything, with `changes` of our options alone, `but` some metrics."""
-    shared = {"max_steps": 10, "gradient_accumulation_steps": 1, "lr_scheduler_type": "linear", "warmup_steps": 2}
-    options = {**shared, "use_vllm": False, "model": trl_runs.saved_model(), **options}
-    theirs, their_log = trl_runs.run(trl.GRPOTrainer, **options)
-    mine, my_log = trl_runs.run(
-        GRPOTrainer, config_class=GRPOConfig, **{"skip_zero_advantages": False, **options, **changes}
-    )
-    far = {name: (mine[name] - value).abs().max().item() for name, value in theirs.items()}
-    print(f"parameters: {max(far.values()):.1e} ({max(far, key=far.get)})")
-    metrics = [entry for entry in my_log if "loss" in entry or "train_loss" in entry]
-    apart: dict[str, float] = {}
-    for given, wanted in zip(metrics, their_log, strict=True):
-        for name in wanted:
-            assert name in given, f"{name} of step {wanted['step']} is not logged; there are {sorted(given)}"
-            if not any(left in name for left in (*NOT_COMPARED, *but)):
-                apart[name] = max(apart.get(name, 0.0), difference(given[name], wanted[name]))
-    worst = sorted(apart, key=apart.get, reverse=True)[:3]
-    print("metrics:", ", ".join(f"{name} {apart[name]:.1e}" for name in worst))
-    assert {name: value for name, value in far.items() if value > PARAMETERS} == {}
-    assert {name: value for name, value in apart.items() if value > METRICS} == {}
-
-
-def difference(one: float | None, other: float | None) -> float:
-    """Relative, absolute below 1; infinite where only one is a number."""
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    return abs(one - other) / max(1.0, abs(other))
 
 
 @pytest.mark.parametrize(("loss_type", "beta", "updates"), GRID)
