@@ -171,6 +171,14 @@ def test_confident_tokens_keep_their_divergence_and_gradient(kind, impl, chunk_b
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_certain_student_of_an_uncertain_teacher_is_as_exact_as_torch(kind, impl):
+    """The student is sure of one token, its teacher of none: the quotient of the largest probabilities is 1e3."""
+    inputs = make_inputs((9, 4001, 6), options=False) | {"temperature": 1.0}
+    judge(inputs | {"student_hidden": 8 * inputs["student_hidden"], "teacher_logit_scale": 0.01}, kind=kind, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shift", [1e4, -1e4])
 def test_a_shift_of_all_logits_costs_no_precision(kind, impl, shift):
     generator = torch.Generator().manual_seed(0)
@@ -298,6 +306,8 @@ def test_strides_and_leading_shapes_do_not_matter(layout):
         ({"kind": "jsd", "beta": 0.0}, "beta=0.0, want a number between 0 and 1; fix: kind='forward_kl'"),
         ({"kind": "jsd", "beta": torch.tensor(0.5)}, "want a number between 0 and 1"),
         ({"kind": "jsd", "beta": torch.ones(2)}, "want a number between 0 and 1"),
+        ({"kind": "reverse_kl", "beta": "0.5"}, "beta='0.5', want a number between 0 and 1"),
+        ({"kind": "forward_kl", "beta": -0.1}, "beta=-0.1, want a number between 0 and 1"),
         ({"teacher_weight": torch.randn(24, 9)}, r"vocabularies of 23 and 24, want one; fix: .*weight\[:V\]"),
         ({"teacher_hidden": torch.randn(8, 9)}, r"teacher_hidden \(8, 9\), want the same tokens"),
         ({"teacher_hidden": torch.randn(9, 8)}, r"of the teacher: got hidden \(9, 8\) and weight"),

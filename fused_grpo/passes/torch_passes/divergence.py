@@ -13,9 +13,10 @@ sweep leaves e_s and X in the two tiles (`jsd` needs a second one, since rho is 
 sweep is one fused product. KL takes two exponentials for each column, `jsd` two exponentials and two logarithms.
 
 The largest logit of a row takes no part in the sums: S - 1 is a sum of its own, log rho is log1p((s - t) / S_t) with
-the two sums of the others, and where the student's most probable token has more than half of the probability, its
-gradient is minus the sum of the others', which a difference of two probabilities near 1 would lose. Where both models
-have the same logits, every difference is 0 exactly.
+the two sums of the others (near -1, of a student far surer than its teacher, that has lost digits: the logarithm of S_s
+/ S_t), and where the student's most probable token has more than half of the probability, its gradient is minus the sum
+of the others', which a difference of two probabilities near 1 would lose. Where both models have the same logits, every
+difference is 0 exactly.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ class Divergence:
         difference = (s - t) / (1 + t)
         if self.kind == "jsd":
             return self._mix_(s, t, difference)
-        log_rho = torch.log1p(difference)
+        log_rho = torch.where(difference < -0.5, torch.log((1 + s) / (1 + t)), torch.log1p(difference))
         if self.kind == "reverse_kl":
             x = total + peak_t[:, 0]
             return _Rows(x / (1 + s) - log_rho, s, t, x, total)

@@ -12,8 +12,9 @@ d divergence / dz_v = x X_v - y e_s,v with two numbers of the row. One logarithm
 gives both of jsd: the other is |d - log rho| more.
 
 The largest logits take no part in the sums: S - 1 is a sum of its own, log rho is log1p((s - t) / S_t) with the two
-sums of the others, and where the student's most probable token has more than half of the probability, its gradient is
-minus the sum of the others', which a difference of two probabilities near 1 would lose.
+sums of the others (near -1, of a student far surer than its teacher, that has lost digits: the logarithm of S_s / S_t),
+and where the student's most probable token has more than half of the probability, its gradient is minus the sum of the
+others', which a difference of two probabilities near 1 would lose.
 
 The sums start with the first block and are relative to the largest logits so far. Where a block has larger ones, they
 are rescaled, and X and Y move with d: no sweep finds the largest logits first.
@@ -144,13 +145,19 @@ def _sums(student, teacher, m_s, m_t, log_rho, beta, V, KIND: tl.constexpr, BLOC
 
 
 @triton.jit
+def _log_rho(s, t):
+    change = (s - t) / (1.0 + t)
+    return tl.where(change < -0.5, tl.log((1.0 + s) / (1.0 + t)), log1p(change))
+
+
+@triton.jit
 def _divergence_of(s, t, x, y, beta, KIND: tl.constexpr):
     if KIND == JSD:
         value = ((beta - 1.0) * x - beta * y) / (1.0 + s)
     elif KIND == REVERSE:
-        value = x / (1.0 + s) - log1p((s - t) / (1.0 + t))
+        value = x / (1.0 + s) - _log_rho(s, t)
     else:
-        value = y / (1.0 + t) + log1p((s - t) / (1.0 + t))
+        value = y / (1.0 + t) + _log_rho(s, t)
     return tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -191,7 +198,7 @@ def _divergence_kernel(
     m_s, m_t, log_rho = tl.full([], LOWEST, tl.float32), tl.full([], LOWEST, tl.float32), 0.0
     if KIND == JSD:
         m_s, m_t, s, t = _sums(of_s, of_t, m_s, m_t, log_rho, beta, V, FORWARD, BLOCK_V)[:4]
-        log_rho = log1p((s - t) / (1.0 + t))
+        log_rho = _log_rho(s, t)
         x_others, x_peak, y = _sums(of_s, of_t, m_s, m_t, log_rho, beta, V, KIND, BLOCK_V)[4:]
     else:
         m_s, m_t, s, t, x_others, x_peak, y = _sums(of_s, of_t, m_s, m_t, log_rho, beta, V, KIND, BLOCK_V)
