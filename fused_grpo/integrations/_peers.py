@@ -1,13 +1,16 @@
-"""Checks for all drop-ins: of another project's version, and of ids, for which others take any integers."""
+"""Checks for all drop-ins: of another project's version, of ids, for which others take any integers, and of counts."""
 
 from __future__ import annotations
 
 import importlib.metadata
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_grpo.errors import InputError, UnavailableError
+from fused_grpo.config import LARGEST
+from fused_grpo.errors import InputError, UnavailableError, quoted
+from fused_grpo.head.checks import check_tensors, is_number
 
 
 def check_version(package: str, versions: str) -> None:
@@ -39,3 +42,15 @@ def token_ids(name: str, ids: Tensor) -> Tensor:
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InputError(f"got {name} of dtype {ids.dtype}, want integers; fix: {name}.long()")
     return ids.long()
+
+
+def check_items(count: Any) -> None:
+    """Check that `num_items_in_batch` is one number; no value of a tensor is read.
+
+    Raises:
+        InputError: it is not.
+    """
+    if isinstance(count, Tensor):
+        check_tensors(num_items_in_batch=count)
+    if not (count.numel() == 1 if isinstance(count, Tensor) else is_number(count, 0, LARGEST)):
+        raise InputError(f"got num_items_in_batch={quoted(count)}, want a number, or a tensor of one; fix: .sum()")

@@ -34,10 +34,10 @@ from fused_grpo._maths.factors import vespo_phi
 from fused_grpo._maths.formulas import corrected_kl, kl_term, policy_term
 from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.config import CLIPPED, LARGEST, LEVELS, TRL_LOSS_TYPES, GRPOLossConfig, Level, LossType
-from fused_grpo.errors import InputError, quoted
+from fused_grpo.errors import InputError
 from fused_grpo.fused_loss import fused_linear_grpo_loss
 from fused_grpo.head.checks import check_plan, check_tensors, is_number
-from fused_grpo.integrations._peers import token_ids
+from fused_grpo.integrations._peers import check_items, token_ids
 from fused_grpo.logprobs import linear_logprobs
 
 _BY_NUM_TOKENS = ("dapo", "cispo", "vespo")
@@ -336,9 +336,6 @@ def _num_tokens(mask: Tensor, num_items: float | Tensor | None) -> Tensor:
         if group:
             dist.all_reduce(total)
     else:
-        is_one = num_items.numel() == 1 if isinstance(num_items, Tensor) else is_number(num_items, 0, LARGEST)
-        if not is_one:
-            given = quoted(num_items)
-            raise InputError(f"got num_items_in_batch={given}, want a number, or a tensor of one; fix: .sum()")
+        check_items(num_items)
         total = torch.as_tensor(num_items, dtype=torch.float32, device=mask.device).reshape(())
     return (total / (dist.get_world_size() if group else 1)).clamp_min(1.0)

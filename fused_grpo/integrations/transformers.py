@@ -39,7 +39,7 @@ from torch.nn.functional import pad
 from fused_grpo._maths.statistics import compute_dtype
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.head.checks import check_plan, check_temperature_values, check_tensors, outside_graphs
-from fused_grpo.integrations._peers import check_version
+from fused_grpo.integrations._peers import check_items, check_version
 from fused_grpo.integrations.logit_transform import head_transform, is_close, mismatch, transformed
 from fused_grpo.integrations.model_head import forward_name, head_of, probe, weight_of
 from fused_grpo.integrations.model_modes import replaced
@@ -96,7 +96,10 @@ def return_logprobs(
     causal_lm = _causal_lm(model)
     # Before a backbone has run.
     check_plan(impl, chunk_bytes, batch_invariant=batch_invariant, entropy=entropy)
-    check_temperature_values(temperature)
+    if isinstance(temperature, Tensor):  # whose values count where there is a label
+        check_tensors(temperature=temperature)
+    else:
+        check_temperature_values(temperature)
     options = {"chunk_bytes": chunk_bytes, "batch_invariant": batch_invariant, "impl": impl}
     scorer = _Scorer(causal_lm, temperature, entropy, options)
     try:
@@ -162,6 +165,8 @@ class _Scorer:
                 named["use_cache"] = False
             name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
             check_tensors(**{name: given})
+            if count is not None:
+                check_items(count)
             if given.dtype != torch.int64:
                 raise InputError(f"got {name} of dtype {given.dtype}, want torch.int64; fix: {name}.long()")
             _, ignored = check_plan(self.options["impl"], ignore_index=ignored)  # what pads the shifted labels
@@ -171,7 +176,7 @@ class _Scorer:
             targets = pad(labels[..., 1:], (0, 1), value=ignored) if shift_labels is None else shift_labels
             call = _Call(targets, ignored, shifted=shift_labels is not None, temperature=self.temperature)
             if isinstance(self.temperature, Tensor):
-                call.temperature = _broadcast(self.temperature, targets, call.scored)
+                call.temperature = _broadcast(self.temperature, targets, call.scored, targets == ignored)
             return self._score(own, named, call, count)
 
         functools.update_wrapper(forward, own)
@@ -307,14 +312,17 @@ def _causal_lm(model: Any) -> PreTrainedModel:
     return inner
 
 
-def _broadcast(temperature: Tensor, targets: Tensor, scored: slice) -> Tensor:
-    """[B, T], 1 at positions that are not scored."""
-    every, shape = temperature.new_ones(targets.shape), tuple(targets[:, scored].shape)
+def _broadcast(temperature: Tensor, targets: Tensor, scored: slice, is_ignored: Tensor) -> Tensor:
+    """[B, T], checked, 1 at positions that are not scored."""
+    every, shape = temperature.new_ones(targets.shape, device=targets.device), tuple(targets[:, scored].shape)
     try:
         every[:, scored] = temperature.detach().broadcast_to(shape)
     except RuntimeError:
         got = tuple(temperature.shape)
         raise InputError(f"got temperature {got}, want what broadcasts to the log-probs {shape}") from None
+    every = every.masked_fill(is_ignored, 1.0)
+    if not torch.compiler.is_compiling():  # the op finds it there, behind the backbone
+        check_temperature_values(every)
     return every
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from fused_grpo import linear_logprobs_and_entropy
+from fused_grpo.errors import InputError
 from fused_grpo.integrations import transformers as ours
 from fused_grpo.integrations.transformers import return_logprobs
 
@@ -141,6 +142,16 @@ def test_temperature_divides_logits(model, batch, by_logits, assert_equals, shap
         lambda model: scored(model, called(model, batch, temperature=option)),
         lambda model: scored(model, by_logits(model, batch, divisor)),
     )
+
+
+def test_a_temperature_counts_only_where_there_is_a_label(model, batch):
+    labels = batch["labels"].clone()
+    labels[:, ::3] = -100
+    given, ones = {**batch, "labels": labels}, torch.ones(3, 10)
+    out = called(model, given, temperature=ones.masked_fill(labels[:, 1:] == -100, 0.0))
+    assert torch.equal(out.log_probs, called(model, given, temperature=ones).log_probs)
+    with pytest.raises(InputError, match=r"got a temperature of 0\.0, want finite numbers > 0"):
+        called(model, given, temperature=ones.masked_fill(labels[:, 1:] != -100, 0.0))
 
 
 def test_without_entropy_none_is_computed(model, batch):

@@ -48,6 +48,19 @@ PLANTED = {
 }
 
 
+@pytest.mark.parametrize("count", ["5", True, -1, float("nan"), torch.ones(2), torch.ones((), device="meta")], ids=str)
+def test_a_count_of_items_that_is_none_is_found_before_the_backbone_runs(model, batch, count, monkeypatch):
+    monkeypatch.setattr(model.base_model, "forward", None)
+    with pytest.raises(InputError, match=r"got num_items_in_batch"):
+        called(model, {**batch, "num_items_in_batch": count})
+
+
+def test_a_temperature_without_values_is_refused_by_name(model, batch):
+    for wrong in (torch.ones((), device="meta"), torch.tensor([[0.5]]).to_sparse()):
+        with pytest.raises(InputError, match="got temperature"):
+            called(model, batch, temperature=wrong)
+
+
 @pytest.mark.parametrize("how", PLANTED)
 def test_a_transform_that_the_config_does_not_tell_is_refused(model, batch, how):
     planted = Planted(copy.deepcopy(model.config))
