@@ -132,7 +132,7 @@ def fused_linear_divergence(
     with full_precision(student_hidden):
         if chosen == "reference":
             divergence = reference_divergence(rows, kind, beta)
-            loss, divergence = (row_weights * divergence).sum(), divergence.detach()
+            loss, divergence = (row_weights * divergence).sum(), divergence.detach().clamp_min(0.0)
         else:
             passes = choice.passes(chosen)
             wanted = Wanted.of(heads.student)
@@ -159,13 +159,13 @@ def check_kind(kind: str, beta: float) -> None:
     """Check which divergence is wanted.
 
     Raises:
-        InputError: an unknown kind, or a beta that is none of "jsd".
+        InputError: an unknown kind, or a beta that is no share; of "jsd", 0 and 1 neither.
     """
     kinds = get_args(DivergenceKind)
     if not isinstance(kind, str) or kind not in kinds:
         raise InputError(f"got kind={kind!r}, want {', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}")
     is_share = is_number(beta, 0.0, 1.0)
-    if kind == "jsd" and not (is_share and 0.0 < beta < 1.0):
+    if not is_share or (kind == "jsd" and not 0.0 < beta < 1.0):
         fix = "; fix: kind='forward_kl' for TRL's 0, kind='reverse_kl' for its 1" if is_share else ""
         raise InputError(f"got beta={beta!r}, want a number between 0 and 1{fix}")
 

@@ -137,8 +137,8 @@ class SupportedHead:
         e, z = self._entries, self._transformed(self._raw, self.row_of_entries)
         own = e.segments.offsets[:-1] + self._places
         at_own = z[own][e.row]
-        # `argmax` over the vocabulary takes the first of the largest.
-        before = (z > at_own) | ((z == at_own) & (e.tokens < e.tokens[own][e.row]))
+        # `argmax` over the vocabulary takes the first of the largest. Where a logit is NaN, no target leads.
+        before = torch.where(z == at_own, e.tokens < e.tokens[own][e.row], ~(z < at_own))
         leads = self._sums(before.to(z.dtype)) == 0
         squares = self._sums(torch.exp(2 * self.entry_logprobs(statistics)))
         parts = [squares, self._sums(z) / e.segments.sizes, leads.to(z.dtype)]

@@ -129,6 +129,14 @@ def test_the_first_of_equal_logits_leads(impl, softcap, chunk_bytes):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("support", [None, (torch.tensor([0, 1, 2, 2, 1, 0]), torch.tensor([0, 3, 6]))], ids=str)
+def test_no_target_leads_where_a_logit_is_none(impl, support):
+    logits = torch.tensor([[math.nan, 1.0], [3.0, math.nan], [2.0, 0.0]])
+    out = linear_logprobs(torch.eye(2), logits, torch.tensor([1, 1]), outputs=OUTPUTS, support=support, impl=impl)
+    assert out.is_top1.tolist() == [False, False]
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_banned_tokens_and_a_vocabulary_of_one(impl):
     hidden, weight, banned = torch.ones(3, 1), torch.zeros(3, 1), torch.tensor([0.0, -math.inf, -math.inf])
     out = linear_logprobs(hidden, weight, torch.arange(3), bias=banned, outputs=OUTPUTS, impl=impl)

@@ -40,7 +40,8 @@ class TileMoments:
     def _of_blocks(self) -> list[_AtTargets]:
         targets, rows = self._tile.targets.sort()
         num_columns = self._tile.raw.shape[1]
-        starts = torch.arange(0, num_columns + self._width, self._width, dtype=targets.dtype).clamp_max_(num_columns)
+        starts = torch.arange(0, num_columns + self._width, self._width, dtype=targets.dtype, device=targets.device)
+        starts.clamp_max_(num_columns)
         columns, logits = targets % self._width, self._tile.target_logit[rows]
         bounds = itertools.pairwise(torch.searchsorted(targets, starts).tolist())
         return [_AtTargets(rows[a:b], columns[a:b], logits[a:b]) for a, b in bounds]
