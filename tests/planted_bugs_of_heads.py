@@ -13,6 +13,7 @@ KEPT_KERNELS = ["tests/kernels/test_support.py", "-k", "triton and weighted_rows
 DIVERGENCE = ["tests/kernels/test_divergence.py", "-k", "torch and (autograd or confident)"]
 SWEEP = ["tests/kernels/test_divergence.py", "-k", "statistics_of_the_sweep"]
 KERNEL_DIVERGENCE = ["tests/kernels/test_divergence.py", "-k", "triton and ((autograd and 130) or confident)"]
+CERTAIN_STUDENT = ["tests/ops/test_divergence.py", "-k", "certain_student"]
 DIVERGENCES = ["tests/ops/test_divergence.py", "-k", "ten_digits or masked_tokens or four_products"]
 DISTILLATION = ["tests/ops/test_distillation.py", "-k", "ten_digits or product_more"]
 NOT_ALLOWED = ["tests/ops/test_divergence.py", "-k", "neither_model and torch"]
@@ -101,6 +102,18 @@ BUGS = {
         "        self._add_entropy(peak_s)\n",
         "",
         SWEEP,
+    ),
+    "a certain student's divergence keeps the digits of a quotient": (
+        "fused_grpo/passes/torch_passes/divergence.py",
+        "torch.where(difference < -0.5, ",
+        "torch.where(difference < -2.0, ",
+        CERTAIN_STUDENT,
+    ),
+    "the kernel's certain student's divergence keeps the digits of a quotient": (
+        f"{KERNELS}/divergence.py",
+        "tl.where(change < -0.5, ",
+        "tl.where(change < -2.0, ",
+        CERTAIN_STUDENT,
     ),
     "the kernel's forward KL is the reverse one": (
         f"{KERNELS}/divergence.py",
