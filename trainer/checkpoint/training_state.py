@@ -204,16 +204,16 @@ def model_state(model: nn.Module, *, full: bool = True) -> dict[str, Tensor]:
     return state
 
 
-def random_state() -> dict[str, Tensor]:
+def random_state(python: Any = random, numpy: Any = np.random, cpu: Any = torch.default_generator) -> dict[str, Tensor]:
     """The generators of Python, NumPy and torch (CPU, and this process' GPU), as tensors."""
-    version, python, gauss = random.getstate()
-    numpy: Any = np.random.get_state(legacy=False)
+    version, words, gauss = python.getstate()
+    legacy: Any = numpy.get_state(legacy=False)
     state = {
-        "python": torch.tensor([version, *python], dtype=torch.int64),
+        "python": torch.tensor([version, *words], dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy_key": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
-        "numpy_rest": torch.tensor([numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]], dtype=torch.float64),
-        "torch": torch.get_rng_state(),
+        "numpy_key": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),
+        "numpy_rest": torch.tensor([legacy["state"]["pos"], legacy["has_gauss"], legacy["gauss"]], dtype=torch.float64),
+        "torch": cpu.get_state(),
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -221,25 +221,36 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """The inverse of `random_state`; an error of any kind where it is no state of these generators."""
+    """The inverse of `random_state`; an error of any kind where it is no state of these generators.
+
+    Generators of its own are compared with it: threads (websockets' pings) draw from the global ones at any moment.
+    """
     if other := {name for name in state.keys() ^ random_state().keys() if name != "cuda"}:
         raise ValueError(f"{min(other)} is missing or unknown")
     if not all(tensor.isfinite().all() for tensor in state.values()):
         raise ValueError("a value that is not finite")
-    version, *python = state["python"].tolist()
+    own = random.Random(), np.random.RandomState(), torch.Generator()
+    _set_generators(state, *own)
+    for name, value in random_state(*own).items():
+        if name != "cuda" and (value.dtype != state[name].dtype or not torch.equal(value, state[name])):
+            raise ValueError(f"{name} is no state of that generator")
+    _set_generators(state, random, np.random, torch.default_generator)
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+        if not torch.equal(torch.cuda.get_rng_state(), state["cuda"]):
+            raise ValueError("cuda is no state of that generator")
+
+
+def _set_generators(state: dict[str, Tensor], python: Any, numpy: Any, cpu: Any) -> None:
+    version, *words = state["python"].tolist()
     gauss = state["python_gauss"].tolist()
-    random.setstate((version, tuple(python), gauss[0] if gauss else None))
+    python.setstate((version, tuple(words), gauss[0] if gauss else None))
     position, has_gauss, cached = state["numpy_rest"].tolist()
     if not 0 <= position <= 624:  # NumPy reads its key there without a check
         raise ValueError(f"position {position} of NumPy's generator")
     key = state["numpy_key"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, int(position), int(has_gauss), cached))
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-    for name, value in random_state().items():
-        if name in state and (value.dtype != state[name].dtype or not torch.equal(value, state[name])):
-            raise ValueError(f"{name} is no state of that generator")
+    numpy.set_state(("MT19937", key, int(position), int(has_gauss), cached))
+    cpu.set_state(state["torch"])
 
 
 def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, counts: bool = False) -> Any:

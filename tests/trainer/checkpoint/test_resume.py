@@ -19,7 +19,7 @@ from fused_grpo.errors import CheckpointError, InputError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.checkpoint.checkpoint import checkpoints, newest_checkpoint, verify_checkpoint
 from fused_grpo.trainer.checkpoint.resume import RULES, restore, rule_of
-from fused_grpo.trainer.checkpoint.training_state import random_state, read_weights, set_random_state
+from fused_grpo.trainer.checkpoint.training_state import read_weights
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.models.loading import fingerprint
 
@@ -354,23 +354,6 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(make_trainer):
 def test_only_the_newest_are_kept(make_trainer, tmp_path):
     make_trainer(max_steps=6, save_steps=1, save_total_limit=2).train()
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-5", "checkpoint-6"]
-
-
-def test_random_generators_come_back():
-    import random
-
-    import numpy as np
-
-    def draw():
-        return [random.random(), random.gauss(0, 1), float(np.random.randn()), float(torch.randn(()))]
-
-    random.gauss(0, 1)  # leaves one of its pair
-    np.random.randn()
-    state = random_state()
-    first = draw()
-    draw()
-    set_random_state(state)
-    assert draw() == first
 
 
 LR = "learning_rate: 0.001 in the checkpoint, 0.5 now; the checkpoint's counts: it is in the state of the optimizer"
