@@ -7,6 +7,7 @@ from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
 
+from fused_grpo.errors import InputError, quoted
 from fused_grpo.trainer.common.contexts import finalizer
 from fused_grpo.trainer.common.packages import installed
 
@@ -26,9 +27,12 @@ def openenv_environment(
         show: turns an observation into the text that the model reads.
         reward: turns the rewards of the steps into that of the episode, which is 0 where no step had one.
 
-    UnavailableError where openenv-core is not installed.
+    InputError for an action that is no class of one; UnavailableError where openenv-core is not installed.
     """
     client = installed("openenv.core", extra="openenv").GenericEnvClient
+    closed = installed("websockets.exceptions", extra="openenv").ConnectionClosed
+    if not isinstance(action, type) or not hasattr(action, "model_fields"):
+        raise InputError(f"got {quoted(action)} as the action, want a class of Action; fix: that of the server")
 
     class OpenEnv:
         def __init__(self) -> None:
@@ -38,7 +42,13 @@ def openenv_environment(
 
         def reset(self, seed: int, prompt: Any = None, **row: Any) -> str:
             self._rewards = []
-            return self._read(self._session.reset(seed=seed, **row))
+            try:
+                return self._read(self._session.reset(seed=seed, **row))
+            except closed as error:  # what the server has said before that is not read any more
+                raise ConnectionError(
+                    f"the server has ended the session ({error}): it has stopped, or allows fewer at the same time "
+                    "(max_concurrent_envs)"
+                ) from error
 
         def step(self, **fields: Any) -> str:
             if self.done:

@@ -10,6 +10,7 @@ import threading
 import time
 import tomllib
 import types
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -162,20 +163,27 @@ def test_a_game_that_swaps_reward_and_reason_of_an_invalid_move_is_scored():
 # OpenEnv.
 
 
-@pytest.fixture(scope="module")
-def server():
-    """The URL of the page's server, and its action."""
+@contextmanager
+def serving(app):
+    """The URL of a server."""
     import uvicorn
 
-    names = block(SERVER)
-    server = uvicorn.Server(uvicorn.Config(names["app"], port=0, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while thread.is_alive() and not server.started:
         time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", names["Guess"]
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The URL of the page's server, and its action."""
+    names = block(SERVER)
+    with serving(names["app"]) as url:
+        yield url, names["Guess"]
 
 
 def search(read: str, member: int) -> str:
@@ -243,6 +251,25 @@ def test_an_action_that_is_not_valid_is_no_step(server, fields):
         step(**fields)
     step(number=random.Random(3).randrange(10))
     assert environment.get_reward() == 1.0  # at the first guess
+
+
+@needs("openenv")
+def test_a_server_with_fewer_sessions_than_episodes_says_so(server, make_trainer):
+    from openenv.core.env_server import create_fastapi_app
+
+    names = block(SERVER)
+    app = create_fastapi_app(*(names[name] for name in ("Numbers", "Guess", "Answer")), max_concurrent_envs=1)
+    with serving(app) as url:
+        factory = openenv_environment(url, server[1], show=lambda observation: observation["text"])
+        with pytest.raises(UnavailableError, match=r"allows fewer at the same time \(max_concurrent_envs\)"):
+            make_trainer(search, environment_factory=factory, reward=None, rows=None, max_steps=1).train()
+
+
+@needs("openenv")
+@pytest.mark.parametrize("action", [dict, None, "Guess"])
+def test_an_action_that_is_none_is_refused(server, action):
+    with pytest.raises(InputError, match="as the action, want a class of Action"):
+        openenv_environment(server[0], action)
 
 
 @needs("openenv")
@@ -325,6 +352,8 @@ BEYOND = {
     "the tools Toolset": lambda vf: {"toolsets": staticmethod(lambda config: [vf.Toolset(vf.ToolsetConfig())])},
     "a container": lambda vf: {"NEEDS_CONTAINER": True},
     "finalize()": lambda vf: {"finalize": hook()},
+    "stage_verifier()": lambda vf: {"stage_verifier": hook()},
+    "rewards of their own": lambda vf: dict.fromkeys(("right", "brief")),
 }
 
 
@@ -335,6 +364,42 @@ def test_a_task_that_needs_more_than_its_rewards_is_refused(page, what):
         setattr(page.Sum, name, value)
     with pytest.raises(UnsupportedError, match=re.escape(f"got tasks of Sums that need {what}")):
         verifiers_task(page.Sums(page.vf.TasksetConfig()))
+
+
+@needs("verifiers")
+def test_each_class_of_tasks_of_a_taskset_is_looked_at(page):
+    class Other(page.Sum):
+        setup = hook()
+
+    last = Other(page.SumData(prompt="1 + 1?", answer="2"))
+    page.Sums.load = lambda self, load=page.Sums.load: [*load(self), last]
+    with pytest.raises(UnsupportedError, match=r"that need setup\(\)"):
+        verifiers_task(page.Sums(page.vf.TasksetConfig()))
+
+
+@needs("verifiers")
+def test_a_reward_with_a_default_runtime_is_called_without_one(page):
+    async def right(self, trace, runtime=None):
+        return float(runtime is None)
+
+    page.Sum.right = page.vf.reward(right)
+    row = {
+        "prompts": [[{"role": "user", "content": "0 + 0?"}]],
+        "completions": [[{"role": "assistant", "content": ""}]],
+        "task_number": [0],
+    }
+    task = verifiers_task(page.Sums(page.vf.TasksetConfig()))
+    assert asyncio.run(task.reward(**row)) == [1.0 + 0.5]
+
+
+@needs("verifiers")
+@pytest.mark.parametrize("sizes", [{"size": -1}, {"size": 1.5}, {"heldout_size": -1}])
+def test_what_is_no_taskset_or_number_of_rows_is_refused(page, sizes):
+    with pytest.raises(InputError, match="want numbers of rows"):
+        verifiers_task(page.Sums(page.vf.TasksetConfig()), **sizes)
+    for wrong in (page.Sums, None, "no_such_taskset", ""):
+        with pytest.raises(InputError, match=r"^got .*askset"):
+            verifiers_task(wrong)
 
 
 @needs("verifiers")
