@@ -43,6 +43,16 @@ def test_logits_of_entries_are_dot_products_in_fp32(passes: ModuleType, oracle, 
     oracle.assert_as_exact_as_torch(ours, plain, exact, magnitude=D**0.5)
 
 
+@pytest.mark.parametrize("budget", [1, 3 * 4 * D, 2**20])
+def test_entries_of_a_row_may_be_in_several_blocks(passes: ModuleType, monkeypatch, budget) -> None:
+    """Some rows have none, and their tokens come in any order, twice even."""
+    monkeypatch.setattr(buffers, "CPU_TILE_BYTES", budget)
+    rows, hidden, weight = (torch.arange(E) ** 2 // 200), normal(N, D), normal(V, D, seed=1)
+    ours = passes.entry_logits(hidden, weight, rows, entries(V), dtype=torch.float32)
+    exact = (hidden[rows].double() * weight[entries(V)].double()).sum(-1)
+    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("lie", [strided, Tensor.contiguous])
 @pytest.mark.parametrize("accumulate", [False, True])
