@@ -247,11 +247,10 @@ class Learner:
         for name in now.keys() & self._made.keys():
             made, one = self._made[name], now[name]
             is_same = one is made.weight or self.accelerator.is_fsdp2
-            if (
-                not is_same
-                or made.form != (one.dtype, one.shape)
-                or (one.requires_grad and not made.is_trained and id(one) not in had)
-            ):
+            # PEFT's DoRA makes a new object around the codes of 4 bits, in each pass on a CPU.
+            is_same = is_same or (not one.requires_grad and one.data_ptr() == made.weight.data_ptr())
+            is_new = one.requires_grad and not made.is_trained and id(one) not in had
+            if not is_same or is_new or made.form != (one.dtype, one.shape):
                 others.add(name)
         if others or groups != len(self.beginning[0]) or not any(one.requires_grad for one in now.values()):
             what = f"{groups} groups of the optimizer" if groups != len(self.beginning[0]) else "weights, none trained,"

@@ -109,6 +109,14 @@ def test_a_run_is_that_on_the_dequantised_base(start, make_model, in_4bit, base)
     assert all(torch.equal(layer.weight, kept) for layer, kept in zip(layers.values(), codes.values(), strict=True))
 
 
+def test_a_base_that_dora_wraps_anew_in_each_pass_is_trained(start, make_model, in_4bit):
+    trainer = start(in_4bit(make_model(hidden_size=64)), lora={**LORA, "use_dora": True}, max_steps=2)
+    before, codes = trained(trainer), [id(layer.weight) for layer in layers_in_4bit(trainer.model).values()]
+    trainer.train()
+    assert [id(layer.weight) for layer in layers_in_4bit(trainer.model).values()] != codes
+    assert max((before[name] - value).abs().max() for name, value in trained(trainer).items()) > 1e-2
+
+
 def test_stopped_and_resumed_is_the_same_run(start, make_model, in_4bit):
     def prepared():
         model = in_4bit(make_model(hidden_size=64), bnb_4bit_use_double_quant=True)
