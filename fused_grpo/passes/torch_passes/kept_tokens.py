@@ -35,11 +35,13 @@ def entry_logits(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, *
 
 def _sampled_products(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     """h.w [E] as the entries of a sparse matrix, which has a line for each run of equal `rows`."""
+    # No sparse matrix can be of a subclass.
+    hidden, weight, rows, tokens = (x.as_subclass(Tensor) for x in (hidden, weight, rows, tokens))
     lines, lengths = torch.unique_consecutive(rows, return_counts=True)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     values, size = torch.zeros_like(tokens, dtype=weight.dtype), (len(lines), len(weight))
     # Its invariants want the tokens of a line in order, which no product needs.
-    wanted = torch.sparse_csr_tensor(offsets, tokens, values, size=size, check_invariants=False)
+    wanted = torch.sparse_csr_tensor(offsets, tokens, values, size=size, device=weight.device, check_invariants=False)
     products: Tensor = torch.sparse.sampled_addmm(wanted, hidden.index_select(0, lines), weight.t(), beta=0.0)
     return products.values()
 
@@ -48,7 +50,7 @@ def _sampled_products(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tens
 def _make_sparse_quiet() -> None:
     """The first sparse matrix of a process warns that there is more to come."""
     with warnings.catch_warnings(action="ignore"):
-        torch.eye(1).to_sparse_csr()
+        torch.eye(1, device="cpu").to_sparse_csr()
 
 
 def weighted_rows_(
