@@ -52,12 +52,12 @@ def stop_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase) -
         ) from error
 
 
-def check_drawn(speculative: object, *, on_cpu: bool, engine: str, fix: str) -> None:
-    """UnsupportedError for speculative decoding (vLLM's options of it) where that draws other tokens than the model."""
-    if speculative and on_cpu:
+def check_speculative(config: object, *, on_cpu: bool, engine: str, fix: str) -> None:
+    """UnsupportedError for speculative decoding (vLLM's `config` of it) that draws other tokens than the model."""
+    if config and on_cpu:
         raise UnsupportedError(
-            f"got {engine} on a CPU, want tokens that are drawn from the model: with speculative decoding a third of "
-            "those of vLLM's CPU build are not (0.32), and log-probs are of others, or not finite; "
+            f"got {engine} on a CPU, want tokens that are drawn from the model: with speculative decoding many "
+            "of those of vLLM's CPU build are not (0.32), and log-probs are of others, or not finite; "
             f"fix: {fix}, or take a GPU"
         )
 

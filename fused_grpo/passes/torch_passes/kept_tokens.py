@@ -22,6 +22,7 @@ def entry_logits(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, *
     """h.w [E] in `dtype` of the entries (rows [E], tokens [E]), from operands in the dtype of `hidden`."""
     out = torch.empty(len(tokens), dtype=dtype, device=tokens.device)
     if weight.is_cpu and weight.is_contiguous() and hidden.dtype == weight.dtype == dtype:
+        # On a CPU alone: for a GPU there are kernels, and in 16 bits torch has no such product.
         _make_sparse_quiet()
         # The hidden states of runs are gathered, in the worst case one for each entry.
         for block in buffers.chunks(len(tokens), _most_entries(weight, dtype, buffers.CPU_TILE_BYTES)):
@@ -34,7 +35,10 @@ def entry_logits(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, *
 
 
 def _sampled_products(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """h.w [E] as the entries of a sparse matrix, which has a line for each run of equal `rows`."""
+    """h.w [E] of hidden [N, D] and weight [V, D], fp32 or fp64, as the entries of a sparse matrix.
+
+    It has a line for each run of equal `rows`. `tokens` are in range: no bounds are checked here.
+    """
     # No sparse matrix can be of a subclass.
     hidden, weight, rows, tokens = (x.as_subclass(Tensor) for x in (hidden, weight, rows, tokens))
     lines, lengths = torch.unique_consecutive(rows, return_counts=True)

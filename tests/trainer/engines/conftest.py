@@ -25,7 +25,9 @@ from transformers import (
 )
 
 from fused_grpo.trainer.engines.changed_weights import RECEIVER
-from fused_grpo.trainer.engines.server import server_command, server_folder
+from fused_grpo.trainer.engines.server import replicas, server_command, server_folder
+from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
+from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import Rollouts
 
 CHARACTERS = string.digits + string.ascii_lowercase + "+-*= "
@@ -219,3 +221,23 @@ def sampled_logprobs() -> Callable[[Rollouts], torch.Tensor]:
 def servers() -> Iterator[list[Any]]:
     """Two servers with vLLM's routes, which fail as a test wants. See fake_vllm.py."""
     yield from runpy.run_path(str(Path(__file__).with_name("fake_vllm.py")))["serving"](2)
+
+
+@pytest.fixture
+def short_pauses(monkeypatch) -> None:
+    """Before a server is asked again."""
+    monkeypatch.setattr(replicas, "_PAUSES", (0.0, 0.01, 0.03))
+
+
+@pytest.fixture
+def connect(servers, model, tokenizer) -> Callable[..., VLLMServerEngine]:
+    """An engine on the first `count` of a module's `servers`, with its `model`."""
+
+    def make(count: int = 2, *, synced: bool = True, **options: Any) -> VLLMServerEngine:
+        urls = [server.url for server in servers[:count]]
+        engine = VLLMServerEngine(model, tokenizer, base_urls=urls, **{"timeout": 20, **options})
+        if synced:
+            engine.load_weights(checkpoint_weights(model), version=0)
+        return engine
+
+    return make

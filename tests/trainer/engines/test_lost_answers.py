@@ -1,7 +1,6 @@
 """Answers that are lost between the trainer and a server, as behind a proxy: what may be asked again is."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -10,19 +9,13 @@ import pytest
 from fused_grpo.errors import UnavailableError, WeightSyncError
 from fused_grpo.trainer.engines.server import replicas
 from fused_grpo.trainer.engines.server.replicas import Replica
-from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
-from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
 PROMPTS = [[prompt, 3] for prompt in range(4, 24)]
 SAMPLING = SamplingParams(n=3, max_tokens=8, seed=0)
 EXPECTED = [[prompt, index] for prompt, _ in PROMPTS for index in range(SAMPLING.n)]
 OF_SYNCS = ["reload_weights", "/reset_prefix_cache", "/update_weight_version"]
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch) -> None:
-    monkeypatch.setattr(replicas, "_PAUSES", (0.0, 0.01, 0.03))
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +23,11 @@ def model(build_model):
     return build_model("llama", tied=True)
 
 
-@pytest.fixture
-def connect(servers, model, tokenizer) -> Callable[[], VLLMServerEngine]:
-    def make() -> VLLMServerEngine:
-        engine = VLLMServerEngine(model, tokenizer, base_urls=[servers[0].url], timeout=20)
-        engine.load_weights(checkpoint_weights(model), version=0)
-        return engine
-
-    return make
-
-
 @pytest.mark.parametrize("path", ["/v1/models", "/server_info?config_format=json", "/version", "/weight_info"])
 def test_what_is_only_read_is_asked_for_again(connect, servers, monkeypatch, path) -> None:
     faults, get = iter([503, 429]), servers[0].get
     monkeypatch.setattr(servers[0], "get", lambda asked: next(faults, get(asked)) if asked == path else get(asked))
-    assert connect().generate(PROMPTS[:1], SAMPLING).completion_ids == EXPECTED[: SAMPLING.n]
+    assert connect(1).generate(PROMPTS[:1], SAMPLING).completion_ids == EXPECTED[: SAMPLING.n]
     assert next(faults, None) is None
 
 
@@ -59,7 +42,7 @@ def test_what_a_start_and_a_sync_ask_is_asked_again(connect, servers, monkeypatc
 
     monkeypatch.setattr(servers[0], "post", lost)
     servers[0].model = "Qwen2ForCausalLM()"
-    assert connect().generate(PROMPTS[:1], SAMPLING).completion_ids == EXPECTED[: SAMPLING.n]
+    assert connect(1).generate(PROMPTS[:1], SAMPLING).completion_ids == EXPECTED[: SAMPLING.n]
     assert next(faults, "none left") == "none left"
     assert "does not say which model" not in caplog.text
 
@@ -68,7 +51,7 @@ def test_what_vllm_itself_cannot_load_is_not_sent_again(connect, servers) -> Non
     """It may say less the second time: the first one has left a layer half loaded."""
     servers[0].refuses_weights = True
     with pytest.raises(WeightSyncError, match="status 500 from /collective_rpc"):
-        connect()
+        connect(1)
     assert [body["method"] for path, body in servers[0].calls if path == "/collective_rpc"].count("reload_weights") == 1
 
 
@@ -90,7 +73,7 @@ def test_a_busy_server_is_asked_again_when_it_says(monkeypatch, asked, paused) -
 
 def test_a_server_that_does_not_say_its_version_has_no_other_weights(connect, servers, monkeypatch) -> None:
     """Which reads as another trainer, or a restart, and is neither."""
-    engine, get, is_down = connect(), servers[0].get, False
+    engine, get, is_down = connect(1), servers[0].get, False
     monkeypatch.setattr(servers[0], "get", lambda asked: 503 if is_down and asked == "/weight_info" else get(asked))
     assert engine.generate(PROMPTS, SAMPLING).completion_ids == EXPECTED
     is_down = True

@@ -5,7 +5,6 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,32 +19,16 @@ from fused_grpo.trainer.engines.server.server_engine import VLLMServerEngine
 from fused_grpo.trainer.models.adapters import checkpoint_weights
 from fused_grpo.trainer.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
 PROMPTS = [[prompt, 3] for prompt in range(4, 24)]
 SAMPLING = SamplingParams(n=3, max_tokens=8, seed=0)
 KEY = "sk-secret"
 EXPECTED = [[prompt, index] for prompt, _ in PROMPTS for index in range(SAMPLING.n)]
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch) -> None:
-    monkeypatch.setattr(replicas, "_PAUSES", (0.0, 0.01, 0.03))
-
-
 @pytest.fixture(scope="module")
 def model(build_model):
     return build_model("llama", tied=True)
-
-
-@pytest.fixture
-def connect(servers, model, tokenizer) -> Callable[..., VLLMServerEngine]:
-    def make(count: int = 2, *, synced: bool = True, **options: Any) -> VLLMServerEngine:
-        urls = [server.url for server in servers[:count]]
-        engine = VLLMServerEngine(model, tokenizer, base_urls=urls, **{"timeout": 20, **options})
-        if synced:
-            engine.load_weights(checkpoint_weights(model), version=0)
-        return engine
-
-    return make
 
 
 def test_prompts_are_spread_over_replicas_each_with_its_own_seed(connect, servers) -> None:

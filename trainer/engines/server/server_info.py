@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from fused_grpo.errors import InputError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.engines.changed_weights import RECEIVER
-from fused_grpo.trainer.engines.sampling import check_drawn, check_listed
+from fused_grpo.trainer.engines.sampling import check_listed, check_speculative
 from fused_grpo.trainer.engines.server.replicas import NoRouteError, Replica, RequestError, asked_again
 from fused_grpo.trainer.engines.weight_files import Tie, check_precision
 from fused_grpo.trainer.types import SamplingParams
@@ -153,7 +153,7 @@ async def server_info(client: httpx.AsyncClient, replica: Replica, wanted: Wante
         got, want = "with --watermark-config", "tokens that are drawn at random, which log-probs cannot show"
         raise _unusable(replica, got, want, fix="without it")
     on_cpu, engine = config.device_config.get("device") == "cpu", f"a server at {replica.url} with --speculative-config"
-    check_drawn(config.speculative_config, on_cpu=on_cpu, engine=engine, fix="restart it without it")
+    check_speculative(config.speculative_config, on_cpu=on_cpu, engine=engine, fix="restart it without it")
     if limit < (most := wanted.max_model_len or limit):
         got, want = f"for {limit} tokens", f"{most} (prompt and completion)"
         raise _unusable(replica, got, want, fix=f"with --max-model-len {most}, or shorten either")

@@ -29,8 +29,8 @@ from fused_grpo.trainer.engines.checked_engine import checked_load_weights
 from fused_grpo.trainer.engines.sampling import (
     Completion,
     as_experts,
-    check_drawn,
     check_listed,
+    check_speculative,
     listed_support,
     num_listed,
     rollouts_of,
@@ -104,7 +104,7 @@ class VLLMOptions:
         closed = (_PARTIAL_PREFILLS if on_cpu else set()) | (set() if in_process else {"return_sampling_mask"})
         check_engine_options(self.engine_options, self.needed, closed=closed)
         speculative, fix = self.engine_options.get("speculative_config"), "leave speculative_config out"
-        check_drawn(speculative, on_cpu=on_cpu, engine="vllm_engine_kwargs with speculative_config", fix=fix)
+        check_speculative(speculative, on_cpu=on_cpu, engine="vllm_engine_kwargs with speculative_config", fix=fix)
         options |= {**self.needed, **self.engine_options}
         most, fix = options.get("max_logprobs", 0), "max_logprobs in vllm_engine_kwargs"
         check_listed(support, max_listed=most, vocab_size=vocab_size, engine=VLLMEngine.name, fix=fix)
