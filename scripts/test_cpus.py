@@ -40,7 +40,7 @@ LEFT_OUT = {
     "is about processes that are killed": (
         *(f"faults/test_{name}.py" for name in ("alike", "disk_full", "episode_kills", "hostile_checkpoints")),
         *(f"faults/test_{name}.py" for name in ("kills", "leftovers", "peers", "rewards", "starts", "tools")),
-        *("security", "test_farm.py", "bench/test_worker_pool.py", "trainer/rewards/test_isolation.py"),
+        *("security", "test_fork_server.py", "bench/test_worker_pool.py", "trainer/rewards/test_isolation.py"),
         *("trainer/episodes/test_isolated_tools.py", "trainer/engines/test_vllm_process.py"),
     ),
     "is about files, options and texts": (

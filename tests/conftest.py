@@ -48,7 +48,7 @@ else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Of farm.py, each with the one before, whose imports it has, too.
+# Of fork_server.py, each with the one before, whose imports it has, too.
 STAGES = {"torch": "", "libraries": "torch", "trainer": "libraries", "vllm": "trainer", "collected": "trainer"}
 
 # Whole files go to workers, in this order: a long one that began last would leave the other worker idle.
@@ -92,8 +92,8 @@ def pytest_configure(config: pytest.Config) -> None:
         quick_vllm.make_quick()
         bf16_interpreter.mend_bf16()
     # Of the session, not of one of its workers; a test that runs pytest itself has one of its own.
-    if "FARM" not in os.environ:
-        os.environ["FARM"] = f"{tempfile.mkdtemp(prefix='farm-')}:{os.getpid()}"
+    if "FORK_SERVER" not in os.environ:
+        os.environ["FORK_SERVER"] = f"{tempfile.mkdtemp(prefix='fork-server-')}:{os.getpid()}"
 
 
 def pytest_collection_finish() -> None:
@@ -113,7 +113,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_unconfigure() -> None:
-    folder, _, session = os.environ.get("FARM", "").partition(":")
+    folder, _, session = os.environ.get("FORK_SERVER", "").partition(":")
     if session == str(os.getpid()):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -201,10 +201,10 @@ def skip_what_cannot_run(items: list[pytest.Item]) -> None:
 
 
 class Process:
-    """A script that the farm has started; a small `subprocess.Popen`."""
+    """A script that the fork server has started; a small `subprocess.Popen`."""
 
-    def __init__(self, farm: Farm, pid: int, output: Path, stage: str) -> None:
-        self._farm, self.pid, self._output, self._stage = farm, pid, output, stage
+    def __init__(self, fork_server: ForkServer, pid: int, output: Path, stage: str) -> None:
+        self._fork_server, self.pid, self._output, self._stage = fork_server, pid, output, stage
         self._handle = os.pidfd_open(pid)
         self.returncode: int | None = None
 
@@ -213,7 +213,7 @@ class Process:
         if self.returncode is None:
             if not select.select([self._handle], [], [], timeout)[0]:
                 raise TimeoutError(f"process {self.pid} goes on after {timeout} s:\n{self.output}")
-            self.returncode = self._farm.ask(self._stage, {"reap": self.pid})["returncode"]
+            self.returncode = self._fork_server.ask(self._stage, {"reap": self.pid})["returncode"]
             os.close(self._handle)
         return self.returncode
 
@@ -236,8 +236,8 @@ class Process:
         return self._output.read_text(errors="replace") if self._output.exists() else ""
 
 
-class Farm:
-    """Starts scripts in processes that have imported what they need already. See farm.py."""
+class ForkServer:
+    """Starts scripts in processes that have imported what they need already. See fork_server.py."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._processes = folder, list[Process]()
@@ -302,7 +302,9 @@ class Farm:
                 before = STAGES[stage]
                 found = self.ask(before, {"stage": stage}) if before else self._first_stage()
                 while not Path(found["socket"]).exists():
-                    assert is_alive(found["pid"]), f"the farm's stage {stage!r} did not come up: its traceback is above"
+                    assert is_alive(found["pid"]), (
+                        f"the fork server's stage {stage!r} did not come up: its traceback is above"
+                    )
                     time.sleep(0.05)
                 self._stages[stage] = socket.socket(socket.AF_UNIX)
                 self._stages[stage].connect(found["socket"])
@@ -310,14 +312,14 @@ class Farm:
             received = b""
             while not received.endswith(b"\n"):
                 received += (more := self._stages[stage].recv(1 << 16))
-                assert more, f"the farm's stage {stage!r} has ended"
+                assert more, f"the fork server's stage {stage!r} has ended"
             answer: dict[str, Any] = json.loads(received)
             return answer
 
     @staticmethod
     def _first_stage() -> dict[str, Any]:
         """Where it is. The first worker that asks starts it."""
-        folder, _, session = os.environ["FARM"].partition(":")
+        folder, _, session = os.environ["FORK_SERVER"].partition(":")
         started = Path(folder, "started")
         with Path(folder, "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -325,7 +327,7 @@ class Farm:
                 threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
                 # The same hash of a string in all of them; no GPU.
                 env = {**os.environ, **threads, "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
-                script = str(Path(__file__).with_name("farm.py"))
+                script = str(Path(__file__).with_name("fork_server.py"))
                 command = [sys.executable, "-W", "ignore", script, folder, session]
                 started.write_text(str(os.posix_spawn(sys.executable, command, env, setsid=True)))
         return {"socket": str(Path(folder, "torch")), "pid": int(started.read_text())}
@@ -368,8 +370,8 @@ def portion(pytestconfig, record_property) -> Callable[[int], int]:
 
 
 @pytest.fixture(scope="session")
-def farm(tmp_path_factory) -> Iterator[Farm]:
+def fork_server(tmp_path_factory) -> Iterator[ForkServer]:
     """Processes in a fraction of a second each."""
-    farm = Farm(tmp_path_factory.mktemp("farm"))
-    yield farm
-    farm.close()
+    fork_server = ForkServer(tmp_path_factory.mktemp("fork_server"))
+    yield fork_server
+    fork_server.close()

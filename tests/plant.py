@@ -1,7 +1,7 @@
 """Plants a bug in a copy of this repository and runs the tests there that have to find it: `plant.py '[...]'`.
 
-The argument is a `Bug` of planted_bugs.py as JSON; without a file there is no bug. The farm runs it, in a fork of a
-process that has imported everything except the package. The copy is of links, but for the file with the bug.
+The argument is a `Bug` of planted_bugs.py as JSON; without a file there is no bug. The fork server runs it, in a fork
+of a process that has imported everything except the package. The copy is of links, but for the file with the bug.
 """
 
 import json

@@ -4,7 +4,7 @@ Each bug is one replacement in one file. A few tests then run, and at least one 
 is a gap in the tests. So is a test that fails without a bug: see `--none`.
 
 `swap.py` plants a bug in functions that are imported already. Where it cannot, or where all tests pass, `plant.py` does
-so in a copy of this repository, whose other files are links. The farm runs both.
+so in a copy of this repository, whose other files are links. The fork server runs both.
 """
 
 import re

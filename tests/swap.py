@@ -1,7 +1,7 @@
 """Plants a bug in modules that are imported, and runs the tests that have to find it: `swap.py '[...]'`.
 
-The argument is a `Bug` of planted_bugs.py as JSON; without a file there is no bug. The farm runs this in a fork of its
-stage `collected`, where pytest has imported and collected all those tests, which takes longer than to run a few.
+The argument is a `Bug` of planted_bugs.py as JSON; without a file there is no bug. The fork server runs this in a fork
+of its stage `collected`, where pytest has imported and collected all those tests: that takes longer than to run a few.
 
 Functions get the code that they would have in the changed file. ValueError where something else would change, too, as a
 constant of a module. Processes that a test starts have no bug. For both see plant.py.
@@ -32,7 +32,7 @@ functions: dict[tuple[str, CodeType], list[FunctionType]] = defaultdict(list)  #
 
 
 def collect() -> None:
-    """What the farm calls once."""
+    """What the fork server calls once."""
     global session
     os.chdir(plant.ROOT)
     planted_bugs = runpy.run_path(str(plant.ROOT / "tests" / "planted_bugs.py"))

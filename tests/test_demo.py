@@ -23,12 +23,12 @@ CLOCKED = re.compile(r"time|memory|tokens_per_second")
 
 
 @pytest.fixture(scope="module")
-def start(farm):
+def start(fork_server):
     """The command, in a process that has imported what it needs."""
 
     def start(output_dir, *options, teardown=False):
         arguments = ("train", "--output-dir", output_dir, *options)
-        return farm.start("-m", "fused_grpo.trainer.cli", *arguments, stage="vllm", teardown=teardown)
+        return fork_server.start("-m", "fused_grpo.trainer.cli", *arguments, stage="vllm", teardown=teardown)
 
     return start
 

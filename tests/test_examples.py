@@ -29,14 +29,14 @@ def parametrized(paths: list[Path]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def ran(farm, tmp_path_factory):
+def ran(fork_server, tmp_path_factory):
     """What an example has printed, and the folder where it ran; each runs once."""
 
     @cache
     def ran(path: Path, *arguments: str) -> tuple[str, Path]:
         folder = tmp_path_factory.mktemp(path.stem)
         env = {"TRITON_INTERPRET": "0"}
-        return farm.run(path, *arguments, cwd=folder, env=env, stage="libraries", timeout=300), folder
+        return fork_server.run(path, *arguments, cwd=folder, env=env, stage="libraries", timeout=300), folder
 
     return ran
 
@@ -320,8 +320,8 @@ def test_the_pages_lora_trains_the_adapter_against_the_base(monkeypatch):
     assert all("lora_" in name for name in trained)
 
 
-def test_two_processes_of_the_page_make_the_gradients_of_one(farm, tmp_path):
-    for process in [farm.start(__file__, tmp_path, rank) for rank in (0, 1)]:
+def test_two_processes_of_the_page_make_the_gradients_of_one(fork_server, tmp_path):
+    for process in [fork_server.start(__file__, tmp_path, rank) for rank in (0, 1)]:
         assert process.wait(timeout=200) == 0, process.output
     model, batch = page_model(), page_batch()
     expected = textbook_gradients(model, batch, [x.detach() for x in textbook_logprobs(model, batch)])

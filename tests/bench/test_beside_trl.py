@@ -130,10 +130,10 @@ def test_an_interrupted_comparison_goes_on(tmp_path, monkeypatch):
     assert len(asked) == 2
 
 
-def test_a_run_that_fails_says_what_it_printed(farm, monkeypatch):
+def test_a_run_that_fails_says_what_it_printed(fork_server, monkeypatch):
     def forked(command, stdout, stderr):
         assert (command[:2], stdout) == ([sys.executable, "-m"], stderr)
-        process = farm.start(*command[1:])
+        process = fork_server.start(*command[1:])
         started = SimpleNamespace(pid=process.pid, poll=process.poll)
 
         def wait():

@@ -45,8 +45,8 @@ def test_the_simulated_run_took_what_was_predicted():
         assert mode["predicted"]["seconds"] == pytest.approx(statistics.mean(mode["steps"]), rel=0.15), mode["mode"]
 
 
-def test_a_small_simulated_run_takes_about_what_is_predicted(farm):
-    said = farm.run("-m", "fused_grpo.bench.simulated_run", "--small", "--steps", "1", timeout=120)
+def test_a_small_simulated_run_takes_about_what_is_predicted(fork_server):
+    said = fork_server.run("-m", "fused_grpo.bench.simulated_run", "--small", "--steps", "1", timeout=120)
     predicted, measured = map(float, re.search(r"small: predicted ([\d.]+) s, measured ([\d.]+) s", said).groups())
     # Processes that run beside it make it slower, and nothing makes it much faster.
     assert 0.8 * predicted < measured < 3 * predicted

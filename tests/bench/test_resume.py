@@ -30,7 +30,7 @@ sys.exit(__main__.main(["--suite", "gpu", "--tiny", "--output", sys.argv[1], *so
 
 
 @pytest.fixture
-def suite(farm, tmp_path):
+def suite(fork_server, tmp_path):
     """Run it; its exit status, and the cases that have been measured so far."""
     program, output, log = tmp_path / "program.py", tmp_path / "out", tmp_path / "measured.txt"
     program.write_text(PROGRAM)
@@ -39,7 +39,7 @@ def suite(farm, tmp_path):
         # In no repository, because another test that edits a file at the same time would make it another run. And in no
         # worker of xdist, where pytest-benchmark writes no file.
         env = {"GIT_DIR": str(tmp_path / "none"), "PYTEST_XDIST_WORKER": ""}
-        process = farm.start(program, output, log, how, env=env)
+        process = fork_server.start(program, output, log, how, env=env)
         return process.wait(), log.read_text().splitlines() if log.exists() else process.output
 
     run.output = output

@@ -48,15 +48,15 @@ worker.main(name, device)
 
 
 class Forked:
-    """A worker that the farm has started, with pipes as `subprocess.Popen` has them."""
+    """A worker that the fork server has started, with pipes as `subprocess.Popen` has them."""
 
-    def __init__(self, farm, folder, *arguments):
+    def __init__(self, fork_server, folder, *arguments):
         (folder / "program.py").write_text(PROGRAM)
         pipes = [folder / name for name in ("orders", "answers")]
         for pipe in pipes:
             pipe.unlink(missing_ok=True)
             os.mkfifo(pipe)
-        process = farm.start(folder / "program.py", *arguments, *pipes, stage="torch")
+        process = fork_server.start(folder / "program.py", *arguments, *pipes, stage="torch")
         self.pid, self.poll, self.wait, self.kill = process.pid, process.poll, process.wait, process.kill
         self.stdin, self.stdout = pipes[0].open("w"), pipes[1].open()  # as soon as it has opened them, too
 
@@ -64,19 +64,19 @@ class Forked:
 class Scripted(WorkerPool):
     """A pool whose implementations are those of `PROGRAM`, and the products alone."""
 
-    def __init__(self, farm, folder):
+    def __init__(self, fork_server, folder):
         super().__init__("cpu")
-        self.farm, self.folder, self.log = farm, folder, folder / "runs"
+        self.fork_server, self.folder, self.log = fork_server, folder, folder / "runs"
 
     def _start(self, name):
         if name == "products alone":
             return super()._start(name)
-        return Forked(self.farm, self.folder, name, self.device, self.log)
+        return Forked(self.fork_server, self.folder, name, self.device, self.log)
 
 
 @pytest.fixture(scope="module")
-def pool(farm, tmp_path_factory):
-    found = Scripted(farm, tmp_path_factory.mktemp("pool"))
+def pool(fork_server, tmp_path_factory):
+    found = Scripted(fork_server, tmp_path_factory.mktemp("pool"))
     yield found
     found.close()
 

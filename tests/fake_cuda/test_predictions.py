@@ -15,8 +15,8 @@ REWRITE = "fix: python -m fused_grpo.bench.predict --write"
 
 
 @pytest.fixture(scope="module")
-def fresh(farm: Any) -> list[dict[str, Any]]:
-    return run_script(farm, Path(__file__).with_name("fresh_predictions.py"))
+def fresh(fork_server: Any) -> list[dict[str, Any]]:
+    return run_script(fork_server, Path(__file__).with_name("fresh_predictions.py"))
 
 
 def test_the_committed_file_is_of_this_code(fresh: list[dict[str, Any]]) -> None:

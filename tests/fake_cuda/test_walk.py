@@ -16,9 +16,11 @@ Facts = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def seen(farm: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
+def seen(fork_server: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
     """By name of the call; every kernel is compiled with the arguments that it was launched with."""
-    rows = run_script(farm, Path(__file__).with_name("walk.py"), "--compile", cache=tmp_path_factory.mktemp("triton"))
+    rows = run_script(
+        fork_server, Path(__file__).with_name("walk.py"), "--compile", cache=tmp_path_factory.mktemp("triton")
+    )
     found = {row.pop("call"): row for row in rows}
     for name, facts in found.items():
         shown = (

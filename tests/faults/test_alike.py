@@ -62,10 +62,10 @@ CALLS.append("save_model of shards")
 
 
 @pytest.fixture(scope="module")
-def errors(farm, tmp_path_factory):
+def errors(fork_server, tmp_path_factory):
     """Of each case, those of both ranks."""
     out = tmp_path_factory.mktemp("alike")
-    farm.run(SCRIPT, out, json.dumps([*GIVEN, *RUNS, *CALLS]), processes=2, timeout=100)
+    fork_server.run(SCRIPT, out, json.dumps([*GIVEN, *RUNS, *CALLS]), processes=2, timeout=100)
     first, second = (json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(2))
     return {name: [first[name], second[name]] for name in first}
 

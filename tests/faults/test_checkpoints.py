@@ -152,7 +152,7 @@ barrier(accelerator, "ending")
 
 
 @pytest.fixture
-def nodes(farm, save, tmp_path):
+def nodes(fork_server, save, tmp_path):
     """Two processes, each with a disk of its own, and what each of them finds there."""
     (tmp_path / "nodes.py").write_text(NODES)
     for step in (2, 4):
@@ -160,7 +160,7 @@ def nodes(farm, save, tmp_path):
     shutil.copytree(tmp_path / "0", tmp_path / "1")
 
     def find():
-        ranks = farm.start_ranks(tmp_path / "nodes.py", tmp_path)
+        ranks = fork_server.start_ranks(tmp_path / "nodes.py", tmp_path)
         assert [rank.wait(60) for rank in ranks] == [0, 0], "".join(rank.output for rank in ranks)
         return [rank.output for rank in ranks]
 

@@ -42,11 +42,11 @@ def checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("how", REFUSALS)
-def test_a_save_that_the_disk_refuses_leaves_the_earlier_checkpoint(farm, time_limit, checkpoint, how):
+def test_a_save_that_the_disk_refuses_leaves_the_earlier_checkpoint(fork_server, time_limit, checkpoint, how):
     reason, saves = REFUSALS[how]
     before = files(checkpoint)
     with time_limit(30):
-        messages = farm.run(SAVE, checkpoint.parent, how).splitlines()
+        messages = fork_server.run(SAVE, checkpoint.parent, how).splitlines()
     if messages == ["not allowed"]:
         pytest.skip("only root may mount a small file system")
     assert len(messages) == saves
@@ -58,15 +58,15 @@ def test_a_save_that_the_disk_refuses_leaves_the_earlier_checkpoint(farm, time_l
     assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint-1"]
 
 
-def test_a_run_whose_save_is_refused_has_whole_logs_and_can_be_resumed(farm, tmp_path):
-    run = farm.start(RUN, tmp_path / "run", "transformers", "fresh", "full", 6)
+def test_a_run_whose_save_is_refused_has_whole_logs_and_can_be_resumed(fork_server, tmp_path):
+    run = fork_server.start(RUN, tmp_path / "run", "transformers", "fresh", "full", 6)
     assert run.wait() == 1
     assert "File too large (os error 27) while saving" in run.output
     assert f"the newest complete checkpoint is {tmp_path / 'run' / 'checkpoint-3'};" in run.output
     assert newest_checkpoint(tmp_path / "run").name == "checkpoint-3"
     logged = [record["step"] for record in read_metrics(tmp_path / "run" / METRICS_FILE) if "loss" in record]
     assert logged == [1, 2, 3, 4, 5, 6]
-    farm.run(RUN, tmp_path / "run", "transformers", "resume", "nowhere", 0)
+    fork_server.run(RUN, tmp_path / "run", "transformers", "resume", "nowhere", 0)
     verify_checkpoint(tmp_path / "run" / "checkpoint-10")
 
 

@@ -52,12 +52,12 @@ def digits(completions: list[str], **columns: Any) -> list[float]:
 
 
 @pytest.fixture
-def serve(farm) -> Iterator[Callable[..., str]]:
+def serve(fork_server) -> Iterator[Callable[..., str]]:
     """The URL of a server in a process of its own. `serve.process` is the last one, `serve.failed()` when it failed."""
     started = []
 
     def start(fault: Any = None, **attributes: Any) -> str:
-        process = farm.start(FAKE, json.dumps(fault), json.dumps(attributes))
+        process = fork_server.start(FAKE, json.dumps(fault), json.dumps(attributes))
         started.append(process)
         start.process = process
         deadline = time.monotonic() + 60

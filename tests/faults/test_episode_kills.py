@@ -56,9 +56,9 @@ def calls(output_dir: Path) -> list[Call]:
 
 
 @pytest.fixture(scope="module")
-def whole(farm, tmp_path_factory) -> Whole:
+def whole(fork_server, tmp_path_factory) -> Whole:
     output_dir = tmp_path_factory.mktemp("whole") / "run"
-    output = farm.run(RUN, output_dir, "fresh", "nowhere", 0, "SIGKILL")
+    output = fork_server.run(RUN, output_dir, "fresh", "nowhere", 0, "SIGKILL")
     counts = json.loads(re.search(r"^counted (.*)$", output, re.MULTILINE)[1])
     assert all(counts[place] >= KILLS for place in PLACES), counts
     made = calls(output_dir)
@@ -73,10 +73,10 @@ def saved_step(output_dir: Path) -> int:
         return 0
 
 
-def resume(farm, output_dir: Path, whole: Whole) -> int:
+def resume(fork_server, output_dir: Path, whole: Whole) -> int:
     """Go on from what was saved, or from the beginning: it is the whole run. Returns the step that was saved."""
     step, made = saved_step(output_dir), len(calls(output_dir))
-    farm.run(RUN, output_dir, "resume" if step else "fresh", "nowhere", 0, "SIGKILL")
+    fork_server.run(RUN, output_dir, "resume" if step else "fresh", "nowhere", 0, "SIGKILL")
     assert everything(output_dir) == whole.end
     # The batches that the checkpoint has, or has behind it, call no tool; the others call what they called.
     first = ROWS * -(-step // STEPS)
@@ -85,37 +85,37 @@ def resume(farm, output_dir: Path, whole: Whole) -> int:
 
 
 @pytest.mark.parametrize("case", [*range(3), *(pytest.param(x, marks=pytest.mark.full) for x in range(3, KILLS))])
-def test_a_run_that_is_killed_in_its_episodes_is_the_same_run(farm, time_limit, whole, tmp_path, case):
+def test_a_run_that_is_killed_in_its_episodes_is_the_same_run(fork_server, time_limit, whole, tmp_path, case):
     place, output_dir = PLACES[case % len(PLACES)], tmp_path / "run"
     # In each twentieth of the run once.
     share = (7 * case % KILLS + random.Random(case).random()) / KILLS
     number = 1 + int(share * whole.counts[place])
-    process = farm.start(RUN, output_dir, "fresh", place, number, "SIGKILL")
+    process = fork_server.start(RUN, output_dir, "fresh", place, number, "SIGKILL")
     assert process.wait() == -signal.SIGKILL, process.output
     assert f"SIGKILL in {place} {number}\n" in process.output
     with time_limit(60):
-        step = resume(farm, output_dir, whole)
+        step = resume(fork_server, output_dir, whole)
     print(f"killed in {place} {number} of {whole.counts[place]}, resumed from step {step}")
     assert not list(output_dir.glob(".*"))
 
 
-def test_sigterm_while_a_tool_runs_ends_after_the_step_half_a_batch_saved(farm, time_limit, whole, tmp_path):
+def test_sigterm_while_a_tool_runs_ends_after_the_step_half_a_batch_saved(fork_server, time_limit, whole, tmp_path):
     output_dir = tmp_path / "run"
     with time_limit(60):
-        process = farm.start(RUN, output_dir, "fresh", "tool", 1, "SIGTERM")
+        process = fork_server.start(RUN, output_dir, "fresh", "tool", 1, "SIGTERM")
         assert process.wait() == 143, process.output
     assert "SIGTERM in tool 1\n" in process.output
     assert "stopped by SIGTERM after step 1" in process.output
     assert [path.name for path in checkpoints(output_dir)] == ["checkpoint-1"]
     # All calls of the batch were made, and are not repeated.
     assert sorted(calls(output_dir)) == sorted(one for one in whole.calls if one[1] < ROWS)
-    assert resume(farm, output_dir, whole) == 1
+    assert resume(fork_server, output_dir, whole) == 1
 
 
-def test_ctrl_c_while_a_tool_runs_ends_at_once(farm, time_limit, whole, tmp_path):
+def test_ctrl_c_while_a_tool_runs_ends_at_once(fork_server, time_limit, whole, tmp_path):
     output_dir, number = tmp_path / "run", whole.counts["tool"]
     with time_limit(60):
-        process = farm.start(RUN, output_dir, "fresh", "tool", number, "SIGINT")
+        process = fork_server.start(RUN, output_dir, "fresh", "tool", number, "SIGINT")
         assert process.wait() == -signal.SIGINT, process.output
     assert process.output.splitlines()[-1] == "KeyboardInterrupt"
-    assert resume(farm, output_dir, whole) == 4
+    assert resume(fork_server, output_dir, whole) == 4

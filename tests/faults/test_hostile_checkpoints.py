@@ -42,10 +42,10 @@ PICKLES = (
 
 
 @pytest.fixture(scope="module")
-def checkpoint(farm, tmp_path_factory):
+def checkpoint(fork_server, tmp_path_factory):
     """In the middle of a buffer of rollouts, so that it holds all there is."""
     output_dir = tmp_path_factory.mktemp("complete") / "run"
-    farm.run(RUN, output_dir, "transformers", "fresh", "nowhere", 0)
+    fork_server.run(RUN, output_dir, "transformers", "fresh", "nowhere", 0)
     return output_dir / "checkpoint-9"
 
 

@@ -53,9 +53,9 @@ def engine(request):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(farm, engine, tmp_path_factory):
+def undisturbed(fork_server, engine, tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    farm.run(RUN, output_dir, engine, "fresh", "nowhere", 0)
+    fork_server.run(RUN, output_dir, engine, "fresh", "nowhere", 0)
     return everything(output_dir)
 
 
@@ -69,9 +69,9 @@ def how_to_start(output_dir, history):
     return "resume"
 
 
-def kill(farm, output_dir, engine, how, where, number):
+def kill(fork_server, output_dir, engine, how, where, number):
     """Start the run and kill it; returns its output."""
-    process = farm.start(RUN, output_dir, engine, how, where, number if where != "wait" else 0)
+    process = fork_server.start(RUN, output_dir, engine, how, where, number if where != "wait" else 0)
     if where == "wait":
         deadline = time.monotonic() + 120
         while "a save begins" not in process.output and process.poll() is None:
@@ -85,17 +85,19 @@ def kill(farm, output_dir, engine, how, where, number):
 
 
 @pytest.mark.parametrize("chain", [0, *(pytest.param(x, marks=pytest.mark.full) for x in range(1, CHAINS))])
-def test_a_run_that_is_killed_again_and_again_is_the_same_run(farm, time_limit, engine, undisturbed, tmp_path, chain):
+def test_a_run_that_is_killed_again_and_again_is_the_same_run(
+    fork_server, time_limit, engine, undisturbed, tmp_path, chain
+):
     output_dir, history, inside, outside = tmp_path / "run", "", 0, 0
     for where, number in kills(chain):
-        said = kill(farm, output_dir, engine, how_to_start(output_dir, history), where, number)
+        said = kill(fork_server, output_dir, engine, how_to_start(output_dir, history), where, number)
         is_inside = said.count("begins") > said.count("is done")
         history, inside = history + said, inside + is_inside
         outside += f"killed in {where}" in said and not is_inside
     assert inside >= 2  # of each of six chains
     assert outside == 2
     with time_limit(60):
-        farm.run(RUN, output_dir, engine, how_to_start(output_dir, history), "nowhere", 0)
+        fork_server.run(RUN, output_dir, engine, how_to_start(output_dir, history), "nowhere", 0)
     assert everything(output_dir) == undisturbed
     assert [path.name for path in checkpoints(output_dir)] == ["checkpoint-9", "checkpoint-10"]
     assert not list(output_dir.glob(".*"))

@@ -40,7 +40,7 @@ check_saving(SimpleNamespace(args=args, tokenizer=part, config=part, model=None,
 
 
 @pytest.fixture
-def syncing(farm, tmp_path, monkeypatch):
+def syncing(fork_server, tmp_path, monkeypatch):
     """Starts a process that is in the middle of a sync or of its first checks, in a directory of this test's own."""
     script = tmp_path / "script.py"
     shared = tmp_path / "shared"
@@ -49,7 +49,7 @@ def syncing(farm, tmp_path, monkeypatch):
 
     def start(text=SYNC):
         script.write_text(text)
-        process, deadline = farm.start(script, shared), time.monotonic() + 60
+        process, deadline = fork_server.start(script, shared), time.monotonic() + 60
         while "published" not in process.output:
             assert process.poll() is None, process.output
             assert time.monotonic() < deadline, process.output

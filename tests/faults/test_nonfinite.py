@@ -31,9 +31,9 @@ def skipped(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_step_without_numbers_ends_the_run_and_moves_nothing(farm, time_limit, tmp_path, processes):
+def test_a_step_without_numbers_ends_the_run_and_moves_nothing(fork_server, time_limit, tmp_path, processes):
     with time_limit(20) as clock:
-        ranks = farm.start_ranks(SCRIPT, tmp_path, "nan", processes - 1, "{}", processes=processes)
+        ranks = fork_server.start_ranks(SCRIPT, tmp_path, "nan", processes - 1, "{}", processes=processes)
         assert [process.wait() for process in ranks] == [1] * processes
         clock.started = float((tmp_path / "happened").read_text())
     for rank, process in enumerate(ranks):
@@ -63,20 +63,20 @@ def test_a_batch_that_cannot_be_kept_changes_nothing_but_the_message(tmp_path, m
         steps.may_update(metrics, 2, evidence)
 
 
-def test_steps_without_numbers_are_skipped_up_to_the_limit(farm, tmp_path):
-    process = farm.start(SCRIPT, tmp_path, "nans", 0, json.dumps({"max_steps": 6, "max_skipped_steps": 2}))
+def test_steps_without_numbers_are_skipped_up_to_the_limit(fork_server, tmp_path):
+    process = fork_server.start(SCRIPT, tmp_path, "nans", 0, json.dumps({"max_steps": 6, "max_skipped_steps": 2}))
     assert process.wait() == 1
     assert "in step 4 and in 2 step(s) before it" in process.output
     assert skipped(tmp_path / "run") == [0.0, 1.0, 2.0]
     assert same(loaded(tmp_path / "before-0.pt"), loaded(tmp_path / "after-0.pt"))
 
 
-def test_a_run_that_skipped_a_step_resumes_exactly(farm, tmp_path):
+def test_a_run_that_skipped_a_step_resumes_exactly(fork_server, tmp_path):
     options = {"max_steps": 4, "max_skipped_steps": 1, "save_steps": 2}
     for name, fault, more in ("whole", "nan", {}), ("resumed", "none", {"resume_from_checkpoint": True}):
         (tmp_path / name).mkdir()
         if name == "resumed":
             (tmp_path / "whole" / "run").rename(tmp_path / name / "run")
-        farm.run(SCRIPT, tmp_path / name, fault, 0, json.dumps(options | more))
+        fork_server.run(SCRIPT, tmp_path / name, fault, 0, json.dumps(options | more))
         assert skipped(tmp_path / name / "run") == [0.0, 1.0, 1.0, 1.0]
     assert same(loaded(tmp_path / "whole" / "after-0.pt"), loaded(tmp_path / "resumed" / "after-0.pt"))

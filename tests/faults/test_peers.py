@@ -27,10 +27,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_all_ranks_end_and_name_the_first_failure(farm, time_limit, tmp_path, name):
+def test_all_ranks_end_and_name_the_first_failure(fork_server, time_limit, tmp_path, name):
     rank, reason, known = FAULTS[name]
     with time_limit(20) as clock:
-        ranks = farm.start_ranks(SCRIPT, tmp_path, name, rank, json.dumps({"save_steps": 1}))
+        ranks = fork_server.start_ranks(SCRIPT, tmp_path, name, rank, json.dumps({"save_steps": 1}))
         codes = [process.wait() for process in ranks]
         clock.started = float((tmp_path / "happened").read_text())
     assert codes == [-9 if (name, index) == ("kill", rank) else 1 for index in range(2)], ranks[1 - rank].output
@@ -41,10 +41,10 @@ def test_all_ranks_end_and_name_the_first_failure(farm, time_limit, tmp_path, na
     assert name == "kill" or reason in ranks[rank].output
 
 
-def test_a_rank_that_hangs_is_waited_for_as_long_as_ddp_timeout(farm, time_limit, tmp_path):
+def test_a_rank_that_hangs_is_waited_for_as_long_as_ddp_timeout(fork_server, time_limit, tmp_path):
     with time_limit(30) as clock:
         # In which they have to find each other, too.
-        ranks = farm.start_ranks(SCRIPT, tmp_path, "hang", 1, json.dumps({"ddp_timeout": 10}))
+        ranks = fork_server.start_ranks(SCRIPT, tmp_path, "hang", 1, json.dumps({"ddp_timeout": 10}))
         assert ranks[0].wait() == 1, ranks[0].output
         assert (tmp_path / "happened").exists(), ranks[0].output
         clock.started = float((tmp_path / "happened").read_text())

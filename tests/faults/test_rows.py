@@ -28,11 +28,11 @@ def test_a_row_is_refused_before_anything_is_loaded(time_limit, name):
 
 
 @pytest.mark.parametrize("policy", ["fail", "drop"])
-def test_a_prompt_that_is_too_long_ends_the_run_early_or_is_left_out(farm, time_limit, tmp_path, policy):
+def test_a_prompt_that_is_too_long_ends_the_run_early_or_is_left_out(fork_server, time_limit, tmp_path, policy):
     lengths = {"vllm_max_model_length": 24, "max_completion_length": 8}
     options = {"shuffle_dataset": False, "long_prompts": policy, **lengths}
     with time_limit(120):
-        process = farm.start(SCRIPT, tmp_path, "row", 0, json.dumps(options))
+        process = fork_server.start(SCRIPT, tmp_path, "row", 0, json.dumps(options))
         assert process.wait() == (policy == "fail")
     if policy == "fail":
         error = "got 20 tokens for the prompt of row 3 of train_dataset ('1+1=1+1=1+1=1+1=1+1='), want 16 at most"

@@ -16,9 +16,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_others_end_with_the_reason_of_a_rank_that_cannot_start(farm, time_limit, tmp_path, name, rank):
+def test_the_others_end_with_the_reason_of_a_rank_that_cannot_start(fork_server, time_limit, tmp_path, name, rank):
     with time_limit(60):  # of the 300 of ddp_timeout
-        ranks = farm.start_ranks(SCRIPT, tmp_path, name, rank)
+        ranks = fork_server.start_ranks(SCRIPT, tmp_path, name, rank)
         codes = [process.wait() for process in ranks]
     assert codes == [1, 1]
     own, other = ranks[rank].output.splitlines()[-1], ranks[1 - rank].output.splitlines()[-1]
@@ -28,9 +28,9 @@ def test_the_others_end_with_the_reason_of_a_rank_that_cannot_start(farm, time_l
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_never_come_are_waited_for_as_long_as_ddp_timeout(farm, time_limit, tmp_path, rank):
+def test_ranks_that_never_come_are_waited_for_as_long_as_ddp_timeout(fork_server, time_limit, tmp_path, rank):
     with time_limit(60):
-        ranks = farm.start_ranks(SCRIPT, tmp_path, "script", rank)
+        ranks = fork_server.start_ranks(SCRIPT, tmp_path, "script", rank)
         assert [process.wait() for process in ranks] == [1, 1]
     error = ranks[1 - rank].output
     assert "UnavailableError: got " in error, error

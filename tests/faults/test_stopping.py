@@ -23,40 +23,40 @@ def _signals_as_in_a_terminal():
     signal.signal(signal.SIGHUP, before)
 
 
-def test_sigterm_on_one_rank_stops_all_after_the_step_with_a_checkpoint(farm, time_limit, tmp_path):
+def test_sigterm_on_one_rank_stops_all_after_the_step_with_a_checkpoint(fork_server, time_limit, tmp_path):
     with time_limit(20) as clock:
         # What a resumed run needs is saved, whatever save_only_model says.
         options = {"steps_per_generation": 2, "save_only_model": True}
-        ranks = farm.start_ranks(SCRIPT, tmp_path, "term", 1, json.dumps(options))
+        ranks = fork_server.start_ranks(SCRIPT, tmp_path, "term", 1, json.dumps(options))
         assert [process.wait() for process in ranks] == [143, 143], ranks[0].output
         clock.started = float((tmp_path / "happened").read_text())
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
     (tmp_path / "whole").mkdir()
-    farm.run(SCRIPT, tmp_path / "whole", "none", 0, json.dumps(options), processes=2)
-    farm.run(SCRIPT, tmp_path, "none", 0, json.dumps(options | {"resume_from_checkpoint": True}), processes=2)
+    fork_server.run(SCRIPT, tmp_path / "whole", "none", 0, json.dumps(options), processes=2)
+    fork_server.run(SCRIPT, tmp_path, "none", 0, json.dumps(options | {"resume_from_checkpoint": True}), processes=2)
     ends = [torch.load(folder / "after-1.pt", weights_only=True) for folder in (tmp_path / "whole", tmp_path)]
     for name, tensor in ends[0]["parameters"].items():
         assert torch.equal(tensor, ends[1]["parameters"][name]), name
 
 
 @pytest.mark.parametrize("fault", ["hup", "usr1"])
-def test_signals_of_schedulers_and_terminals_are_sigterms(farm, tmp_path, fault):
-    process = farm.start(SCRIPT, tmp_path, fault, 0, "{}")
+def test_signals_of_schedulers_and_terminals_are_sigterms(fork_server, tmp_path, fault):
+    process = fork_server.start(SCRIPT, tmp_path, fault, 0, "{}")
     assert process.wait() == 143, process.output
     assert f"stopped by SIG{fault.upper()} after step 1" in process.output
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-def test_ctrl_c_ends_at_once(farm, time_limit, tmp_path):
+def test_ctrl_c_ends_at_once(fork_server, time_limit, tmp_path):
     with time_limit(20) as clock:
-        process = farm.start(SCRIPT, tmp_path, "interrupt", 0, json.dumps({"save_steps": 1}))
+        process = fork_server.start(SCRIPT, tmp_path, "interrupt", 0, json.dumps({"save_steps": 1}))
         assert process.wait() == -signal.SIGINT, process.output
         clock.started = float((tmp_path / "happened").read_text())
     assert process.output.splitlines()[-1] == "KeyboardInterrupt"
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-def test_a_second_sigterm_ends_the_process_but_not_right_behind_the_first(farm, tmp_path):
+def test_a_second_sigterm_ends_the_process_but_not_right_behind_the_first(fork_server, tmp_path):
     script = tmp_path / "twice.py"
     script.write_text(
         "import os, signal, time\n"
@@ -69,7 +69,7 @@ def test_a_second_sigterm_ends_the_process_but_not_right_behind_the_first(farm, 
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(60)\n"
     )
-    process = farm.start(script)
+    process = fork_server.start(script)
     assert process.wait(30) == -signal.SIGTERM
     assert process.output == "True\n"
 

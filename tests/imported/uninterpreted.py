@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 
-def run_script(farm: Any, script: Path, *arguments: str, cache: Path | None = None) -> list[Any]:
+def run_script(fork_server: Any, script: Path, *arguments: str, cache: Path | None = None) -> list[Any]:
     """The JSON lines that the script prints, in a process without TRITON_INTERPRET; `cache` is Triton's."""
     env = {"TRITON_INTERPRET": "0"} | ({} if cache is None else {"TRITON_CACHE_DIR": str(cache)})
     # That stage has not imported Triton, which reads the variable when it is.
-    said = farm.run(script, *arguments, env=env, stage="torch", timeout=1200.0)
+    said = fork_server.run(script, *arguments, env=env, stage="torch", timeout=1200.0)
     return [json.loads(line) for line in said.splitlines()]

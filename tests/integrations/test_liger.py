@@ -399,10 +399,10 @@ def one_rank(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(farm, tmp_path_factory) -> list[list[dict[str, Tensor]]]:
+def ranks(fork_server, tmp_path_factory) -> list[list[dict[str, Tensor]]]:
     """What each of two processes got, call by call."""
     folder = tmp_path_factory.mktemp("ranks")
-    for process in [farm.start(__file__, rank, folder) for rank in (0, 1)]:
+    for process in [fork_server.start(__file__, rank, folder) for rank in (0, 1)]:
         assert process.wait() == 0, process.output
     return [[torch.load(folder / f"{i}-{rank}.pt", weights_only=True) for rank in (0, 1)] for i in (0, 1)]
 

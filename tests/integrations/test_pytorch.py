@@ -21,10 +21,10 @@ V, D = 31, 8
 
 
 @pytest.fixture(scope="module")
-def shared(farm, tmp_path_factory) -> dict[str, Any]:
+def shared(fork_server, tmp_path_factory) -> dict[str, Any]:
     """What two processes found."""
     folder = tmp_path_factory.mktemp("shared")
-    farm.run(fsdp_run.__file__, folder, timeout=240)
+    fork_server.run(fsdp_run.__file__, folder, timeout=240)
     return torch.load(folder / "results.pt", weights_only=True)
 
 
@@ -162,11 +162,11 @@ def test_a_loss_breaks_a_graph_once_and_no_other_shape_compiles_again(region):
         torch.compile(region, backend=backend, fullgraph=True)(*leaves, **inputs)
 
 
-def test_who_does_not_compile_does_not_import_the_compiler(farm, tmp_path):
+def test_who_does_not_compile_does_not_import_the_compiler(fork_server, tmp_path):
     code = "import sys, torch, fused_grpo; h, w, i = torch.ones(1, 2, 3).requires_grad_(), torch.ones(5, 3), torch.ones"
     code += "(1, 2).long(); fused_grpo.fused_linear_grpo_loss(h, w, i, advantages=i[:, 0].float()).loss.backward(); "
     (tmp_path / "probe.py").write_text(f"{code} sys.exit('torch._dynamo' in sys.modules)")
-    farm.run(tmp_path / "probe.py", stage="torch")
+    fork_server.run(tmp_path / "probe.py", stage="torch")
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

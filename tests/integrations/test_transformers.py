@@ -327,7 +327,7 @@ def test_a_model_inside_ddp(model, batch):
         out = called(wrapped, batch)
         assert_same_bits(gradients(model, out.loss), expected)
     finally:
-        time.sleep(0.25)  # see after_a_moment in farm.py: without it, this hung once in CI
+        time.sleep(0.25)  # see after_a_moment in fork_server.py: without it, this hung once in CI
         torch.distributed.destroy_process_group()
 
 

@@ -365,14 +365,14 @@ def test_a_version_of_a_clone_is_one_of_those(monkeypatch, version, wanted):
     check_version("any", wanted)
 
 
-def test_two_processes_equal_one(farm, tmp_path):
+def test_two_processes_equal_one(fork_server, tmp_path):
     """Of the subclass: DDP reduces every gradient, whether a mean is over tokens or over sequences."""
     runs = {loss_type: {"loss_type": loss_type, "beta": 0.04} for loss_type in ("dapo", "grpo")}
     for processes, name in ((1, "one"), (2, "two")):
         share = {"per_device_train_batch_size": 8 // processes, "model": trl_runs.saved_model()}
         each = {loss_type: {**options, **share} for loss_type, options in runs.items()}
         (tmp_path / name).mkdir()
-        for rank in farm.start_ranks(trl_runs.__file__, tmp_path / name, json.dumps(each), processes=processes):
+        for rank in fork_server.start_ranks(trl_runs.__file__, tmp_path / name, json.dumps(each), processes=processes):
             assert rank.wait(timeout=400) == 0, rank.output
     for loss_type in runs:
         alone, shared = (load_file(tmp_path / name / f"{loss_type}.safetensors") for name in ("one", "two"))

@@ -122,9 +122,9 @@ def test_what_cannot_be_right_is_refused(change, message):
         linear_cross_entropy(**{**arguments, **change})
 
 
-def test_of_a_shared_head_each_rank_returns_its_share(farm, tmp_path):
+def test_of_a_shared_head_each_rank_returns_its_share(fork_server, tmp_path):
     """Megatron's sequence parallelism sums the gradient of `hidden` over the ranks, once, as verl leaves it to."""
-    other_rank = farm.start(__file__, tmp_path)
+    other_rank = fork_server.start(__file__, tmp_path)
     one = rank_of_two(0, tmp_path)
     assert other_rank.wait(timeout=60) == 0, other_rank.output
     other = torch.load(tmp_path / "other.pt", weights_only=True)
@@ -253,15 +253,15 @@ def test_a_verl_that_does_not_import_is_told_from_none(monkeypatch):
         pass
 
 
-def test_importing_the_integration_imports_neither_verl_nor_transformers(farm, tmp_path):
+def test_importing_the_integration_imports_neither_verl_nor_transformers(fork_server, tmp_path):
     (tmp_path / "probe.py").write_text(
         "import sys, fused_grpo.integrations.verl; print({'verl', 'transformers', 'triton'} & set(sys.modules))"
     )
-    assert farm.run(tmp_path / "probe.py", stage="torch").strip() == "set()"
+    assert fork_server.run(tmp_path / "probe.py", stage="torch").strip() == "set()"
 
 
-def test_the_example_agrees_with_the_logits_and_stays_below_them(farm):
-    shown = farm.run(ROOT / "examples" / "verl_drop_in.py", env={"TRITON_INTERPRET": "0"}, stage="libraries")
+def test_the_example_agrees_with_the_logits_and_stays_below_them(fork_server):
+    shown = fork_server.run(ROOT / "examples" / "verl_drop_in.py", env={"TRITON_INTERPRET": "0"}, stage="libraries")
     assert float(shown.split("log_softmax of the logits: ")[1].split()[0]) < 1e-5
     logits, allocated = (float(shown.split(start)[1].split()[0]) for start in ("32000], ", "included: "))
     assert allocated < logits / 2

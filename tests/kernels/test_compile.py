@@ -77,15 +77,17 @@ def table(rows: Iterable[Facts]) -> str:
 
 
 @pytest.fixture(scope="module")
-def compiled(farm: Any, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
+def compiled(fork_server: Any, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
     kept = getattr(pytestconfig, "cache", None)
     cache = kept.mkdir("triton") if kept else tmp_path_factory.mktemp("triton")
     if not pytestconfig.getoption("full"):
-        facts = run_script(farm, COMPILE_ALL, "quick", *QUICK, cache=cache)
+        facts = run_script(fork_server, COMPILE_ALL, "quick", *QUICK, cache=cache)
     else:
         which = "every" if os.environ.get("COMPILE_EVERY") else "usual"
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            per_arch = pool.map(lambda arch: run_script(farm, COMPILE_ALL, which, arch, cache=cache), SHARED_LIMIT)
+            per_arch = pool.map(
+                lambda arch: run_script(fork_server, COMPILE_ALL, which, arch, cache=cache), SHARED_LIMIT
+            )
             facts = [row for rows in per_arch for row in rows]
     print("\n" + table(facts))
     return facts
@@ -173,10 +175,10 @@ def test_what_follows_the_products_is_lean(compiled: list[Facts]) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
-def test_each_plan_has_one_binary_of_each_kernel_for_39_row_counts(farm: Any, arch: str, tmp_path: Path) -> None:
+def test_each_plan_has_one_binary_of_each_kernel_for_39_row_counts(fork_server: Any, arch: str, tmp_path: Path) -> None:
     """Whose rows have one tile or several: row counts decide that, too."""
     binaries: dict[str, dict[str, set[str]]] = {}
-    for launch in run_script(farm, LAUNCH_KEYS, arch, "plans", cache=tmp_path):
+    for launch in run_script(fork_server, LAUNCH_KEYS, arch, "plans", cache=tmp_path):
         binaries.setdefault(launch["plan"], {}).setdefault(launch["kernel"], set()).add(launch["key"])
     counts = {plan: {kernel: len(keys) for kernel, keys in of_plan.items()} for plan, of_plan in binaries.items()}
     passes = {"_softmax_weights_kernel": 1, "_scale_hidden_kernel": 1}
@@ -189,8 +191,8 @@ def test_each_plan_has_one_binary_of_each_kernel_for_39_row_counts(farm: Any, ar
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
-def test_neither_row_count_nor_alignment_of_a_slice_compiles_again(farm: Any, arch: str, tmp_path: Path) -> None:
-    launches = run_script(farm, LAUNCH_KEYS, arch, cache=tmp_path)
+def test_neither_row_count_nor_alignment_of_a_slice_compiles_again(fork_server: Any, arch: str, tmp_path: Path) -> None:
+    launches = run_script(fork_server, LAUNCH_KEYS, arch, cache=tmp_path)
     of_weights = 7 if arch in tuning.WEIGHTS else 0
     assert len(launches) == 4 * 4 * (2 * 14 + of_weights)
     keys: dict[tuple[str, str, str], set[str]] = {}

@@ -24,13 +24,13 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-3}
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory, farm) -> Callable[[int], Path]:
+def folder_of(tmp_path_factory, fork_server) -> Callable[[int], Path]:
     """Where the ranks of a group of this size left what they got."""
 
     @functools.cache
     def run(size: int) -> Path:
         folder: Path = tmp_path_factory.mktemp("group")
-        farm.run(vocab_parallel_run.__file__, folder, processes=size, stage="torch")
+        fork_server.run(vocab_parallel_run.__file__, folder, processes=size, stage="torch")
         return folder
 
     return run
@@ -93,7 +93,7 @@ def test_a_confident_token_survives_the_merge():
 def alone(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
-    time.sleep(0.25)  # see after_a_moment in farm.py
+    time.sleep(0.25)  # see after_a_moment in fork_server.py
     dist.destroy_process_group()
 
 

@@ -47,7 +47,7 @@ Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def printed(farm: Any, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+def printed(fork_server: Any, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """By both scripts for all architectures; workers of a session share it."""
     kept, shared = getattr(pytestconfig, "cache", None), tmp_path_factory.getbasetemp()
     # Apart from that of other tests, because nothing is assembled here.
@@ -59,7 +59,7 @@ def printed(farm: Any, pytestconfig: pytest.Config, tmp_path_factory: pytest.Tem
             # The longer ones first; faults are planted in kernels of which the cases have compiled many.
             calls = itertools.product(("cases.py", "faults.py"), reversed(ARCHES))
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                each = pool.map(lambda call: run_script(farm, FOLDER / call[0], call[1], cache=cache), calls)
+                each = pool.map(lambda call: run_script(fork_server, FOLDER / call[0], call[1], cache=cache), calls)
                 rows.write_text(json.dumps([row for rows in each for row in rows]))
         return json.loads(rows.read_text())
 

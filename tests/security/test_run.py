@@ -22,9 +22,9 @@ ENVIRONMENT = {"HF_TOKEN": f"hf_{SECRET}", "WANDB_API_KEY": SECRET, "OPENAI_API_
 
 
 @pytest.fixture(scope="module")
-def finished(farm, tmp_path_factory) -> SimpleNamespace:
+def finished(fork_server, tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("secrets")
-    output = farm.run(SCRIPT, folder, SECRET, env=ENVIRONMENT)
+    output = fork_server.run(SCRIPT, folder, SECRET, env=ENVIRONMENT)
     files = [path for path in (folder / "run").rglob("*") if path.is_file()]
     return SimpleNamespace(output=output, files={path.relative_to(folder): path.read_bytes() for path in files})
 
@@ -49,8 +49,8 @@ def test_a_run_of_one_process_listens_on_nothing(finished):
     assert {line for line in finished.output.splitlines() if line.startswith("listens")} == {"listens:"}
 
 
-def test_in_a_run_of_two_only_torchs_own_store_listens_beyond_this_machine(farm, tmp_path):
-    ranks = farm.start_ranks(SCRIPT, tmp_path, SECRET, env={"GLOO_SOCKET_IFNAME": "lo"})
+def test_in_a_run_of_two_only_torchs_own_store_listens_beyond_this_machine(fork_server, tmp_path):
+    ranks = fork_server.start_ranks(SCRIPT, tmp_path, SECRET, env={"GLOO_SOCKET_IFNAME": "lo"})
     outputs = [rank.output for rank in ranks if rank.wait() == 0]
     sockets = {line for output in outputs for line in output.splitlines() if line.startswith("listens: ")}
     assert any(line.startswith("listens: 127.0.0.1 ") for line in sockets), outputs

@@ -161,8 +161,8 @@ def test_a_rename_that_fails_undoes_those_before_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["moved", "removed", "resumed"])
-def test_a_run_that_is_alive_is_neither_moved_nor_removed_nor_resumed(farm, make_trainer, tmp_path, how):
-    run, deadline = farm.start(RUN, tmp_path / "run", "transformers", "fresh", "wait", 0), time.monotonic() + 60
+def test_a_run_that_is_alive_is_neither_moved_nor_removed_nor_resumed(fork_server, make_trainer, tmp_path, how):
+    run, deadline = fork_server.start(RUN, tmp_path / "run", "transformers", "fresh", "wait", 0), time.monotonic() + 60
     while "a save is done" not in run.output:
         assert run.poll() is None, run.output
         assert time.monotonic() < deadline, run.output
@@ -252,10 +252,10 @@ def test_a_second_train_moves_the_files_of_the_first_aside(make_trainer, tmp_pat
     assert {"former-run-1/metrics.jsonl", "metrics.jsonl"} <= everything(tmp_path / "run").keys()
 
 
-def test_of_two_processes_one_moves_the_run_and_both_train(farm, tmp_path):
-    farm.run(RUN, tmp_path / "run", "transformers", "fresh", "nowhere", 0, processes=2)
+def test_of_two_processes_one_moves_the_run_and_both_train(fork_server, tmp_path):
+    fork_server.run(RUN, tmp_path / "run", "transformers", "fresh", "nowhere", 0, processes=2)
     first = everything(tmp_path / "run")
-    farm.run(RUN, tmp_path / "run", "transformers", "again", "nowhere", 0, processes=2)
+    fork_server.run(RUN, tmp_path / "run", "transformers", "again", "nowhere", 0, processes=2)
     assert everything(tmp_path / "run" / "former-run-1") == first
     assert not (tmp_path / "run" / "former-run-2").exists()
     weights = "checkpoint-10/model.safetensors"

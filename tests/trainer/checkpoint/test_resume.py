@@ -142,9 +142,9 @@ def history(trainer) -> list[dict[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(farm, tmp_path_factory):
+def undisturbed(fork_server, tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    farm.run(RUN, output_dir, "transformers", "fresh", "nowhere", 0)
+    fork_server.run(RUN, output_dir, "transformers", "fresh", "nowhere", 0)
     return output_dir
 
 
@@ -163,20 +163,20 @@ def assert_same_end(first: Path, second: Path) -> None:
     ("where", "step"),
     [("accumulation", 5), pytest.param("accumulation", 8, marks=pytest.mark.full), ("saving", 6), ("renaming", 9)],
 )
-def test_killed_anywhere_and_resumed_is_the_same_run(farm, undisturbed, tmp_path, where, step):
+def test_killed_anywhere_and_resumed_is_the_same_run(fork_server, undisturbed, tmp_path, where, step):
     output_dir = tmp_path / "run"
-    assert farm.start(RUN, output_dir, "transformers", "fresh", where, step).wait() == -9
+    assert fork_server.start(RUN, output_dir, "transformers", "fresh", where, step).wait() == -9
     verify_checkpoint(checkpoints(output_dir)[-1])
-    farm.run(RUN, output_dir, "transformers", "resume", "nowhere", 0)
+    fork_server.run(RUN, output_dir, "transformers", "resume", "nowhere", 0)
     assert_same_end(undisturbed, output_dir)
 
 
 @pytest.mark.parametrize("step", [5, 9])
-def test_killed_in_a_curriculum_and_resumed_is_the_same_run(farm, tmp_path, step):
+def test_killed_in_a_curriculum_and_resumed_is_the_same_run(fork_server, tmp_path, step):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    farm.run(RUN, whole, "curriculum", "fresh", "nowhere", 0)
-    assert farm.start(RUN, cut, "curriculum", "fresh", "accumulation", step).wait() == -9
-    farm.run(RUN, cut, "curriculum", "resume", "nowhere", 0)
+    fork_server.run(RUN, whole, "curriculum", "fresh", "nowhere", 0)
+    assert fork_server.start(RUN, cut, "curriculum", "fresh", "accumulation", step).wait() == -9
+    fork_server.run(RUN, cut, "curriculum", "resume", "nowhere", 0)
     assert_same_end(whole, cut)
     saved = json.loads((cut / "checkpoint-10" / "training.json").read_text())["collector"]["sampler"]
     assert set(saved["groups"]["unequal"]) == {0, 1}
@@ -184,11 +184,11 @@ def test_killed_in_a_curriculum_and_resumed_is_the_same_run(farm, tmp_path, step
 
 @pytest.mark.full  # the demo's test kills it with vLLM by the command line
 @pytest.mark.engine
-def test_killed_with_vllm_and_resumed_is_the_same_run(farm, tmp_path):
+def test_killed_with_vllm_and_resumed_is_the_same_run(fork_server, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    farm.run(RUN, whole, "vllm", "fresh", "nowhere", 0, stage="vllm")
-    assert farm.start(RUN, cut, "vllm", "fresh", "accumulation", 7, stage="vllm").wait() == -9
-    farm.run(RUN, cut, "vllm", "resume", "nowhere", 0, stage="vllm")
+    fork_server.run(RUN, whole, "vllm", "fresh", "nowhere", 0, stage="vllm")
+    assert fork_server.start(RUN, cut, "vllm", "fresh", "accumulation", 7, stage="vllm").wait() == -9
+    fork_server.run(RUN, cut, "vllm", "resume", "nowhere", 0, stage="vllm")
     assert_same_end(whole, cut)
 
 

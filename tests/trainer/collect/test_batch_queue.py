@@ -360,11 +360,11 @@ def test_a_run_that_has_ended_samples_nothing_more(make_trainer):
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_ranks_that_share_a_server_never_sample_across_a_weight_sync(farm, tmp_path, k):
+def test_ranks_that_share_a_server_never_sample_across_a_weight_sync(fork_server, tmp_path, k):
     outs = {}
     for pauses in ("", "0.02 0", "0 0.02"):
         out = tmp_path / (pauses or "none")
-        farm.run(RUN, out, k, pauses, processes=2)
+        fork_server.run(RUN, out, k, pauses, processes=2)
         outs[pauses] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert outs[""] == outs["0.02 0"] == outs["0 0.02"]
     for rank in outs[""]:
@@ -375,8 +375,8 @@ def test_ranks_that_share_a_server_never_sample_across_a_weight_sync(farm, tmp_p
     assert outs[""][0]["sync"]["weight_sync/bytes"] > 0
 
 
-def test_a_rank_whose_engine_fails_stops_the_other_in_mid_queue(farm, tmp_path):
-    ranks = farm.start_ranks(RUN, tmp_path / "out", 2, "0 0.01", 3, processes=2)
+def test_a_rank_whose_engine_fails_stops_the_other_in_mid_queue(fork_server, tmp_path):
+    ranks = fork_server.start_ranks(RUN, tmp_path / "out", 2, "0 0.01", 3, processes=2)
     assert [rank.wait(60) for rank in ranks] == [0, 0]
     said = [json.loads((tmp_path / "out" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert said[0]["error"].startswith("PeerError: rank 1 of 2 failed while sampling")

@@ -203,12 +203,12 @@ def test_stale_rollouts_weigh_by_the_square_of_their_correction(make_trainer, mo
 
 
 @pytest.fixture(scope="module", params=["optimal_token_baseline", "tir_optimal_token_baseline"])
-def of_ranks(request, farm, tmp_path_factory):
+def of_ranks(request, fork_server, tmp_path_factory):
     """One group of episodes on one process, and split over two."""
     ranks, options = {}, json.dumps({"advantage_estimator": request.param, "variance_report": True})
     for processes, sequences in ((1, 4), (2, 2)):
         out = tmp_path_factory.mktemp(f"of-{processes}")
-        farm.run(SCRIPT, out, sequences, options, processes=processes, stage="libraries")
+        fork_server.run(SCRIPT, out, sequences, options, processes=processes, stage="libraries")
         ranks[processes] = [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(processes)]
     return ranks
 

@@ -240,9 +240,9 @@ def test_rewards_of_all_rounds_reach_it_and_those_of_evaluations_do_not(make_tra
 
 
 @pytest.mark.parametrize("sequences", [2, 4])  # of each of two processes: half of a group, or a whole one
-def test_the_sampler_of_each_rank_hears_the_groups_of_all(farm, make_model, tmp_path, sequences):
+def test_the_sampler_of_each_rank_hears_the_groups_of_all(fork_server, make_model, tmp_path, sequences):
     make_model(vocab_size=512).save_pretrained(tmp_path / "model")
-    farm.run(RUN, tmp_path / "model", tmp_path / "out", sequences, processes=2)
+    fork_server.run(RUN, tmp_path / "model", tmp_path / "out", sequences, processes=2)
     ranks = [json.loads((tmp_path / "out" / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0]["batches"] == ranks[1]["batches"]
     expected = []

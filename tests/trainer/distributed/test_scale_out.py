@@ -92,14 +92,14 @@ BF16 = ("bf16", WIDER, {**MIXED, **DISTILLED})
 
 
 @pytest.fixture(scope="module")
-def launch(farm, tmp_path_factory):
+def launch(fork_server, tmp_path_factory):
     """Run entries (name, model, options) one after the other in the same processes; what each process saw of each."""
 
     def launch(entries, *, env: dict[str, str] | None, root: Path | None = None) -> dict[str, list[dict[str, Any]]]:
         root, processes = root or tmp_path_factory.mktemp("runs"), 1 if env is None else 2
         plan = [{"out": str(root / name), "model": model, "options": options} for name, model, options in entries]
         (root / "plan.json").write_text(json.dumps(plan))
-        farm.run(SCRIPT, root / "plan.json", processes=processes, env=env or {}, timeout=400)
+        fork_server.run(SCRIPT, root / "plan.json", processes=processes, env=env or {}, timeout=400)
         files = {entry["out"]: [f"{entry['out']}/rank-{rank}.pt" for rank in range(processes)] for entry in plan}
         return {Path(out).name: [torch.load(file, weights_only=True) for file in some] for out, some in files.items()}
 

@@ -26,7 +26,7 @@ def model(tmp_path_factory) -> tuple[str, Qwen2ForCausalLM]:
 
 
 @pytest.fixture(scope="module")
-def launched(farm, tmp_path_factory, model) -> dict[str, list[dict[str, Any]]]:
+def launched(fork_server, tmp_path_factory, model) -> dict[str, list[dict[str, Any]]]:
     """What each rank saw: of one process, and of two with FSDP2."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.environ", {})
@@ -36,7 +36,7 @@ def launched(farm, tmp_path_factory, model) -> dict[str, list[dict[str, Any]]]:
     found = {}
     for name, processes, env in (("one", 1, {}), ("two", 2, fsdp2)):
         out = tmp_path_factory.mktemp(name)
-        farm.run(SCRIPT, model[0], out, processes=processes, env=env)
+        fork_server.run(SCRIPT, model[0], out, processes=processes, env=env)
         found[name] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(processes)]
     return found
 

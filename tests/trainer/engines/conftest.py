@@ -66,26 +66,26 @@ def served_folder(build_model, tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_forked(farm) -> Callable[[list[str], dict[str, str]], Any]:
+def start_forked(fork_server) -> Callable[[list[str], dict[str, str]], Any]:
     def start_process(command: list[str], variables: dict[str, str]) -> Any:
         assert command[1] == "-m"
-        return farm.start(Path(__file__).with_name("serve_forked.py"), *command[2:], env=variables, stage="vllm")
+        return fork_server.start(Path(__file__).with_name("serve_forked.py"), *command[2:], env=variables, stage="vllm")
 
     return start_process
 
 
 @pytest.fixture(scope="session")
-def one_server(served_folder, farm, start_forked) -> Iterator[ServerProcess]:
-    process = ServerProcess(served_folder, farm.free_port(), start_forked, ("--worker-extension-cls", RECEIVER))
+def one_server(served_folder, fork_server, start_forked) -> Iterator[ServerProcess]:
+    process = ServerProcess(served_folder, fork_server.free_port(), start_forked, ("--worker-extension-cls", RECEIVER))
     yield process
     process.kill()
 
 
 @pytest.fixture(scope="module")
-def lora_server(served_folder, farm, start_forked) -> Iterator[ServerProcess]:
+def lora_server(served_folder, fork_server, start_forked) -> Iterator[ServerProcess]:
     """Started for adapters of rank 8."""
     options = ("--enable-lora", "--max-lora-rank", "8")
-    process = ServerProcess(served_folder, farm.free_port(), start_forked, options)
+    process = ServerProcess(served_folder, fork_server.free_port(), start_forked, options)
     process.start()
     yield process
     process.kill()
@@ -114,7 +114,7 @@ def named_vllm(tmp_path, monkeypatch) -> None:
 
 
 @pytest.fixture
-def spawned_server(served_folder, farm, tmp_path, named_vllm) -> Iterator[ServerProcess]:
+def spawned_server(served_folder, fork_server, tmp_path, named_vllm) -> Iterator[ServerProcess]:
     """Started by the command as it stands."""
 
     def start_process(command: list[str], variables: dict[str, str]) -> Any:
@@ -123,7 +123,7 @@ def spawned_server(served_folder, farm, tmp_path, named_vllm) -> Iterator[Server
         with (tmp_path / "log").open("wb") as log:
             return subprocess.Popen(command, env=inherited | variables, stdout=log, stderr=log, start_new_session=True)
 
-    process = ServerProcess(served_folder, farm.free_port(), start_process)
+    process = ServerProcess(served_folder, fork_server.free_port(), start_process)
     process.start()
     yield process
     process.kill()

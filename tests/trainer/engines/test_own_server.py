@@ -179,18 +179,18 @@ def test_it_has_the_options_of_the_engine_and_ends_with_it(stand_in, tmp_path, m
     assert log.exists()
 
 
-def test_a_fork_of_its_trainer_that_ends_does_not_end_it(stand_in, farm, tmp_path, shared_memory) -> None:
+def test_a_fork_of_its_trainer_that_ends_does_not_end_it(stand_in, fork_server, tmp_path, shared_memory) -> None:
     (tmp_path / "trainer.py").write_text(FORKING)
     arguments = stand_in(SERVER), tmp_path / "said", shared_memory
-    farm.run(tmp_path / "trainer.py", *arguments, stage="libraries", teardown=True)
+    fork_server.run(tmp_path / "trainer.py", *arguments, stage="libraries", teardown=True)
     wait_for_the_end(what_it_said(tmp_path / "said")["processes"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_a_trainer_that_is_killed(stand_in, farm, tmp_path, shared_memory, number) -> None:
+def test_it_ends_with_a_trainer_that_is_killed(stand_in, fork_server, tmp_path, shared_memory, number) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
     arguments = stand_in(SERVER), tmp_path / "said", tmp_path / "end of the fork", shared_memory
-    trainer = farm.start(tmp_path / "trainer.py", *arguments, stage="libraries")
+    trainer = fork_server.start(tmp_path / "trainer.py", *arguments, stage="libraries")
     said = what_it_said(tmp_path / "said")
     trainer.kill(number)
     assert trainer.wait() == -number
@@ -201,10 +201,12 @@ def test_it_ends_with_a_trainer_that_is_killed(stand_in, farm, tmp_path, shared_
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_nothing_is_left_in_memory_by_a_trainer_that_is_killed(stand_in, farm, tmp_path, shared_memory, number) -> None:
+def test_nothing_is_left_in_memory_by_a_trainer_that_is_killed(
+    stand_in, fork_server, tmp_path, shared_memory, number
+) -> None:
     (tmp_path / "trainer.py").write_text(SENDING)
     arguments = stand_in(SERVER), tmp_path / "said", shared_memory
-    trainer = farm.start(tmp_path / "trainer.py", *arguments, stage="libraries")
+    trainer = fork_server.start(tmp_path / "trainer.py", *arguments, stage="libraries")
     said = what_it_said(tmp_path / "said")
     assert len(os.listdir(shared_memory)) == 2
     trainer.kill(number)
@@ -325,14 +327,14 @@ def test_flags_of_none_are_left_out() -> None:
 
 
 @pytest.fixture
-def from_the_farm(farm, monkeypatch) -> Iterator[None]:
+def from_the_fork_server(fork_server, monkeypatch) -> Iterator[None]:
     """vLLM's server, in a process that has imported vLLM already."""
     processes = list[Any]()
 
     def started(command: list[str], *, env: dict[str, str], **pipes: Any) -> Any:
         # It waits for its trainer in vain: standard input is empty there.
         script, arguments = Path(__file__).with_name("serve_forked.py"), json.loads(env["FUSED_GRPO_SERVER_ARGUMENTS"])
-        processes.append(farm.start(script, *arguments, env=env, stage="vllm"))
+        processes.append(fork_server.start(script, *arguments, env=env, stage="vllm"))
         processes[-1].stdin = None
         return processes[-1]
 
@@ -370,7 +372,9 @@ def make_trainer(build_model, tokenizer, tmp_path) -> Callable[..., GRPOTrainer]
 
 @pytest.mark.engine
 @pytest.mark.parametrize("adapter", [False, True])
-def test_batches_in_flight_without_a_server_of_the_users(from_the_farm, make_trainer, monkeypatch, adapter) -> None:
+def test_batches_in_flight_without_a_server_of_the_users(
+    from_the_fork_server, make_trainer, monkeypatch, adapter
+) -> None:
     """Their log-probs are those of the version that they say, and a resumed run makes the same steps."""
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if adapter else None
     whole = make_trainer("whole", config, vllm_adapter_sync=adapter)

@@ -112,7 +112,7 @@ def test_an_answer_may_be_as_long_as_its_experts(connect, monkeypatch) -> None:
 @pytest.mark.engine
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_real_engine_and_the_trainer_agree_on_its_experts(farm, tmp_path, dtype) -> None:
+def test_a_real_engine_and_the_trainer_agree_on_its_experts(fork_server, tmp_path, dtype) -> None:
     """vLLM's model runner V2 on a CPU, with kernels that Triton interprets: routers, ids and layers are its own."""
-    process = farm.start(RUN, tmp_path, dtype, env={"TRITON_INTERPRET": "1"}, stage="torch")
+    process = fork_server.start(RUN, tmp_path, dtype, env={"TRITON_INTERPRET": "1"}, stage="torch")
     assert process.wait(timeout=300) == 0, process.output

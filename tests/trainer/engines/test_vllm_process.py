@@ -245,16 +245,16 @@ def test_options_that_the_engine_decides_are_refused(model, tokenizer) -> None:
         VLLMEngine(model, tokenizer, replace(OPTIONS, engine_options={"speculative_config": {"method": "ngram"}}))
 
 
-def test_a_run_says_nothing_on_the_console_and_leaves_no_process(farm) -> None:
-    assert farm.run(HERE / "scripted_run.py", stage="trainer", teardown=True).splitlines() == [
+def test_a_run_says_nothing_on_the_console_and_leaves_no_process(fork_server) -> None:
+    assert fork_server.run(HERE / "scripted_run.py", stage="trainer", teardown=True).splitlines() == [
         "vllm imported before the engine: False",
         "listens on: 127.0.0.1",
         "children: 0",
     ]
 
 
-def test_the_trainers_process_group_survives_the_engine(farm) -> None:
-    ranks = farm.start_ranks(HERE / "scripted_run.py", "--distributed", stage="vllm", teardown=True)
+def test_the_trainers_process_group_survives_the_engine(fork_server) -> None:
+    ranks = fork_server.start_ranks(HERE / "scripted_run.py", "--distributed", stage="vllm", teardown=True)
     for rank in ranks:
         assert rank.wait() == 0, rank.output
         assert "ranks that answer: 2" in rank.output

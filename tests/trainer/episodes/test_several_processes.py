@@ -10,11 +10,11 @@ SCRIPT = Path(__file__).parents[1] / "ranks_run.py"
 
 
 @pytest.fixture(scope="module")
-def found(farm, tmp_path_factory):
+def found(fork_server, tmp_path_factory):
     ranks = {}
     for processes, sequences in ((1, 8), (2, 4)):
         out = tmp_path_factory.mktemp(f"of-{processes}")
-        farm.run(SCRIPT, out, sequences, processes=processes)
+        fork_server.run(SCRIPT, out, sequences, processes=processes)
         ranks[processes] = [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(processes)]
     return ranks
 

@@ -18,9 +18,9 @@ BATCH = {"per_device_train_batch_size": 32, "num_generations": 4, "max_completio
     ],
     ids=["activations kept", "recomputed", "beside vLLM"],
 )
-def test_a_run_takes_what_its_banner_says(farm, tmp_path, options, at_least) -> None:
+def test_a_run_takes_what_its_banner_says(fork_server, tmp_path, options, at_least) -> None:
     out = tmp_path / "run.json"
-    farm.run(SCRIPT, out, json.dumps(BATCH | options), timeout=400)
+    fork_server.run(SCRIPT, out, json.dumps(BATCH | options), timeout=400)
     held, said, peak = (json.loads(out.read_text())[name] for name in ("held", "said", "peak"))
     # What the process held before is measured, and no estimate. What the C library keeps free differs between runs: the
     # ratio was 1.00 to 1.19 in six of them. It is 0.7 without vLLM's terms, and 0.4 without activations.

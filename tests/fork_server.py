@@ -1,7 +1,7 @@
 """Starts scripts in processes of their own, forked from one that has imported what they need.
 
 Importing torch, transformers and the trainer takes ten seconds, vLLM as long again, and the tests start two hundred
-processes. So a session has one farm, which imports in stages, each of them a fork of the one before:
+processes. So a session has one fork server, which imports in stages, each of them a fork of the one before:
 
     torch       torch
     libraries   transformers, datasets, TRL, ...: everything but this package, for tests of a copy of it
@@ -15,7 +15,7 @@ A stage is made when it is first asked for. It listens on a socket, takes lines 
     {"start": [script, *arguments], "env": {...}, "cwd": path, "output": path, "teardown": false}  ->  {"pid": 7}
     {"reap": 7}                                          once it has ended     ->  {"returncode": 0}
 
-A script is a path, or "-m" and a module. See `Farm` in conftest.py, which speaks to it.
+A script is a path, or "-m" and a module. See `ForkServer` in conftest.py, which speaks to it.
 """
 
 import atexit
