@@ -14,8 +14,8 @@ what it printed until then counts. In OUT:
     trace.json.gz    a profile of one call
 
 It needs torch, triton, numpy, pytest and hypothesis; with pytest-xdist tests run side by side, and peers are timed if
-they are installed. `--tiny` rehearses all stages on a CPU. The exit status is 0 if every stage was green. The commit is
-read from $FUSED_GRPO_COMMIT or a file COMMIT.
+they are installed. `--tiny` is a dry run of all stages on a CPU. The exit status is 0 if every stage was green. The
+commit is read from $FUSED_GRPO_COMMIT or a file COMMIT.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="the folder for results; it is created")
-    parser.add_argument("--tiny", action="store_true", help="rehearse all stages on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="a dry run of all stages on a CPU")
     parser.add_argument("--stages", default="first", help="stages or groups in order, with commas (default: first)")
     parser.add_argument("--seconds", type=int, default=400, help="time limit of all stages in sum (default: 400)")
     given = parser.parse_args(arguments)

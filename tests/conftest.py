@@ -192,7 +192,7 @@ def skip_what_cannot_run(items: list[pytest.Item]) -> None:
     for item in items:
         if DEVICE and (mark := item.get_closest_marker("cpu_only")):
             item.add_marker(pytest.mark.skip(reason=f"CPU only: {mark.kwargs['reason']}"))
-        for name in ("gpu",) if DEVICE == "cpu" else () if DEVICE else ("gpu", "rehearsed"):
+        for name in ("gpu",) if DEVICE == "cpu" else () if DEVICE else ("gpu", "dry_run"):
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-gpu"))
         for keyword, reason in reasons.items():  # a marker, or a folder

@@ -31,8 +31,8 @@ PAGES = ["tests/ops/test_cpu_buffers.py"]
 HALF = ["tests/ops/test_gpu_arithmetic.py", "-k", "40000 and dtype0"]
 HEAD_KERNEL = ["tests/kernels/test_logprob_forward.py", "-k", "each_option or any_tile or ragged"]
 # TRL's own code is the judge: formulas that every path of ours shares cannot judge themselves.
-TRL = ["tests/ops/test_trl_oracle.py", "-k", "ten_digits and dapo"]
-OF_TYPES = ["tests/ops/test_trl_oracle.py", "-k", "ten_digits and nothing"]
+TRL = ["tests/ops/test_trl_loss.py", "-k", "ten_digits and dapo"]
+TRL_TYPES = ["tests/ops/test_trl_loss.py", "-k", "ten_digits and nothing"]
 LOSS_KERNEL = ["tests/kernels/test_grpo_loss.py"]
 PROMISES = ["tests/ops/test_loss_promises.py", "-k", "torch"]
 VARIANTS = ["tests/ops/test_loss_variants.py", "-k", "(all_paths or no_trace) and dapo and (plain or quantile)"]
@@ -245,7 +245,7 @@ BUGS = {
         "fused_grpo/_maths/distributions.py",
         "return weight + (weight.detach().to(dtype).to(weight.dtype) - weight.detach())",
         "return weight.to(dtype).to(weight.dtype)",
-        ["tests/ops/test_outside_oracle.py::test_a_master_weight_is_rounded_once_and_its_gradient_never[reference]"],
+        ["tests/ops/test_independent_ops.py::test_a_master_weight_is_rounded_once_and_its_gradient_never[reference]"],
     ),
     "the upper clip on the wrong side": Bug(
         "fused_grpo/_maths/formulas.py", "highest, delta = 1 - terms.epsilon_low", "highest, delta = 1", TRL
@@ -257,19 +257,19 @@ BUGS = {
         "fused_grpo/_maths/formulas.py",
         "ratio.clamp(max=terms.epsilon_high).detach()",
         "ratio.clamp(max=terms.epsilon_high)",
-        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[cispo-token-nothing]"],
+        ["tests/ops/test_trl_loss.py::test_in_fp64_they_are_trls_to_ten_digits[cispo-token-nothing]"],
     ),
     "sapo's temperatures the wrong way round": Bug(
         "fused_grpo/_maths/formulas.py",
         "masked_fill_(advantages > 0, tau_high)",
         "masked_fill_(advantages < 0, tau_high)",
-        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[sapo-token-nothing]"],
+        ["tests/ops/test_trl_loss.py::test_in_fp64_they_are_trls_to_ten_digits[sapo-token-nothing]"],
     ),
     "vespo's k for every advantage": Bug(
         "fused_grpo/_maths/factors.py",
         "torch.full_like(advantages, config.vespo_k_neg).masked_fill_(risen, config.vespo_k_pos)",
         "config.vespo_k_pos",
-        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[vespo-token-nothing]"],
+        ["tests/ops/test_trl_loss.py::test_in_fp64_they_are_trls_to_ten_digits[vespo-token-nothing]"],
     ),
     "the KL against the policy": Bug(
         "fused_grpo/_maths/formulas.py", "ref_logprobs - logprobs, 0.0)", "logprobs - ref_logprobs, 0.0)", TRL
@@ -278,55 +278,55 @@ BUGS = {
         "fused_grpo/_maths/formulas.py",
         "torch.where(known, old - sampling_logprobs",
         "torch.where(known, sampling_logprobs - old",
-        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-token_truncate]"],
+        ["tests/ops/test_trl_loss.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-token_truncate]"],
     ),
     "what is out of bounds is truncated, not left out": Bug(
         "fused_grpo/_maths/formulas.py",
         "(ratio < low) | (ratio > high), 0.0, ratio)",
         "ratio > high, high, ratio)",
-        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-token_mask]"],
+        ["tests/ops/test_trl_loss.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-token_mask]"],
     ),
     "the off-policy mask takes positive advantages": Bug(
         "fused_grpo/_maths/factors.py",
         "(tokens.advantages < 0) & sequences",
         "(tokens.advantages < 1e9) & sequences",
-        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-off-policy mask]"],
+        ["tests/ops/test_trl_loss.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-off-policy mask]"],
     ),
     "the tokens of low entropy are kept": Bug(
         "fused_grpo/_maths/factors.py",
         "torch.quantile(entropies, 1 - config",
         "torch.quantile(entropies, config",
-        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-high entropy]"],
+        ["tests/ops/test_trl_loss.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-high entropy]"],
     ),
     "the entropy bonus is a penalty": Bug(
         "fused_grpo/_maths/formulas.py",
         "loss = loss - (torch.where(mask, entropy_weights",
         "loss = loss + (torch.where(mask, entropy_weights",
-        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-entropy bonus]"],
+        ["tests/ops/test_trl_loss.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-entropy bonus]"],
     ),
     "a sequence's ratio is the sum of its tokens'": Bug(
         "fused_grpo/_maths/formulas.py",
         "/ self.sum(mask).clamp_min(1.0)",
         "/ 1.0",
-        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-sequence-nothing]"],
+        ["tests/ops/test_trl_loss.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-sequence-nothing]"],
     ),
     "a sequence's gradient is not shared out": Bug(
         "fused_grpo/_maths/factors.py",
         "shares = sequences.sum(ratio_gradient) / sequences.sum(tokens.mask)",
         "shares = sequences.sum(ratio_gradient) * sequences.sum(tokens.mask)",
-        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-sequence-nothing]"],
+        ["tests/ops/test_trl_loss.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-sequence-nothing]"],
     ),
     "luspo averages over tokens": Bug(
         "fused_grpo/_maths/formulas.py",
         "return on / num_sequences",
         "return on / on.sum()",
-        ["tests/ops/test_trl_oracle.py::test_in_fp64_they_are_trls_to_ten_digits[luspo-token-nothing]"],
+        ["tests/ops/test_trl_loss.py::test_in_fp64_they_are_trls_to_ten_digits[luspo-token-nothing]"],
     ),
     "dr_grpo divides by its own length": Bug(
         "fused_grpo/_maths/formulas.py",
         "num_sequences * config.max_completion_length)",
         "num_sequences * on.sum() / sequences.count)",
-        OF_TYPES,
+        TRL_TYPES,
     ),
     "dW of a row with nothing but an entropy gradient": Bug(
         "fused_grpo/_maths/statistics.py",

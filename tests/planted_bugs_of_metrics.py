@@ -1,7 +1,7 @@
 """The bugs of `planted_bugs.py` in the numbers that a run logs: (file, old, new, caught by)."""
 
-ORACLE = ["tests/trainer/logging/test_metrics_oracle.py", "-k"]
-OF_STEPS = ["tests/trainer/logging/test_step_metrics_oracle.py", "-k"]
+INDEPENDENT = ["tests/trainer/logging/test_independent_metrics.py", "-k"]
+INDEPENDENT_STEPS = ["tests/trainer/logging/test_independent_step_metrics.py", "-k"]
 SCORING, STEPS, OUTPUT = (
     "trainer/collect/scoring.py",
     "trainer/batching/micro_batch_metrics.py",
@@ -13,98 +13,98 @@ BUGS = {
         SCORING,
         "every.nanmean()",
         "rewards.nanmean()",
-        [*ORACLE, "rounds"],
+        [*INDEPENDENT, "rounds"],
     ),
     "what dynamic sampling replaced was not dropped": (
         SCORING,
         "torch.tensor(scored.sampled or [",
         "torch.tensor([",
-        [*ORACLE, "rounds"],
+        [*INDEPENDENT, "rounds"],
     ),
     "a group of one reward has a spread of 0": (
         SCORING,
         "nanstd(groups)[comparable].mean()",
         "nanstd(groups).mean()",
-        [*ORACLE, "nothing_for_most or drops"],
+        [*INDEPENDENT, "nothing_for_most or drops"],
     ),
     "a dropped group has equal rewards": (
         SCORING,
         "(apart < EQUAL_REWARDS)[kept]",
         "apart < EQUAL_REWARDS",
-        [*ORACLE, "drops"],
+        [*INDEPENDENT, "drops"],
     ),
     "the spread of normalised rewards is that of raw ones": (
         SCORING,
         "(nanstd(in_batch) < EQUAL_REWARDS)",
         "(nanstd(rewards[None]) < EQUAL_REWARDS)",
-        [*ORACLE, "equal and groups"],
+        [*INDEPENDENT, "equal and groups"],
     ),
     "rounds weigh alike in what a function logs": (
         SCORING,
         "[count / total for _, count in known]",
         "[1.0 for _, count in known]",
-        [*ORACLE, "rounds and drops"],
+        [*INDEPENDENT, "rounds and drops"],
     ),
     "the greedy reward of a dropped group counts": (
         SCORING,
         "baselines[kept, 0]",
         "baselines[:, 0]",
-        [*ORACLE, "greedy"],
+        [*INDEPENDENT, "greedy"],
     ),
     "tools keep no token, which counts": (
         SCORING,
         "int((sizes > 0).sum())",
         "len(sizes)",
-        [*ORACLE, "kept_tokens"],
+        [*INDEPENDENT, "kept_tokens"],
     ),
     "a curriculum's difficulty is that of the last round": (
         "trainer/data/prompt_sampler.py",
         "self._drawn or self.batch",
         "self.batch",
-        [*ORACLE, "difficulty"],
+        [*INDEPENDENT, "difficulty"],
     ),
     "the ratio of a sequence counts for each token": (
         STEPS,
         "_mean(sequences.mean(ratio, tokens.mask), counts > 0)",
         "_mean(ratio, tokens.mask)",
-        [*OF_STEPS, "sequences or gmpo"],
+        [*INDEPENDENT_STEPS, "sequences or gmpo"],
     ),
     "ipo clips by the sign of the advantage": (
         "fused_grpo/_maths/formulas.py",
         "return falls | rises, falls & (advantages != 0), rises & (advantages != 0)",
         "return falls | rises, (falls | rises) & (advantages < 0), (falls | rises) & (advantages > 0)",
-        [*OF_STEPS, "ipo"],
+        [*INDEPENDENT_STEPS, "ipo"],
     ),
     "the weights of no correction are logged": (
         STEPS,
         ' and terms.correction != "sampler":',
         ":",
-        [*OF_STEPS, "dppo_tv or dro"],
+        [*INDEPENDENT_STEPS, "dppo_tv or dro"],
     ),
-    "a count so far is averaged": (OUTPUT, '"skipped_steps", ', "", [*ORACLE, "skipped"]),
+    "a count so far is averaged": (OUTPUT, '"skipped_steps", ', "", [*INDEPENDENT, "skipped"]),
     "a loss that is not finite is in a mean": (
         OUTPUT,
         "and math.isfinite(value):",
         "and not math.isnan(value):",
-        [*ORACLE, "skipped"],
+        [*INDEPENDENT, "skipped"],
     ),
     "the line after a resume has the steps since": (
         "trainer/checkpoint/resume.py",
         "{name: numbers[name] for name in files.WINDOWS}",
         '{"unlogged": numbers["unlogged"], "unshown": {}}',
-        [*ORACLE, "resumed"],
+        [*INDEPENDENT, "resumed"],
     ),
     "the compilation of a resumed run is in a mean": (
         OUTPUT,
         "or self.steps > 1",
         'or record["step"] > 1',
-        [*ORACLE, "resumed"],
+        [*INDEPENDENT, "resumed"],
     ),
     "a step has the time of its phases alone": (
         "trainer/loop.py",
         "phases.so_far()",
         "sum(phases.seconds.values())",
-        [*ORACLE, "step_time"],
+        [*INDEPENDENT, "step_time"],
     ),
     "a reward function may log a curriculum's name": (
         "trainer/logging/run_log.py",

@@ -21,7 +21,7 @@ SOME = tuple(
     f"tests/{file}.py::test_{name}"
     for file, name in (
         ("ops/test_speculative", "the_speculated_loss"),
-        ("ops/test_outside_oracle", "ignored_rows_give_zero_and_no_gradient"),
+        ("ops/test_independent_ops", "ignored_rows_give_zero_and_no_gradient"),
         ("ops/test_extremes", "a_banned_target_has_no_probability_and_a_gradient"),
         ("kernels/test_logprob_forward", "single_token_vocabulary_is_certain"),
         ("kernels/test_row_passes", "gradients_of_each_option_alone"),
@@ -38,7 +38,7 @@ def pytest_on(device: str, *tests: str, seconds: int = 300) -> subprocess.Comple
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds)
 
 
-def test_in_a_rehearsal_every_op_and_pass_is_called_through_its_wrapper():
+def test_in_a_dry_run_every_op_and_pass_is_called_through_its_wrapper():
     done = pytest_on("cpu", *WHOLE, *SOME)
     assert done.returncode == 0, done.stdout
     (said,) = re.findall(r"^calls on cpu: (.*)$", done.stdout, re.MULTILINE)
@@ -56,7 +56,7 @@ def test_in_a_rehearsal_every_op_and_pass_is_called_through_its_wrapper():
 
 
 @pytest.mark.full
-def test_every_test_of_ops_and_kernels_is_green_in_a_rehearsal():
+def test_every_test_of_ops_and_kernels_is_green_in_a_dry_run():
     done = pytest_on("cpu", "tests/ops", "tests/kernels", seconds=3600)
     assert done.returncode == 0, done.stdout[-5000:]
 
@@ -66,7 +66,7 @@ def test_without_a_gpu_the_tests_of_a_gpu_say_so():
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "got FUSED_GRPO_TEST_DEVICE=cuda, but torch" in done.stderr
     done = pytest_on("gpu", "tests/ops")
-    assert "want cuda, or cpu for its rehearsal" in done.stderr
+    assert "want cuda, or cpu for its dry run" in done.stderr
 
 
 def strided() -> torch.Tensor:

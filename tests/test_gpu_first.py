@@ -1,4 +1,4 @@
-"""The first command on a GPU, rehearsed where there is only what it needs, and what it says of stages that fail."""
+"""The first command on a GPU, as a dry run where there is only what it needs, and what it says of stages that fail."""
 
 import contextlib
 import itertools
@@ -38,7 +38,7 @@ SOME = ("launch", "headline", "gpu", "device", "peers", "losses", "trace")
 
 
 @pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory, pytestconfig) -> tuple[subprocess.CompletedProcess[str], Path, float]:
+def dry_run(tmp_path_factory, pytestconfig) -> tuple[subprocess.CompletedProcess[str], Path, float]:
     """What a run said in an environment of five packages, what it left, and its CPU time in seconds."""
     folder = bare_venv(tmp_path_factory.mktemp("bare"), "torch", "triton", "numpy", "pytest", "hypothesis")
     env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder), "FUSED_GRPO_COMMIT": "abc"}
@@ -50,8 +50,8 @@ def rehearsed(tmp_path_factory, pytestconfig) -> tuple[subprocess.CompletedProce
     return done, folder / "out", cpu_seconds() - start
 
 
-def test_a_rehearsal_with_five_packages_ends_green(rehearsed, pytestconfig):
-    done, out, seconds = rehearsed
+def test_a_dry_run_with_five_packages_ends_green(dry_run, pytestconfig):
+    done, out, seconds = dry_run
     assert done.returncode == 0, done.stdout + done.stderr
     print(f"{seconds:.0f} s of CPU time\n{done.stdout}")
     assert seconds < 180
@@ -65,8 +65,8 @@ def test_a_rehearsal_with_five_packages_ends_green(rehearsed, pytestconfig):
     assert {file.name for file in out.iterdir()} == {"results.jsonl", "stages.log", "trace.json.gz"}
 
 
-def test_every_result_says_where_it_comes_from(rehearsed):
-    lines = results_in(rehearsed[1])
+def test_every_result_says_where_it_comes_from(dry_run):
+    lines = results_in(dry_run[1])
     assert {line["commit"] for line in lines} == {"abc"}
     measured = [line for line in lines if line["stage"] == "losses" and line["figure"] != "seconds"]
     assert len(measured) > 8
@@ -77,8 +77,8 @@ def test_every_result_says_where_it_comes_from(rehearsed):
         assert {"torch", "triton", "numpy", "python", "shape", "predicted", "ratio"} <= line.keys()
 
 
-def test_tests_run_and_absent_peers_are_said_to_be(rehearsed):
-    lines = results_in(rehearsed[1])
+def test_tests_run_and_absent_peers_are_said_to_be(dry_run):
+    lines = results_in(dry_run[1])
     passed = {line["stage"]: line["value"] for line in lines if line["figure"] == "tests"}
     assert passed["gpu"] > 40
     assert passed["device"] > 40
@@ -87,8 +87,8 @@ def test_tests_run_and_absent_peers_are_said_to_be(rehearsed):
     assert all(line["value"] is None and line["note"].startswith("absent: is not installed") for line in absent)
 
 
-def test_the_headline_has_ours_its_products_full_logits_and_trl(rehearsed):
-    found = {line["figure"]: line["value"] for line in results_in(rehearsed[1]) if line["stage"] == "headline"}
+def test_the_headline_has_ours_its_products_full_logits_and_trl(dry_run):
+    found = {line["figure"]: line["value"] for line in results_in(dry_run[1]) if line["stage"] == "headline"}
     for name in ("fused-grpo", "full logits"):
         assert found[f"{name}: loss, trainable: error of value"] < 1e-3
         assert found[f"{name}: loss, trainable"] > 0
@@ -96,8 +96,8 @@ def test_the_headline_has_ours_its_products_full_logits_and_trl(rehearsed):
     assert found["TRL: loss, trainable"] is None  # which is not installed there
 
 
-def test_peers_and_the_promised_ratios_are_measured(rehearsed):
-    lines = {line["figure"]: line for line in results_in(rehearsed[1]) if line["stage"] == "peers"}
+def test_peers_and_the_promised_ratios_are_measured(dry_run):
+    lines = {line["figure"]: line for line in results_in(dry_run[1]) if line["stage"] == "peers"}
     assert lines["full logits: loss, trainable"]["value"] > 0
     ours, alone = (lines[f"{name}: logprobs, no_grad"]["value"] for name in ("fused-grpo", "products alone"))
     found = lines["fused-grpo / products alone: logprobs, no_grad"]
@@ -270,11 +270,11 @@ def test_some_stages_can_be_chosen_and_no_others(run):
         run(WORKS, arguments=("--stages", "work"))
 
 
-def test_a_sanitizer_would_see_every_kernel(rehearsed):
+def test_a_sanitizer_would_see_every_kernel(dry_run):
     for name in {*kernels.__all__} - {"Divergence", "empty_tile", "is_available", "prefers_tiles"}:
         assert f"kernels.{name}(" in gpu_first.LAUNCH_ALL.read_text(), name
-    said = [line["figure"] for line in results_in(rehearsed[1]) if line["stage"] == "launch"]
-    assert "every kernel was launched" in said, rehearsed[0].stderr
+    said = [line["figure"] for line in results_in(dry_run[1]) if line["stage"] == "launch"]
+    assert "every kernel was launched" in said, dry_run[0].stderr
 
 
 def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path):

@@ -1,4 +1,4 @@
-"""The parts of the timings on a GPU, at the tiny sizes of their rehearsal."""
+"""The parts of the timings on a GPU, at the tiny sizes of their dry run."""
 
 import math
 

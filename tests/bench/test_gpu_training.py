@@ -1,4 +1,4 @@
-"""The measurements of whole trainers on a GPU, rehearsed on a CPU."""
+"""The measurements of whole trainers on a GPU, as a dry run on a CPU."""
 
 import json
 import weakref

@@ -1,7 +1,7 @@
-"""What only a GPU has, and what differs there: `make test-gpu`. With FUSED_GRPO_TEST_DEVICE=cpu a rehearsal of it.
+"""What only a GPU has, and what differs there: `make test-gpu`. With FUSED_GRPO_TEST_DEVICE=cpu a dry run of it.
 
-Tests marked `rehearsed` run in that, with interpreted kernels at the tiny sizes of tests/imported/gpu_problems.py;
-those marked `gpu` have nothing to rehearse with.
+Tests marked `dry_run` run in that, with interpreted kernels at the tiny sizes of tests/imported/gpu_problems.py;
+those marked `gpu` have no dry run.
 """
 
 import gc

@@ -13,7 +13,7 @@ from fused_grpo._maths import distributions
 from fused_grpo._maths.statistics import full_precision
 from fused_grpo.head.head import multiply_into
 
-pytestmark = pytest.mark.rehearsed
+pytestmark = pytest.mark.dry_run
 
 
 def options_of(names: str, N: int, V: int) -> dict[str, Any]:

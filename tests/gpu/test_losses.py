@@ -11,7 +11,7 @@ from gpu_problems import SIZES, Problem, assert_gradient, fused_linear_grpo_loss
 from fused_grpo import GRPOLossConfig
 from fused_grpo.config import CORRECTIONS, DPPO, LEVELS, TRL_LOSS_TYPES
 
-pytestmark = [pytest.mark.rehearsed, pytest.mark.grid, pytest.mark.usefixtures("weights_from")]
+pytestmark = [pytest.mark.dry_run, pytest.mark.grid, pytest.mark.usefixtures("weights_from")]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "high": {"epsilon_high": 0.28},

@@ -21,7 +21,7 @@ from gpu_problems import (
 from fused_grpo import kernels
 from fused_grpo.head import head, logprob_plans
 
-pytestmark = [pytest.mark.rehearsed, pytest.mark.grid, pytest.mark.usefixtures("weights_from")]
+pytestmark = [pytest.mark.dry_run, pytest.mark.grid, pytest.mark.usefixtures("weights_from")]
 
 
 def check(problem: Problem, plan: str, *, entropy: bool = False, **options: object) -> None:
@@ -83,7 +83,7 @@ def test_batch_invariant_rows_have_the_same_bits_in_any_company(plan):
 
 
 def test_rounded_weights_cost_at_most_half_more_than_rounded_d_logits(monkeypatch):
-    """RMS, of dH and dW; in rehearsal, where nothing is rounded, the same."""
+    """RMS, of dH and dW; in a dry run, where nothing is rounded, the same."""
     problem = make_problem(*SIZES.shape, off_policy=False)
     exact = logprobs_of(problem.to(torch.float64), "trainable", impl="reference")
     as_weights = logprobs_of(problem, "trainable", impl="triton")

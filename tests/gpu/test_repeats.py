@@ -8,7 +8,7 @@ from gpu_problems import SIZES, logprobs_of, loss_of, make_problem
 
 from fused_grpo import GRPOLossConfig
 
-pytestmark = pytest.mark.rehearsed
+pytestmark = pytest.mark.dry_run
 
 N, D, V = SIZES.shape
 CHUNK = 4 * (V + 256) * (N // 3)

@@ -83,7 +83,7 @@ def waits_of(call: Callable[[], Any]) -> list[str]:
 
 
 def reads_of(call: Callable[[], Any]) -> list[str]:
-    """The rehearsal of it: where plans read values. Checks of arguments, elsewhere or in CHECKS, read none on a GPU."""
+    """Its dry run: where plans read values. Checks of arguments, elsewhere or in CHECKS, read none on a GPU."""
     found: list[str] = []
 
     def counting(name: str) -> Any:
@@ -104,7 +104,7 @@ def reads_of(call: Callable[[], Any]) -> list[str]:
     return found
 
 
-@pytest.mark.rehearsed
+@pytest.mark.dry_run
 @pytest.mark.parametrize("name", WAITS)
 def test_a_call_waits_for_the_device_as_often_as_is_promised(name):
     call, promised = WAITS[name]
@@ -193,7 +193,7 @@ def compiler():
     torch.compiler.reset()
 
 
-@pytest.mark.rehearsed
+@pytest.mark.dry_run
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("compiler")
 def test_a_compiled_call_equals_an_eager_one_and_is_not_compiled_again():
@@ -211,7 +211,7 @@ def test_a_compiled_call_equals_an_eager_one_and_is_not_compiled_again():
             assert_gradient(ours, eager.double(), problem, what=name)
 
 
-@pytest.mark.rehearsed
+@pytest.mark.dry_run
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("plan", ["frozen head", "trainable"])
 def test_opcheck_finds_nothing(plan):

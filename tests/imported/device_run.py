@@ -50,7 +50,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         yield
     finally:
-        if not item.get_closest_marker("rehearsed"):  # whose tensors are on the device
+        if not item.get_closest_marker("dry_run"):  # whose tensors are on the device
             item.user_properties.append((CALLS, dict(dut.CALLS - before)))
 
 

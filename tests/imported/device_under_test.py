@@ -1,7 +1,7 @@
 """The device that the ops of tests/kernels and tests/ops run on, and how their tensors get there and back.
 
     FUSED_GRPO_TEST_DEVICE=cuda    a GPU, with compiled kernels: `make test-gpu`
-    FUSED_GRPO_TEST_DEVICE=cpu     its rehearsal: the same wrappers with copies, and 16-bit operands for every GEMM
+    FUSED_GRPO_TEST_DEVICE=cpu     its dry run: the same wrappers with copies, and 16-bit operands for every GEMM
 
 Tests make their tensors on the CPU, and check results there. If the variable is set, `install` wraps each public op and
 each row pass: the arguments of a test are copied to the device, with their strides and the memory around them, autograd
@@ -42,7 +42,7 @@ _empty = torch.empty
 def why_not() -> str | None:
     """The reason that the tests cannot run where the variable says, with the fix; None where they can."""
     if NAME not in ("", "cpu", "cuda"):
-        return f"got FUSED_GRPO_TEST_DEVICE={NAME}, want cuda, or cpu for its rehearsal"
+        return f"got FUSED_GRPO_TEST_DEVICE={NAME}, want cuda, or cpu for its dry run"
     if NAME == "cuda" and not torch.cuda.is_available():
         built = "finds no GPU" if torch.version.cuda else "is built for CPUs alone"
         return f"got FUSED_GRPO_TEST_DEVICE=cuda, but torch {torch.__version__} {built}; fix: run it beside a GPU"

@@ -1,4 +1,4 @@
-"""The problems of tests/gpu: their sizes on a GPU and in its rehearsal, how they are made, how answers are judged.
+"""The problems of tests/gpu: their sizes on a GPU and in its dry run, how they are made, how answers are judged.
 
 Tensors are made on the device, and the ops are those that a user calls: `install` has wrapped others.
 """

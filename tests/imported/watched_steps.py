@@ -1,4 +1,4 @@
-"""Runs whose optimizer steps are watched: their batches, and the policies before them, for oracles of metrics."""
+"""Runs whose optimizer steps are watched: their batches, and the policies before them, for independent metrics."""
 
 import copy
 from typing import Any

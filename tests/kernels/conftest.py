@@ -1,4 +1,4 @@
-"""Oracles for the kernels: explicit softmax maths in plain torch, in any dtype, and the error rule against fp64."""
+"""What kernels are compared with: explicit softmax maths in plain torch, in any dtype, and the error rule in fp64."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ def assert_as_exact_as_torch(ours: Tensor, torch_fp32: Tensor, exact: Tensor, *,
 
 
 @pytest.fixture
-def oracle() -> SimpleNamespace:
+def independent() -> SimpleNamespace:
     return SimpleNamespace(statistics=statistics, gradient=gradient, assert_as_exact_as_torch=assert_as_exact_as_torch)
 
 

@@ -40,7 +40,7 @@ def targets_of(R: int, V: int) -> dict[str, Tensor]:
     return {"targets": targets, "grad_logprobs": torch.cos(torch.arange(R))}
 
 
-def oracle_of(
+def independent_divergence(
     student: Tensor, teacher: Tensor, heads: dict[str, Any], *, kind: str, beta: float, upstream: Tensor, **rest: Any
 ) -> tuple[Tensor, Tensor]:
     """(the divergence, the gradient) by autograd."""
@@ -73,15 +73,17 @@ def given_to(R: int, V: int, kind: str, names: str, head_options: Any, *, target
 @pytest.mark.parametrize("names", ["", ALL])
 @pytest.mark.parametrize("target", [False, True])
 def test_divergence_and_gradient_are_as_exact_as_autograd(
-    oracle: Any, head_options: Any, pass_: Any, kind: str, R: int, V: int, names: str, target: bool
+    independent: Any, head_options: Any, pass_: Any, kind: str, R: int, V: int, names: str, target: bool
 ) -> None:
     heads, given = given_to(R, V, kind, names, head_options, target=target)
     for confident in (False, True):
         logits = problem(R, V, confident=confident)
         ours = pass_(*(x.clone() for x in logits), **heads, **given)
-        plain, exact = (oracle_of(*(x.to(d) for x in logits), heads, **given) for d in (torch.float32, torch.float64))
+        plain, exact = (
+            independent_divergence(*(x.to(d) for x in logits), heads, **given) for d in (torch.float32, torch.float64)
+        )
         for mine, torchs, wanted in zip(ours, plain, exact, strict=True):
-            oracle.assert_as_exact_as_torch(mine, torchs, wanted)
+            independent.assert_as_exact_as_torch(mine, torchs, wanted)
         rounded = pass_(*logits, **heads, **given, dtype=torch.bfloat16)[1]
         # Plain torch adds the gradient of the target's log-prob to what is rounded already.
         if not target or pass_ is kernels.divergence_gradient_:
@@ -92,7 +94,7 @@ def test_divergence_and_gradient_are_as_exact_as_autograd(
 @pytest.mark.parametrize(("R", "V"), [(7, 2), (3, 5), (5, 127), (3, 130), (7, 257)])
 @pytest.mark.parametrize("names", ["", ALL])
 def test_statistics_of_the_sweep_are_as_exact_as_autograd(
-    oracle: Any, head_options: Any, monkeypatch: pytest.MonkeyPatch, kind: str, R: int, V: int, names: str
+    independent: Any, head_options: Any, monkeypatch: pytest.MonkeyPatch, kind: str, R: int, V: int, names: str
 ) -> None:
     """Targets are the most probable token of the student, of the teacher, and others."""
     monkeypatch.setattr(buffers, "BLOCK_BYTES", 4 * 7 * 128)
@@ -107,7 +109,7 @@ def test_statistics_of_the_sweep_are_as_exact_as_autograd(
                 z = distributions.transform_logits(logits[0].to(dtype), **blank | heads["student_head"]).log_softmax(-1)
                 ways.append((z.gather(1, targets[:, None])[:, 0], -(z.exp() * z).sum(1)))
             for mine, plain, exact in zip(found[:2], *ways, strict=True):
-                oracle.assert_as_exact_as_torch(mine, plain, exact)
+                independent.assert_as_exact_as_torch(mine, plain, exact)
 
 
 def rows_with_largest_logits(where: str) -> tuple[Tensor, Tensor]:
@@ -130,14 +132,16 @@ def rows_with_largest_logits(where: str) -> tuple[Tensor, Tensor]:
     "where", ["in every block", "from end to end", "after blocks of neither", "of the student last"]
 )
 def test_largest_logits_are_found_wherever_they_are(
-    oracle: Any, head_options: Any, pass_: Any, kind: str, where: str
+    independent: Any, head_options: Any, pass_: Any, kind: str, where: str
 ) -> None:
     heads, given = given_to(4, 1300, kind, "", head_options, target=True)
     logits = rows_with_largest_logits(where)
     ours = pass_(*(x.clone() for x in logits), **heads, **given)
-    plain, exact = (oracle_of(*(x.to(d) for x in logits), heads, **given) for d in (torch.float32, torch.float64))
+    plain, exact = (
+        independent_divergence(*(x.to(d) for x in logits), heads, **given) for d in (torch.float32, torch.float64)
+    )
     for mine, torchs, wanted in zip(ours, plain, exact, strict=True):
-        oracle.assert_as_exact_as_torch(mine, torchs, wanted)
+        independent.assert_as_exact_as_torch(mine, torchs, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +167,7 @@ def test_jsd_of_almost_equal_models_keeps_its_digits(head_options: Any, pass_: A
     student, noise = problem(4, 1300)
     logits, given = (student, student + apart * noise / 3), given | {"beta": beta}
     ours = pass_(*(x.clone() for x in logits), **heads, **given)
-    exact = oracle_of(*(x.double() for x in logits), heads, **given)
+    exact = independent_divergence(*(x.double() for x in logits), heads, **given)
     for mine, wanted, share in zip(ours, exact, (min(beta, 1 - beta), 1.0), strict=True):
         assert (mine - wanted).norm() <= 2e-7 / (apart * share) * wanted.norm()
 
@@ -173,7 +177,7 @@ def test_a_confident_target_keeps_both_of_its_gradients(head_options: Any, pass_
     """Both are of the size of 1 - p, which a difference of probabilities would lose."""
     heads, given = given_to(8, 130, kind, "", head_options, target=True)
     logits = problem(8, 130, confident=True)
-    exact = oracle_of(*(x.double() for x in logits), heads, **given)[1][::4, 65]
+    exact = independent_divergence(*(x.double() for x in logits), heads, **given)[1][::4, 65]
     assert exact.abs().max() < 1e-6
     for dtype, rtol in ((torch.float32, 1e-4), (torch.bfloat16, 1e-2)):
         ours = pass_(*(x.clone() for x in logits), **heads, **given, dtype=dtype)[1][::4, 65]

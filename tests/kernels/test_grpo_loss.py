@@ -66,7 +66,7 @@ def plain(inputs: dict[str, Tensor], dtype: torch.dtype, **config: Any) -> tuple
     return gradients, formulas.token_statistics([statistics])
 
 
-def check(oracle: Any, inputs: dict[str, Tensor], *, exp_of_a_gpu: bool = ON_GPU, **config: Any) -> None:
+def check(independent: Any, inputs: dict[str, Tensor], *, exp_of_a_gpu: bool = ON_GPU, **config: Any) -> None:
     """With `exp_of_a_gpu` the three exps of a term (ratio, KL, correction) may each be off by 2^-22 of the term."""
     *gradients, statistics = run(inputs, **config)
     rough_gradients, rough = plain(inputs, torch.float32, **config)
@@ -81,11 +81,11 @@ def check(oracle: Any, inputs: dict[str, Tensor], *, exp_of_a_gpu: bool = ON_GPU
         return max(1.0, size) * (4 + 3 * 2) / 4  # in units of 4 roundings of fp32, 2^-23 each
 
     for ours, other, wanted in zip(given, rough_gradients, exact_gradients, strict=True):
-        oracle.assert_as_exact_as_torch(ours, other, wanted, magnitude=magnitude(wanted))
+        independent.assert_as_exact_as_torch(ours, other, wanted, magnitude=magnitude(wanted))
     assert statistics.keys() == exact.keys()
     for name, value in statistics.items():
         assert value.dtype == torch.float32
-        oracle.assert_as_exact_as_torch(value, rough[name], exact[name], magnitude=magnitude(exact[name], name))
+        independent.assert_as_exact_as_torch(value, rough[name], exact[name], magnitude=magnitude(exact[name], name))
 
 
 def terms_of(inputs: dict[str, Tensor]) -> float:
@@ -132,8 +132,8 @@ def of_every_kind(*, of_sequence: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("of_sequence", [False, True])
-def test_every_variant_matches_autograd(oracle: Any, name: str, of_sequence: bool) -> None:
-    check(oracle, of_every_kind(of_sequence=of_sequence), **VARIANTS[name])
+def test_every_variant_matches_autograd(independent: Any, name: str, of_sequence: bool) -> None:
+    check(independent, of_every_kind(of_sequence=of_sequence), **VARIANTS[name])
 
 
 # NumPy, under the interpreter, warns of the infinity that this test is about.
@@ -149,27 +149,29 @@ def test_an_infinite_kl_without_beta_is_a_metric_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("given", [c for n in range(5) for c in itertools.combinations(OPTIONAL, n)], ids=str)
 @pytest.mark.parametrize("bias_correction_kl", [False, True])
-def test_every_set_of_inputs_matches_autograd(oracle: Any, given: tuple[str, ...], bias_correction_kl: bool) -> None:
+def test_every_set_of_inputs_matches_autograd(
+    independent: Any, given: tuple[str, ...], bias_correction_kl: bool
+) -> None:
     inputs = {name: value for name, value in problem(33).items() if name not in OPTIONAL or name in given}
-    check(oracle, inputs, bias_correction_kl=bias_correction_kl)
+    check(independent, inputs, bias_correction_kl=bias_correction_kl)
 
 
 @pytest.mark.parametrize("N", [1, 1024, 1025, 2500])
-def test_tokens_beyond_one_program_are_counted_once(oracle: Any, N: int) -> None:
+def test_tokens_beyond_one_program_are_counted_once(independent: Any, N: int) -> None:
     inputs = problem(N) | {"mask": torch.arange(N) % 3 != 1}
-    check(oracle, inputs)
+    check(independent, inputs)
 
 
 @pytest.mark.cpu_only(reason="a GPU has its own exp")
 @pytest.mark.parametrize("sign", SIGNS)
-def test_the_exp_of_a_gpu_is_no_other_loss(oracle: Any, monkeypatch: pytest.MonkeyPatch, sign: str) -> None:
+def test_the_exp_of_a_gpu_is_no_other_loss(independent: Any, monkeypatch: pytest.MonkeyPatch, sign: str) -> None:
     make_exp_noisy(monkeypatch, sign)
     for of_sequence in (False, True):
         for variant in VARIANTS.values():
-            check(oracle, of_every_kind(of_sequence=of_sequence), exp_of_a_gpu=True, **variant)
+            check(independent, of_every_kind(of_sequence=of_sequence), exp_of_a_gpu=True, **variant)
     for count in (1, 33, 1024, 2500):
         for bias_correction_kl in (False, True):
-            check(oracle, problem(count), exp_of_a_gpu=True, bias_correction_kl=bias_correction_kl)
+            check(independent, problem(count), exp_of_a_gpu=True, bias_correction_kl=bias_correction_kl)
 
 
 @pytest.mark.parametrize(("advantage", "ratio", "slope"), [(1, 1.3, 0), (1, 0.7, -0.7), (-1, 0.7, 0), (-1, 1.3, 1.3)])

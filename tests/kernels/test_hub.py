@@ -77,15 +77,15 @@ def test_what_is_loaded_has_every_launcher(loaded: ModuleType) -> None:
     assert_same_bits(loaded)
 
 
-def test_loaded_log_probs_are_those_of_plain_torch(loaded: ModuleType, oracle: Any, head_options: Any) -> None:
+def test_loaded_log_probs_are_those_of_plain_torch(loaded: ModuleType, independent: Any, head_options: Any) -> None:
     (hidden, weight, targets), options = problem(), head_options(R, V, "bias softcap scale temperature")
     found = loaded.logprob_forward(hidden, weight, targets, entropy=True, **options)[:2]
     plain, exact = (
-        oracle.statistics(x @ w.T, targets, **options)
+        independent.statistics(x @ w.T, targets, **options)
         for x, w in ((hidden, weight), (hidden.double(), weight.double()))
     )
     for mine, torchs, wanted in zip(found, plain, exact, strict=True):
-        oracle.assert_as_exact_as_torch(mine, torchs, wanted, magnitude=10)
+        independent.assert_as_exact_as_torch(mine, torchs, wanted, magnitude=10)
 
 
 @pytest.mark.parametrize(("backend", "cuda", "hip"), [("cuda", "12.8", None), ("rocm", None, "7.1.25424")])

@@ -33,13 +33,13 @@ def everything(*inputs: Tensor, **options: Any) -> list[Tensor]:
     return [logprobs, entropy, *state]
 
 
-def check(oracle: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> None:
+def check(independent: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> None:
     ours = everything(hidden, weight, targets, **options)
-    plain = oracle.statistics(hidden.float() @ weight.float().T, targets, **options)
+    plain = independent.statistics(hidden.float() @ weight.float().T, targets, **options)
     raw = hidden.double() @ weight.double().T
     magnitude = raw.abs().max().item() if raw.numel() else 0.0
-    for mine, torchs, exact in zip(ours[:2], plain, oracle.statistics(raw, targets, **options), strict=True):
-        oracle.assert_as_exact_as_torch(mine, torchs, exact, magnitude=magnitude)
+    for mine, torchs, exact in zip(ours[:2], plain, independent.statistics(raw, targets, **options), strict=True):
+        independent.assert_as_exact_as_torch(mine, torchs, exact, magnitude=magnitude)
     assert (ours[0] <= 0).all()
 
 
@@ -47,34 +47,34 @@ def check(oracle: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **option
 @pytest.mark.parametrize("names", ["", "bias softcap scale temperature"])
 @pytest.mark.parametrize("dtype", BOTH)
 def test_ragged_shapes_are_as_exact_as_torch(
-    oracle: Any, head_options: Any, N: int, V: int, D: int, names: str, dtype: torch.dtype
+    independent: Any, head_options: Any, N: int, V: int, D: int, names: str, dtype: torch.dtype
 ) -> None:
-    check(oracle, *problem(N, V, D, dtype=dtype), **head_options(N, V, names))
+    check(independent, *problem(N, V, D, dtype=dtype), **head_options(N, V, names))
 
 
 @pytest.mark.parametrize("names", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_option_enters_the_logit_where_it_should(
-    oracle: Any, head_options: Any, names: str, dtype: torch.dtype
+    independent: Any, head_options: Any, names: str, dtype: torch.dtype
 ) -> None:
-    check(oracle, *problem(7, 130, 40, dtype=dtype), **head_options(7, 130, names))
+    check(independent, *problem(7, 130, 40, dtype=dtype), **head_options(7, 130, names))
 
 
 @pytest.mark.parametrize("logit_scale", [-0.7, 0.0, 1e-30])
 @pytest.mark.parametrize("dtype", BOTH)
 def test_logits_that_a_scale_turns_around_or_away_are_logits(
-    oracle: Any, head_options: Any, logit_scale: float, dtype: torch.dtype
+    independent: Any, head_options: Any, logit_scale: float, dtype: torch.dtype
 ) -> None:
     """Where all of a row lies beyond a mask, 0 times its -inf would be no number."""
     inputs = problem(33, 257, 16, dtype=dtype)
-    check(oracle, *inputs, **head_options(33, 257, "temperature"), logit_scale=logit_scale)
+    check(independent, *inputs, **head_options(33, 257, "temperature"), logit_scale=logit_scale)
 
 
 @pytest.mark.parametrize("dtype", BOTH)
-def test_target_in_any_tile_of_any_split_is_found(oracle: Any, head_options: Any, dtype: torch.dtype) -> None:
+def test_target_in_any_tile_of_any_split_is_found(independent: Any, head_options: Any, dtype: torch.dtype) -> None:
     hidden, weight, _ = problem(33, 257, 16, dtype=dtype)
     edges = torch.tensor([0, 31, 32, 63, 64, 95, 96, 127, 128, 255, 256])
-    check(oracle, hidden, weight, edges.repeat(3), **head_options(33, 257))
+    check(independent, hidden, weight, edges.repeat(3), **head_options(33, 257))
 
 
 @pytest.mark.parametrize("dtype", BOTH)
@@ -113,12 +113,12 @@ def test_reruns_are_bitwise_equal_and_an_entropy_moves_only_a_sums_order(head_op
 
 
 @pytest.mark.parametrize("dtype", BOTH)
-def test_strided_inputs_are_read_in_place(oracle: Any, head_options: Any, dtype: torch.dtype) -> None:
+def test_strided_inputs_are_read_in_place(independent: Any, head_options: Any, dtype: torch.dtype) -> None:
     hidden, weight, targets = problem(7, 130, 16, dtype=dtype)
     temperature = torch.tensor(0.8).expand(7)
     wide = torch.full((7, 40), float("nan"), dtype=dtype)
     wide[:, 3:35:2] = hidden
-    check(oracle, wide[:, 3:35:2], weight.T.contiguous().T, targets, temperature=temperature)
+    check(independent, wide[:, 3:35:2], weight.T.contiguous().T, targets, temperature=temperature)
 
 
 @pytest.mark.cpu_only(reason="it is about the tile tables")
@@ -153,7 +153,7 @@ def test_descriptors_and_pointers_read_the_same_head(
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_descriptor_neither_reads_past_the_features_nor_past_the_rows(
-    oracle: Any, head_options: Any, dtype: torch.dtype
+    independent: Any, head_options: Any, dtype: torch.dtype
 ) -> None:
     hidden, weight, targets = problem(7, 130, 40, dtype=dtype)
     inputs = []
@@ -162,7 +162,7 @@ def test_descriptor_neither_reads_past_the_features_nor_past_the_rows(
         around[: len(matrix), :40] = matrix
         inputs.append(around[: len(matrix), :40])
         assert tuning.is_aligned(inputs[-1])
-    check(oracle, *inputs, targets, **head_options(7, 130))
+    check(independent, *inputs, targets, **head_options(7, 130))
 
 
 @pytest.mark.cpu_only(reason="it is about addresses and strides, which are the same anywhere")
@@ -190,19 +190,19 @@ def test_rows_too_far_apart_for_int32_are_copied() -> None:
 @pytest.mark.parametrize("names", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_row_without_a_target_has_the_statistics_of_all_tokens(
-    oracle: Any, head_options: Any, names: str, dtype: torch.dtype
+    independent: Any, head_options: Any, names: str, dtype: torch.dtype
 ) -> None:
     (hidden, weight, targets), options = problem(33, 257, 16, dtype=dtype), head_options(33, 257, names)
-    plain = oracle.statistics(hidden.float() @ weight.float().T, targets, **options)
+    plain = independent.statistics(hidden.float() @ weight.float().T, targets, **options)
     raw = hidden.double() @ weight.double().T
-    exact = oracle.statistics(raw, targets, **options)
+    exact = independent.statistics(raw, targets, **options)
     elsewhere = torch.arange(33) % 3 == 0
     ours = logprob_forward(hidden, weight, targets.masked_fill(elsewhere, -1), entropy=True, **options)
     assert (ours[0][elsewhere] == float("-inf")).all()
-    oracle.assert_as_exact_as_torch(
+    independent.assert_as_exact_as_torch(
         ours[0][~elsewhere], plain[0][~elsewhere], exact[0][~elsewhere], magnitude=raw.max()
     )
-    oracle.assert_as_exact_as_torch(ours[1], plain[1], exact[1], magnitude=raw.abs().max().item())
+    independent.assert_as_exact_as_torch(ours[1], plain[1], exact[1], magnitude=raw.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", BOTH)

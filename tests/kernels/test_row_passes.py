@@ -61,7 +61,7 @@ def jacobian(passes: ModuleType, logits: Tensor, targets: Tensor, **options: Any
     return weights.float() * scale[:, None]
 
 
-def check(oracle: Any, compute: Any, logits: Tensor, targets: Tensor, *, raised: int = 0, **options: Any) -> None:
+def check(independent: Any, compute: Any, logits: Tensor, targets: Tensor, *, raised: int = 0, **options: Any) -> None:
     """A gradient that `compute` takes, against fp64, next to fp32 autograd. In bf16 it is that, rounded."""
     ours = compute(logits.clone(), targets, **options)
     rounded = compute(logits.clone(), targets, **options, dtype=torch.bfloat16).float()
@@ -69,31 +69,31 @@ def check(oracle: Any, compute: Any, logits: Tensor, targets: Tensor, *, raised:
     assert ((rounded - ours).abs() <= 1.01 * (1 + raised) * 2.0**-8 * ours.abs() + 1e-38).all()
     if "grad_logprobs" not in options:
         options |= {"grad_logprobs": torch.ones(len(logits)), "grad_entropy": torch.zeros(len(logits))}
-    plain, exact = (oracle.gradient(x, targets, **options) for x in (logits, logits.double()))
-    oracle.assert_as_exact_as_torch(ours, plain, exact)
+    plain, exact = (independent.gradient(x, targets, **options) for x in (logits, logits.double()))
+    independent.assert_as_exact_as_torch(ours, plain, exact)
 
 
 @pytest.mark.parametrize(("R", "V"), SHAPES)
 @pytest.mark.parametrize("names", ["", ALL])
 def test_statistics_are_as_exact_as_torch(
-    oracle: Any, head_options: Any, passes: ModuleType, R: int, V: int, names: str
+    independent: Any, head_options: Any, passes: ModuleType, R: int, V: int, names: str
 ) -> None:
     (logits, targets), options = problem(R, V), head_options(R, V, names)
     before = logits.clone()
     ours = statistics(passes, logits, targets, **options)
     assert torch.equal(logits, before)
     at_once = passes.softmax_weights_(logits, targets, entropy=True, **options)[2]
-    plain, exact = (oracle.statistics(x, targets, **options) for x in (before, before.double()))
+    plain, exact = (independent.statistics(x, targets, **options) for x in (before, before.double()))
     for some in (ours, at_once):
         for mine, torchs, wanted in zip(some[:2], plain, exact, strict=True):
-            oracle.assert_as_exact_as_torch(mine, torchs, wanted)
+            independent.assert_as_exact_as_torch(mine, torchs, wanted)
 
 
 @pytest.mark.parametrize(("R", "V"), SHAPES)
 @pytest.mark.parametrize("names", ["", ALL, "softcap"])
 @pytest.mark.parametrize("rises", [0.0, 90.0])
 def test_moments_are_as_exact_as_torch(
-    oracle: Any, head_options: Any, passes: ModuleType, R: int, V: int, names: str, rises: float
+    independent: Any, head_options: Any, passes: ModuleType, R: int, V: int, names: str, rises: float
 ) -> None:
     """In two tiles, of which the first row's target is in neither, as in a shard; that of the last row ties."""
     (logits, targets), options = problem(R, V), head_options(R, V, names)
@@ -122,7 +122,7 @@ def test_moments_are_as_exact_as_torch(
         squares = (2 * (others - shift.masked_fill(shift == -torch.inf, 0.0))).exp().sum(1)
         found.append((squares, z.sum(1) / V))
     for mine, plain, exact in zip((moments.squares, moments.logits / V), *found, strict=True):
-        oracle.assert_as_exact_as_torch(mine, plain, exact)
+        independent.assert_as_exact_as_torch(mine, plain, exact)
     leads = (moments.target_logit >= moments.largest) & (moments.target_logit > moments.before)
     # Where the cap saturates, logits that differ are equal in fp32.
     lead = torch.where(targets < V, z.gather(1, local)[:, 0], -torch.inf) - others.amax(1)
@@ -134,32 +134,32 @@ def test_moments_are_as_exact_as_torch(
 @pytest.mark.parametrize(("R", "V"), SHAPES)
 @pytest.mark.parametrize("names", ["", ALL])
 def test_weights_times_their_scale_are_the_gradient_of_the_log_prob(
-    oracle: Any, head_options: Any, passes: ModuleType, R: int, V: int, names: str
+    independent: Any, head_options: Any, passes: ModuleType, R: int, V: int, names: str
 ) -> None:
     (logits, targets), options = problem(R, V), head_options(R, V, names)
-    check(oracle, lambda *x, **o: jacobian(passes, *x, **o), logits, targets, **options)
+    check(independent, lambda *x, **o: jacobian(passes, *x, **o), logits, targets, **options)
 
 
 @pytest.mark.parametrize(("R", "V"), SHAPES)
 @pytest.mark.parametrize("names", ["", ALL])
 def test_gradient_is_as_exact_as_autograd(
-    oracle: Any, head_options: Any, passes: ModuleType, R: int, V: int, names: str
+    independent: Any, head_options: Any, passes: ModuleType, R: int, V: int, names: str
 ) -> None:
     options = upstream(R) | head_options(R, V, names)
-    check(oracle, lambda *x, **o: gradient(passes, *x, **o), *problem(R, V), **options)
+    check(independent, lambda *x, **o: gradient(passes, *x, **o), *problem(R, V), **options)
 
 
 @pytest.mark.parametrize("names", ["bias", "softcap", "scale", "temperature"])
-def test_gradients_of_each_option_alone(oracle: Any, head_options: Any, passes: ModuleType, names: str) -> None:
+def test_gradients_of_each_option_alone(independent: Any, head_options: Any, passes: ModuleType, names: str) -> None:
     options = head_options(5, 130, names)
-    check(oracle, lambda *x, **o: jacobian(passes, *x, **o), *problem(5, 130), **options)
-    check(oracle, lambda *x, **o: gradient(passes, *x, **o), *problem(5, 130), **upstream(5), **options)
+    check(independent, lambda *x, **o: jacobian(passes, *x, **o), *problem(5, 130), **options)
+    check(independent, lambda *x, **o: gradient(passes, *x, **o), *problem(5, 130), **upstream(5), **options)
 
 
 @pytest.mark.parametrize("step", [HEADROOM - 1, HEADROOM + 1, 60.0, 400.0])
 @pytest.mark.parametrize("falls", [False, True])
 def test_logits_that_rise_or_fall_from_tile_to_tile_are_as_exact_as_any(
-    oracle: Any, head_options: Any, passes: ModuleType, step: float, falls: bool
+    independent: Any, head_options: Any, passes: ModuleType, step: float, falls: bool
 ) -> None:
     """Up to the last tile the shift is raised, and what was written so far goes along."""
     logits, targets = problem(7, 520)
@@ -167,26 +167,26 @@ def test_logits_that_rise_or_fall_from_tile_to_tile_are_as_exact_as_any(
     logits += steps.flip(0) if falls else steps
     targets[:3] = torch.tensor([0, 200, 519])
     options = head_options(7, 520)
-    exact, plain = (oracle.statistics(x, targets, **options) for x in (logits.double(), logits))
+    exact, plain = (independent.statistics(x, targets, **options) for x in (logits.double(), logits))
     for mine, torchs, wanted in zip(statistics(passes, logits, targets, **options)[:2], plain, exact, strict=True):
-        oracle.assert_as_exact_as_torch(mine, torchs, wanted)
+        independent.assert_as_exact_as_torch(mine, torchs, wanted)
     # Up to four of the five tiles raise it.
-    check(oracle, lambda *x, **o: jacobian(passes, *x, **o), logits, targets, raised=4, **options)
-    check(oracle, lambda *x, **o: gradient(passes, *x, **o), logits, targets, **upstream(7), **options)
+    check(independent, lambda *x, **o: jacobian(passes, *x, **o), logits, targets, raised=4, **options)
+    check(independent, lambda *x, **o: gradient(passes, *x, **o), logits, targets, **upstream(7), **options)
 
 
 @pytest.mark.parametrize("shift", [1e4, -1e4])
 def test_huge_logits_keep_finite_statistics_and_gradients(
-    oracle: Any, head_options: Any, passes: ModuleType, shift: float
+    independent: Any, head_options: Any, passes: ModuleType, shift: float
 ) -> None:
     logits, targets = problem(5, 130)
     options, shifted = head_options(5, 130), logits + shift
-    exact = oracle.statistics(shifted.double(), targets, **options)
+    exact = independent.statistics(shifted.double(), targets, **options)
     # The common shift cancels exactly: a log-prob of 5 must not carry the rounding of a logit of 10000.
     for mine, wanted in zip(statistics(passes, shifted, targets, **options)[:2], exact, strict=True):
         torch.testing.assert_close(mine.double(), wanted, rtol=2e-6, atol=2e-6)
-    check(oracle, lambda *x, **o: gradient(passes, *x, **o), shifted, targets, **upstream(5), **options)
-    check(oracle, lambda *x, **o: jacobian(passes, *x, **o), shifted, targets, **options)
+    check(independent, lambda *x, **o: gradient(passes, *x, **o), shifted, targets, **upstream(5), **options)
+    check(independent, lambda *x, **o: jacobian(passes, *x, **o), shifted, targets, **options)
 
 
 @pytest.mark.parametrize("compute", [gradient, jacobian])
@@ -377,27 +377,27 @@ def options_of(columns: slice, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("names", ["", ALL])
 @pytest.mark.parametrize("edges", [(0, 70, 130), (0, 1, 2, 130)])
 def test_slices_merge_into_the_vocabulary(
-    oracle: Any, head_options: Any, passes: ModuleType, names: str, edges: tuple[int, ...]
+    independent: Any, head_options: Any, passes: ModuleType, names: str, edges: tuple[int, ...]
 ) -> None:
     (logits, targets), options = problem(7, 130), head_options(7, 130, names)
-    plain, exact = (oracle.statistics(x, targets, **options) for x in (logits, logits.double()))
+    plain, exact = (independent.statistics(x, targets, **options) for x in (logits, logits.double()))
     parts = []
     for part, local, columns in slices(logits, targets, *edges):
         parts.append(RowState(*passes.row_statistics(part, local, entropy=True, **options_of(columns, options))))
         assert torch.equal(parts[-1].target_logit == -torch.inf, local == -1)
     for mine, torchs, wanted in zip(passes.finish_rows(parts, entropy=True)[:2], plain, exact, strict=True):
-        oracle.assert_as_exact_as_torch(mine, torchs, wanted)
+        independent.assert_as_exact_as_torch(mine, torchs, wanted)
 
 
 @pytest.mark.parametrize("names", ["", ALL])
 @pytest.mark.parametrize("how", ["weights", "without an entropy", "with one"])
 def test_gradients_of_slices_are_those_of_the_vocabulary(
-    oracle: Any, head_options: Any, passes: ModuleType, names: str, how: str
+    independent: Any, head_options: Any, passes: ModuleType, names: str, how: str
 ) -> None:
     (logits, targets), options, grads = problem(7, 130), head_options(7, 130, names), upstream(7)
     if how != "with one":
         grads["grad_entropy"] = torch.zeros(7)
-    plain, exact = (oracle.gradient(x, targets, **grads, **options) for x in (logits, logits.double()))
+    plain, exact = (independent.gradient(x, targets, **grads, **options) for x in (logits, logits.double()))
     known = statistics(passes, logits, targets, **options)
     ours = []
     for part, local, columns in slices(logits, targets, 0, 70, 130):
@@ -408,7 +408,7 @@ def test_gradients_of_slices_are_those_of_the_vocabulary(
         else:
             given = grads if how == "with one" else grads | {"grad_entropy": None}
             ours.append(passes.logits_gradient_(part, local, statistics=known, **given, **here))
-    oracle.assert_as_exact_as_torch(torch.cat(ours, 1), plain, exact)
+    independent.assert_as_exact_as_torch(torch.cat(ours, 1), plain, exact)
 
 
 def test_softcap_is_exact_from_the_smallest_to_the_largest_logit(passes: ModuleType) -> None:

@@ -50,15 +50,17 @@ def run(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> tupl
     return scale[:, None].double() * out.double(), logprobs, entropy
 
 
-def check(oracle: Any, inputs: tuple[Tensor, Tensor, Tensor], **options: Any) -> None:
+def check(independent: Any, inputs: tuple[Tensor, Tensor, Tensor], **options: Any) -> None:
     hidden, weight, targets = inputs
     ours, logprobs, entropy = run(*inputs, **options)
     raw = hidden.double() @ weight.double().T
-    plain = oracle.statistics(raw.float(), targets, **options)
-    for mine, torchs, exact in zip((logprobs, entropy), plain, oracle.statistics(raw, targets, **options), strict=True):
-        oracle.assert_as_exact_as_torch(mine, torchs, exact, magnitude=raw.abs().max().item())
+    plain = independent.statistics(raw.float(), targets, **options)
+    for mine, torchs, exact in zip(
+        (logprobs, entropy), plain, independent.statistics(raw, targets, **options), strict=True
+    ):
+        independent.assert_as_exact_as_torch(mine, torchs, exact, magnitude=raw.abs().max().item())
     ones, none = torch.ones(len(hidden)), torch.zeros(len(hidden))
-    exact = oracle.gradient(raw, targets, ones, none, **options)
+    exact = independent.gradient(raw, targets, ones, none, **options)
     rounding = 1e-2 if ON_A_GPU else 2e-5
     torch.testing.assert_close(ours, exact, rtol=rounding, atol=rounding * exact.abs().max().item())
     # What is left beside a certain token is exact by itself, not beside that of other rows. In fp64, 1 - p is not.
@@ -68,23 +70,23 @@ def check(oracle: Any, inputs: tuple[Tensor, Tensor, Tensor], **options: Any) ->
 
 @pytest.mark.parametrize(("N", "V", "D"), SHAPES)
 @pytest.mark.parametrize("names", ["", "bias softcap scale temperature"])
-def test_ragged_shapes_are_exact(oracle: Any, head_options: Any, N: int, V: int, D: int, names: str) -> None:
-    check(oracle, problem(N, V, D), **head_options(N, V, names))
+def test_ragged_shapes_are_exact(independent: Any, head_options: Any, N: int, V: int, D: int, names: str) -> None:
+    check(independent, problem(N, V, D), **head_options(N, V, names))
 
 
 @pytest.mark.parametrize("names", OPTIONS)
-def test_each_option_enters_the_logit_where_it_should(oracle: Any, head_options: Any, names: str) -> None:
-    check(oracle, problem(33, 130, 40), **head_options(33, 130, names))
+def test_each_option_enters_the_logit_where_it_should(independent: Any, head_options: Any, names: str) -> None:
+    check(independent, problem(33, 130, 40), **head_options(33, 130, names))
 
 
 @pytest.mark.parametrize("logit_scale", [-0.7, 0.0, 1e-30])
-def test_logits_that_a_scale_turns_around_or_away(oracle: Any, head_options: Any, logit_scale: float) -> None:
-    check(oracle, problem(33, 257, 16), **head_options(33, 257, "temperature"), logit_scale=logit_scale)
+def test_logits_that_a_scale_turns_around_or_away(independent: Any, head_options: Any, logit_scale: float) -> None:
+    check(independent, problem(33, 257, 16), **head_options(33, 257, "temperature"), logit_scale=logit_scale)
 
 
 @pytest.mark.parametrize("names", ["", "bias"])
-def test_rows_far_from_their_anchor_are_as_exact_as_any(oracle: Any, head_options: Any, names: str) -> None:
-    check(oracle, far(), **head_options(33, 257, names))
+def test_rows_far_from_their_anchor_are_as_exact_as_any(independent: Any, head_options: Any, names: str) -> None:
+    check(independent, far(), **head_options(33, 257, names))
 
 
 def test_rows_beside_far_ones_keep_their_bits(head_options: Any) -> None:
@@ -114,7 +116,7 @@ def test_rows_that_are_no_numbers_leave_others_alone(head_options: Any) -> None:
     assert (out[20] == 0).all()
 
 
-def test_banned_tokens_have_no_weight(oracle: Any, head_options: Any) -> None:
+def test_banned_tokens_have_no_weight(independent: Any, head_options: Any) -> None:
     """A bias of -inf, at the target of one row as well: that has a log-prob of -inf."""
     inputs, bias = problem(33, 257, 16), torch.zeros(257).index_fill_(0, torch.arange(40), -torch.inf)
     inputs[2].clamp_(40)[5] = 3
@@ -161,7 +163,7 @@ def test_it_is_preferred_where_it_was_measured_and_can_be_described(monkeypatch:
     assert not prefers("sm_80", bf16, 8192)
 
 
-def test_fewer_longer_splits_give_weights_as_exact(oracle: Any, head_options: Any, monkeypatch) -> None:
+def test_fewer_longer_splits_give_weights_as_exact(independent: Any, head_options: Any, monkeypatch) -> None:
     for arch, tile in [*tuning.WEIGHTS.items()]:
         monkeypatch.setitem(tuning.WEIGHTS, arch, replace(tile, max_splits=3))
-    check(oracle, problem(33, 257, 16), **head_options(33, 257, "bias"))
+    check(independent, problem(33, 257, 16), **head_options(33, 257, "bias"))

@@ -35,12 +35,12 @@ def entries(count: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("lie", [strided, Tensor.contiguous])
-def test_logits_of_entries_are_dot_products_in_fp32(passes: ModuleType, oracle, dtype, lie) -> None:
+def test_logits_of_entries_are_dot_products_in_fp32(passes: ModuleType, independent, dtype, lie) -> None:
     hidden, weight, rows, tokens = lie(normal(N, D, dtype=dtype)), lie(normal(V, D, seed=1)), entries(N), entries(V)
     ours = passes.entry_logits(hidden, weight, rows, tokens, dtype=torch.float32)
     h, w = hidden[rows], weight.to(dtype)[tokens]
     plain, exact = ((h.to(wide)[:, None] @ w.to(wide)[:, :, None])[:, 0, 0] for wide in (torch.float32, torch.float64))
-    oracle.assert_as_exact_as_torch(ours, plain, exact, magnitude=D**0.5)
+    independent.assert_as_exact_as_torch(ours, plain, exact, magnitude=D**0.5)
 
 
 @pytest.mark.parametrize("budget", [1, 3 * 4 * D, 2**20])
@@ -56,7 +56,7 @@ def test_entries_of_a_row_may_be_in_several_blocks(passes: ModuleType, monkeypat
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("lie", [strided, Tensor.contiguous])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_weighted_rows_are_the_sums_of_their_segments(passes: ModuleType, oracle, dtype, lie, accumulate) -> None:
+def test_weighted_rows_are_the_sums_of_their_segments(passes: ModuleType, independent, dtype, lie, accumulate) -> None:
     ends, places = torch.tensor([0, 1, 1, 12, 29]), torch.tensor([4, 0, 6, 2])
     matrix, factors, index = lie(normal(V, D, seed=1)), normal(E, seed=2), entries(V)
     out = lie(normal(N, D, dtype=dtype))
@@ -67,7 +67,7 @@ def test_weighted_rows_are_the_sums_of_their_segments(passes: ModuleType, oracle
     for place, (start, end) in zip(places.tolist(), ends.unfold(0, 2, 1).tolist(), strict=True):
         total = (factors[start:end, None].double() * matrix.half()[index[start:end]].double()).sum(0)
         exact[place] = total + (before[place] if accumulate else 0)
-    oracle.assert_as_exact_as_torch(out, exact.to(dtype), exact, magnitude=D**0.5)
+    independent.assert_as_exact_as_torch(out, exact.to(dtype), exact, magnitude=D**0.5)
     untouched = [1, 3, 5]
     assert torch.equal(out[untouched].double(), before[untouched])
 

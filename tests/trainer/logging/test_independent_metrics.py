@@ -1,4 +1,4 @@
-"""Every logged number is what docs/trainer.md says of it: compared with an oracle that knows the definitions alone."""
+"""Every logged number is what docs/trainer.md says of it: compared with an implementation of the definitions alone."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import metrics_oracle as oracle
+import independent_metrics as independent
 import pytest
 import torch
 from batches import batch_of
@@ -87,7 +87,7 @@ def watched(trainer: Any, broken: Any = None) -> list[Any]:
                     rollouts.sampling_logprobs[number][0] = math.nan
             groups.append(
                 [
-                    oracle.Completion(
+                    independent.Completion(
                         list(prompt),
                         rollouts.completion_ids[number],
                         rollouts.finish_reasons[number] == "stop",
@@ -112,7 +112,7 @@ def scored(calls: Any, names: list[str], weights: list[float], fails: Any, decod
             one.dropped |= fails is not None and fails(decode(one.prompt))
             if one.greedy_ids is not None:
                 of_greedy = [SCORES[name](one.prompt, one.greedy_ids) for name in names]
-                total = oracle.total(oracle.Completion(one.prompt, one.greedy_ids, True, of_greedy), weights)
+                total = independent.total(independent.Completion(one.prompt, one.greedy_ids, True, of_greedy), weights)
                 one.greedy = math.nan if total is None else total
 
 
@@ -120,7 +120,7 @@ def per_step(calls: Any, weights: list[float], args: Any) -> list[Any]:
     """The rounds of each generated batch."""
     batches, place = [], 0
     while place < len(calls):
-        _, count = oracle.kept_of(calls[place:], weights, len(calls[place]), args.dynamic_sampling)
+        _, count = independent.kept_of(calls[place:], weights, len(calls[place]), args.dynamic_sampling)
         count = count if args.dynamic_sampling else 1
         batches.append(calls[place : place + count])
         place += count
@@ -136,8 +136,8 @@ def known_mean(rounds: Any, names: list[str]) -> float | None:
         parts = kept if len(kept) < len(sound) else [list(chain(*sound))]
         scores = [[one.rewards[place] for one in part] for place in range(len(names)) for part in parts]
         known = [[value for value in values if value is not None] for values in scores]
-        calls.append(([oracle.mean(values) for values in known if values], sum(map(len, kept))))
-    mean = oracle.logged_mean(calls)
+        calls.append(([independent.mean(values) for values in known if values], sum(map(len, kept))))
+    mean = independent.logged_mean(calls)
     return None if math.isnan(mean) else mean
 
 
@@ -213,8 +213,8 @@ def test_metrics_of_a_generated_batch_are_their_definitions(make_trainer, served
     found = records(trainer)
     assert len(batches) == -(-len(found) // uses)
     for number, rounds in enumerate(batches):
-        tokens += oracle.tokens_of(rounds)
-        expected = oracle.of_batch(rounds, names, weights, args) | {"num_tokens": tokens}
+        tokens += independent.tokens_of(rounds)
+        expected = independent.of_batch(rounds, names, weights, args) | {"num_tokens": tokens}
         known = pytest.approx(known_mean(rounds, names), nan_ok=True)
         for step in range(number * uses, min((number + 1) * uses, len(found))):
             assert_same(found[step], expected, f"step {step + 1}")
@@ -286,7 +286,7 @@ def test_an_entry_and_a_line_are_of_the_steps_since_the_last_one(seven_steps, sh
     trainer, size = seven_steps(**options), options["logging_steps"]
     steps, uses = records(trainer), trainer.args.num_iterations * trainer.args.optimizer_steps_per_generation(1)
     numbered = [{**record, "generation": (record["step"] - 1) // uses} for record in steps]
-    wanted = oracle.windows(numbered, size, latest=LATEST, once=lambda one: one.startswith(OF_BATCHES))
+    wanted = independent.windows(numbered, size, latest=LATEST, once=lambda one: one.startswith(OF_BATCHES))
     entries = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     assert [entry["step"] for entry in entries] == [*range(size, 7, size), 7]
     firsts = {1, 5} if "save_steps" in options else {1}  # compiles
@@ -297,7 +297,7 @@ def test_an_entry_and_a_line_are_of_the_steps_since_the_last_one(seven_steps, sh
             assert key == "step_time" or line[key] == entry[key], f"{key} of the line of step {step}"
         window = [record for record in steps if (record["step"] - 1) // size == (step - 1) // size]
         warm = [record["step_time"] for record in window if record["step"] not in firsts]
-        assert line["step_time"] == (pytest.approx(oracle.mean(warm)) if warm else None)
+        assert line["step_time"] == (pytest.approx(independent.mean(warm)) if warm else None)
 
 
 def test_kept_tokens_of_a_completion_are_those_of_its_own_tokens():
@@ -323,7 +323,7 @@ def test_the_difficulty_of_a_batch_is_that_of_all_prompts_that_were_drawn(make_t
     assert max(map(len, batches)) > 1
     for rounds, record in zip(batches, records(trainer), strict=True):
         drawn = [group[0].prompt[0] - 2 for groups in rounds for group in groups]
-        assert record["curriculum/difficulty"] == pytest.approx(oracle.mean(drawn))
+        assert record["curriculum/difficulty"] == pytest.approx(independent.mean(drawn))
 
 
 def test_step_time_has_what_lies_between_the_phases(make_trainer, monkeypatch):
@@ -344,7 +344,7 @@ def test_metrics_of_an_evaluation_are_their_definitions(make_trainer, options):
     found = trainer.evaluate(sets)
     scored(calls, names, weights, fails, trainer.processing_class.decode)
     for groups, name in zip(calls, sets, strict=True):
-        expected = oracle.of_batch([groups], names, weights, trainer.args, evaluated=True)
+        expected = independent.of_batch([groups], names, weights, trainer.args, evaluated=True)
         expected["num_tokens"] = 0
         if (n := trainer.args.num_generations_eval) is not None:
             right = [sum((one.rewards[0] or 0.0) >= 1.0 for one in group) for group in groups]
@@ -353,5 +353,5 @@ def test_metrics_of_an_evaluation_are_their_definitions(make_trainer, options):
             ]
             for k in (1, 2, 4):
                 misses = [math.comb(n - c, k) / math.comb(n, k) for c in rated]
-                expected[f"pass@{k}"] = 1 - oracle.mean(misses)
+                expected[f"pass@{k}"] = 1 - independent.mean(misses)
         assert_same(found, {f"eval_{name}_{key}": value for key, value in expected.items()}, name)

@@ -1,8 +1,8 @@
 """The metrics of a step's further terms, from docs/loss.md, docs/divergence.md and docs/score-centering.md, in fp64.
 
-Beside `step_metrics_oracle.py`, whose metrics they change: the selections of Clip-Cov and KL-Cov, the divergence from a
-teacher, score centering, the load of a mixture's experts, and how many of these the sampler had chosen otherwise. Plain
-loops over full distributions, without packing, chunks or kernels.
+Of terms that change the metrics in independent_step_metrics.py: the selections of Clip-Cov and KL-Cov, the divergence
+from a teacher, score centering, the load of a mixture's experts, how many of these the sampler chose otherwise.
+Plain loops over full distributions, without packing, chunks or kernels.
 """
 
 import math
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from independent_step_metrics import OF_SAMPLER, Sequence, Step
 from mixtures import hooked
-from step_metrics_oracle import OF_SAMPLER, Sequence, Step
 from torch import Tensor
 
 

@@ -1,7 +1,7 @@
 """What each metric of docs/trainer.md is, from its definition there, in plain Python's fp64 and without our own code.
 
 `of_batch` has those of a generated batch, or of an evaluation, from what was sampled and what the reward functions say
-of it: a list of groups for each `generate` call. `of_step` (metrics_oracle_steps.py) has those of an optimizer step.
+of it: a list of groups for each `generate` call. independent_step_metrics.py has those of an optimizer step.
 """
 
 import math

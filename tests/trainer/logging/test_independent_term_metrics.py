@@ -4,9 +4,9 @@ import copy
 import json
 from typing import Any
 
+import independent_step_metrics
+import independent_term_metrics as independent
 import pytest
-import step_metrics_oracle
-import term_metrics_oracle as oracle
 import torch
 from watched_steps import BASE, reward, watched
 
@@ -53,7 +53,7 @@ class SamplingEngine(TransformersEngine):
     """Transformers' engine as the user's own, whose log-probs the loss corrects for."""
 
 
-def full_sequences(batch: list[Any], models: Any, teacher: Any, args: Any) -> list[oracle.FullSequence]:
+def full_sequences(batch: list[Any], models: Any, teacher: Any, args: Any) -> list[independent.FullSequence]:
     policy, old, reference = models
     rows = []
     for sample in batch:
@@ -61,16 +61,16 @@ def full_sequences(batch: list[Any], models: Any, teacher: Any, args: Any) -> li
             continue
         given = sample.prompt_ids, sample.completion_ids, args.temperature
         with torch.no_grad():
-            before, of_reference = (step_metrics_oracle.measured(model, *given)[0] for model in (old, reference))
-            of_teacher = None if teacher is None else oracle.distributions(teacher, *given)
-        every = oracle.distributions(policy, *given)
+            before, of_reference = (independent_step_metrics.measured(model, *given)[0] for model in (old, reference))
+            of_teacher = None if teacher is None else independent.distributions(teacher, *given)
+        every = independent.distributions(policy, *given)
         listed = None
         if args.score_centering != "off":
             given_ids, sizes = sample.listed_tokens.ids, sample.listed_tokens.sizes.tolist()
             parts = (values.split(sizes) for values in (given_ids, sample.listed_tokens.logprobs))
             listed = [dict(zip(ids.tolist(), values.tolist(), strict=True)) for ids, values in zip(*parts, strict=True)]
         rows.append(
-            oracle.FullSequence(
+            independent.FullSequence(
                 sample.advantage,
                 every.gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0],
                 -(every.exp() * every).sum(1),
@@ -100,7 +100,7 @@ def test_metrics_of_further_terms_are_their_definitions(make_trainer, make_model
     assert len(found) == len(steps) == BASE["max_steps"]
     for (batch, policy, old), record in zip(steps, found, strict=True):
         rows = full_sequences(batch, (policy, old, reference), of_teacher, trainer.args)
-        expected = oracle.FullStep(rows, trainer.args, total=len(batch)).metrics()
+        expected = independent.FullStep(rows, trainer.args, total=len(batch)).metrics()
         wrong = {
             key: (record.get(key), value)
             for key, value in expected.items()

@@ -1,12 +1,12 @@
-"""Every logged number of an optimizer step is what docs/trainer.md says: by an oracle in fp64 without our code."""
+"""Every logged number of an optimizer step is what docs/trainer.md says: by an independent implementation in fp64."""
 
 import copy
 import json
 import math
 from typing import Any
 
+import independent_step_metrics as independent
 import pytest
-import step_metrics_oracle as oracle
 import torch
 from watched_steps import BASE, reward, watched
 
@@ -49,18 +49,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def sequences(batch: list[Any], policy: Any, old: Any, reference: Any, args: Any) -> list[oracle.Sequence]:
+def sequences(batch: list[Any], policy: Any, old: Any, reference: Any, args: Any) -> list[independent.Sequence]:
     rows = []
     for sample in batch:
         if args.mask_truncated_completions and sample.finish_reason == "length":
             continue
         given = sample.prompt_ids, sample.completion_ids, args.temperature
         with torch.no_grad():
-            before, of_reference = oracle.measured(old, *given)[0], oracle.measured(reference, *given)[0]
-        logprobs, entropy = oracle.measured(policy, *given)
+            before, of_reference = independent.measured(old, *given)[0], independent.measured(reference, *given)[0]
+        logprobs, entropy = independent.measured(policy, *given)
         assert not (sample.skipped and sample.advantage)
         rows.append(
-            oracle.Sequence(
+            independent.Sequence(
                 sample.advantage,
                 logprobs,
                 entropy,
@@ -81,10 +81,10 @@ def test_metrics_of_an_optimizer_step_are_their_definitions(make_trainer, name):
     lines = (trainer.output_dir / "metrics.jsonl").read_text().splitlines()
     found = [record for record in map(json.loads, lines) if "loss" in record]
     assert len(found) == len(steps) == BASE["max_steps"]
-    controller = oracle.Controller(trainer.args)
+    controller = independent.Controller(trainer.args)
     for (batch, policy, old), record in zip(steps, found, strict=True):
         rows = sequences(batch, policy, old, reference, trainer.args)
-        step = oracle.Step(rows, trainer.args, total=len(batch), entropy_coef=controller.applied)
+        step = independent.Step(rows, trainer.args, total=len(batch), entropy_coef=controller.applied)
         expected = step.metrics()
         expected |= controller.after(expected["entropy"])
         grads = torch.autograd.grad(step.loss, list(policy.parameters()))

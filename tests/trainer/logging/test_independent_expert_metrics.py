@@ -5,8 +5,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import independent_term_metrics as independent
 import pytest
-import term_metrics_oracle as oracle
 from mixtures import K, experts_of, mixture
 from watched_steps import BASE, reward, watched
 
@@ -58,11 +58,11 @@ def test_metrics_of_experts_are_their_definitions(make_trainer, served_engine, n
         ids = [sample.prompt_ids + sample.completion_ids for sample in batch]
         some = sorted(number for part in cut for number in part)
         assert some == [number for number, sample in enumerate(batch) if not sample.skipped]
-        wanted = oracle.disagreement(policy, [ids[n] for n in some], [batch[n].routed_experts for n in some], K)
+        wanted = independent.disagreement(policy, [ids[n] for n in some], [batch[n].routed_experts for n in some], K)
         assert record["sampling/routing_disagreement"] == pytest.approx(wanted, rel=1e-6)
         changed = changed or wanted > 0
         if options["router_aux_loss_coef"]:
-            losses = [oracle.load_loss(policy, [ids[number] for number in part], K) for part in cut]
+            losses = [independent.load_loss(policy, [ids[number] for number in part], K) for part in cut]
             assert record["aux_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
         else:
             assert "aux_loss" not in record

@@ -1,7 +1,7 @@
 """The metrics of an optimizer step, from the table in docs/trainer.md and the formulas in docs/loss.md, in fp64.
 
 One sequence after the other, without packing, micro-batches, ranks or kernels; autograd has the gradients. `measured`
-asks a model for what it says of completions, `of_step` makes the metrics of it.
+asks a model for what it says of completions, `Step` makes the metrics of it.
 """
 
 import math
