@@ -47,9 +47,9 @@ def main(seed: int = 0) -> dict[str, list[float]]:
         with return_logprobs(model):
             out = model(ids, labels=labels)
             written = model.generate(ids[:1, :8], attention_mask=torch.ones(1, 8), max_new_tokens=3, do_sample=False)
-        ours, theirs = (out.log_probs, out.entropy), by_logits(model, ids, labels)
-        found[name] = [(a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)]
-        pairs = zip(gradients(model, *ours), gradients(model, *theirs), strict=True)
+        ours, from_logits = (out.log_probs, out.entropy), by_logits(model, ids, labels)
+        found[name] = [(a - b).abs().max().item() for a, b in zip(ours, from_logits, strict=True)]
+        pairs = zip(gradients(model, *ours), gradients(model, *from_logits), strict=True)
         found[name].append(max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs))
         figures = "log-probs {:.0e}, entropies {:.0e}, gradients {:.0e};".format(*found[name])
         print(f"{name:22}", figures, written[0, 8:].tolist())

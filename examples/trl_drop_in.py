@@ -61,10 +61,11 @@ def train(trainer_class: type, folder: str) -> tuple[dict[str, torch.Tensor], li
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        (theirs, their_log), (ours, our_log) = train(GRPOTrainer, folder), train(FusedGRPOTrainer, folder)
+        (trl_weights, trl_log), (ours, our_log) = train(GRPOTrainer, folder), train(FusedGRPOTrainer, folder)
     for name in ("reward", "loss", "grad_norm", "entropy"):
-        print(f"{name:>10}  TRL {their_log[-1][name]:+.6f}   fused {our_log[-1][name]:+.6f}")
-    print("parameters differ by at most", max(float((theirs[name] - ours[name]).abs().max()) for name in theirs))
+        print(f"{name:>10}  TRL {trl_log[-1][name]:+.6f}   fused {our_log[-1][name]:+.6f}")
+    apart = max(float((weight - ours[name]).abs().max()) for name, weight in trl_weights.items())
+    print("parameters differ by at most", apart)
 
 
 if __name__ == "__main__":

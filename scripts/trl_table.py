@@ -33,11 +33,11 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "from-trl.md"
 
 def differences() -> str:
     """Behaviour that differs, and options with the same name and another default or meaning."""
-    theirs, ours = trl_fields(), {entry.name: entry for entry in own_fields(GRPOConfig)}
+    trl_options, ours = trl_fields(), {entry.name: entry for entry in own_fields(GRPOConfig)}
     rows = [(line.trl, line.here, line.size) for line in BEHAVIOURS]
     rows += [
         (f"`{name}`, by default {shown(entry)}", difference(entry, ours[name]), SIZES.get(name, NO_NUMBERS))
-        for name, entry in sorted(theirs.items())
+        for name, entry in sorted(trl_options.items())
         if name in ours and difference(entry, ours[name])
     ]
     return table(["TRL", "here", "size of the difference"], rows)
@@ -45,30 +45,31 @@ def differences() -> str:
 
 def options() -> str:
     """Every field of TRL's `GRPOConfig` that is not in `differences`, then those that only this trainer has."""
-    theirs, ours = trl_fields(), {entry.name: entry for entry in own_fields(GRPOConfig)}
-    same = [name for name in theirs if name in ours and not difference(theirs[name], ours[name])]
-    other = len(theirs) - len(same) - len(MISSING)
+    trl_options, ours = trl_fields(), {entry.name: entry for entry in own_fields(GRPOConfig)}
+    same = [name for name in trl_options if name in ours and not difference(trl_options[name], ours[name])]
+    other = len(trl_options) - len(same) - len(MISSING)
     groups: dict[tuple[str, str], list[str]] = {}
     for name in sorted(MISSING):
         groups.setdefault((MISSING[name].why, MISSING[name].others), []).append(name)
     rows = [(quoted(names), values, why) for (why, values), names in sorted(groups.items(), key=lambda item: item[1])]
     return "\n\n".join(
         [
-            f"{len(theirs)} options: {len(same)} are the same, {other} differ (above), {len(MISSING)} have no effect.",
-            table(["section of `fused-grpo train --help`", "the same", "only here"], by_section(same, theirs)),
+            f"{len(trl_options)} options: {len(same)} are the same, {other} differ (above), "
+            f"{len(MISSING)} have no effect.",
+            table(["section of `fused-grpo train --help`", "the same", "only here"], by_section(same, trl_options)),
             table(["without an effect", "values other than the default", "why"], rows),
         ]
     )
 
 
-def by_section(same: list[str], theirs: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+def by_section(same: list[str], trl_options: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """(title, options that are the same, options that only this trainer has), as the help has them."""
     sections: dict[str, list[str]] = {title: [] for title in SECTIONS.values()}
     title = ""
     for entry in own_fields(TrainOptions):
         title = SECTIONS.get(entry.name, title)
         sections[title].append(entry.name)
-    own = {entry.name for entry in own_fields(GRPOConfig)}.difference(theirs)
+    own = {entry.name for entry in own_fields(GRPOConfig)}.difference(trl_options)
     for title, names in sections.items():
         row = quoted(name for name in names if name in same), quoted(name for name in names if name in own)
         if any(row):
@@ -77,16 +78,16 @@ def by_section(same: list[str], theirs: Iterable[str]) -> Iterator[tuple[str, st
 
 def surface() -> str:
     """Public methods and attributes of TRL's `GRPOTrainer`, those of transformers' `Trainer` included."""
-    theirs, ours = public(trl_trainer()), public(GRPOTrainer)
+    trl_names, ours = public(trl_trainer()), public(GRPOTrainer)
     absent: dict[str, list[str]] = {}
-    for name in sorted(theirs - ours):
+    for name in sorted(trl_names - ours):
         absent.setdefault(REASONS.get(name, UNMEASURED), []).append(name)
     rows = [(quoted(names), reason) for reason, names in sorted(absent.items(), key=lambda item: item[1])]
     return "\n\n".join(
         [
             table(
                 ["", "methods", "attributes"],
-                [("here as there", *methods(theirs & ours)), ("only here", *methods(ours - theirs))],
+                [("here as there", *methods(trl_names & ours)), ("only here", *methods(ours - trl_names))],
             ),
             table(["not here", "why"], rows),
         ]
@@ -115,11 +116,11 @@ def trl_trainer() -> type:
     return TRLTrainer  # type: ignore[no-any-return]
 
 
-def difference(theirs: dataclasses.Field[Any], ours: dataclasses.Field[Any]) -> str:
+def difference(trl_option: dataclasses.Field[Any], ours: dataclasses.Field[Any]) -> str:
     """In which way an option of one name differs; empty where it is the same."""
     if ours.name in DIFFERENT:
         return DIFFERENT[ours.name]
-    return "" if shown(ours) == shown(theirs) else f"{shown(ours)} by default"
+    return "" if shown(ours) == shown(trl_option) else f"{shown(ours)} by default"
 
 
 @functools.cache

@@ -96,8 +96,10 @@ def assert_same_run(whole: Path, resumed: Path) -> None:
     """Every record of both logs, and every weight."""
     for log in ("metrics.jsonl", "rollouts.jsonl"):
         assert records(whole / log) == records(resumed / log), log
-    (mine,), (theirs,) = (sorted((folder / "final").glob("*model.safetensors")) for folder in (whole, resumed))
-    weights, expected = load_file(theirs), load_file(mine)
+    (whole_file,), (resumed_file,) = (
+        sorted((folder / "final").glob("*model.safetensors")) for folder in (whole, resumed)
+    )
+    weights, expected = load_file(resumed_file), load_file(whole_file)
     assert weights.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in weights.items())
 

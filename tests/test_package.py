@@ -141,13 +141,13 @@ def test_the_name_kernels_is_left_to_others(tmp_path):
     # The real one may be installed, in an environment inside the checkout.
     assert str(ROOT / "kernels") not in elsewhere
     assert str(ROOT / "fused_grpo") not in elsewhere
-    theirs = tmp_path / "kernels" / "__init__.py"
-    theirs.parent.mkdir()
-    theirs.touch()
+    other_package = tmp_path / "kernels" / "__init__.py"
+    other_package.parent.mkdir()
+    other_package.touch()
     here = subprocess.check_output(
         [sys.executable, "-c", probe], cwd=ROOT, env={"PYTHONPATH": str(tmp_path)}, text=True
     )
-    assert here.strip() == str(theirs)
+    assert here.strip() == str(other_package)
 
 
 def test_importing_is_cheap_and_lazy(fork_server, tmp_path):

@@ -227,8 +227,8 @@ def test_rows_are_selected_only_where_there_is_padding(more, uneven):
     with mode:
         found = named("full logits").run(batch, work)
     assert bool(mode.seen & {"index", "masked_scatter", "nonzero"}) is uneven
-    for mine, right in zip(found, exact(batch, work), strict=True):
-        torch.testing.assert_close(mine, right.to(mine), atol=2e-5, rtol=1e-4)
+    for actual, right in zip(found, exact(batch, work), strict=True):
+        torch.testing.assert_close(actual, right.to(actual), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("tokens", "uneven"), [(2048, False), (2048, True), (96, True), (100, False)])
@@ -306,8 +306,8 @@ def test_a_distillation_by_jsd_is_the_loss_and_that_divergence():
     batch = batch_of(work)
     parts = [named("fused-grpo, no teacher").run(batch, work), exact(batch, replace(work, kind="divergence"))]
     found = named("fused-grpo, JSD").run(batch, work)
-    for mine, loss, divergence in zip(found, *parts, strict=True):
-        torch.testing.assert_close(mine, (loss + COEF * divergence).to(mine.dtype), atol=1e-6, rtol=1e-4)
+    for actual, loss, divergence in zip(found, *parts, strict=True):
+        torch.testing.assert_close(actual, (loss + COEF * divergence).to(actual.dtype), atol=1e-6, rtol=1e-4)
 
 
 def test_a_missing_peer_has_the_command_that_installs_it(monkeypatch):
@@ -346,8 +346,8 @@ def test_trls_op_is_timed_where_its_trainer_cannot_be_imported(monkeypatch):
     whole = named("TRL").run(batch_of(work), work)
     monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
     assert peers._width_of_trl() == width
-    for mine, expected in zip(named("TRL").run(batch_of(work), work), whole, strict=True):
-        assert torch.equal(mine, expected)
+    for actual, expected in zip(named("TRL").run(batch_of(work), work), whole, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("suite", "every"), [("cpu", suites.CPU), ("gpu", suites.GPU)])

@@ -168,14 +168,14 @@ def nodes(fork_server, save, tmp_path):
 
 
 def test_all_processes_resume_from_the_checkpoint_that_the_first_has_found(nodes):
-    theirs, find = nodes
-    (theirs / "checkpoint-4" / "config.json").unlink()
+    other_disk, find = nodes
+    (other_disk / "checkpoint-4" / "config.json").unlink()
     assert ["found run/checkpoint-4" in said for said in find()] == [True, True]
 
 
 def test_a_process_that_has_another_checkpoint_of_that_name_stops_all(nodes, time_limit):
-    theirs, find = nodes
-    path = theirs / "checkpoint-4" / "manifest.json"
+    other_disk, find = nodes
+    path = other_disk / "checkpoint-4" / "manifest.json"
     path.write_text(path.read_text().replace('"sha256": "', '"sha256": "0', 1))
     with time_limit(20):
         first, second = find()

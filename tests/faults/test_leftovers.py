@@ -62,11 +62,11 @@ def syncing(fork_server, tmp_path, monkeypatch):
 def test_folders_of_killed_processes_go_and_those_of_living_ones_stay(time_limit, syncing):
     (shared, start), weights = syncing, [("weight", torch.ones(8))]
     dead, living = start(), start()
-    theirs = [process.output.split()[1] for process in (dead, living)]
+    folders = [process.output.split()[1] for process in (dead, living)]
     dead.kill()
     assert dead.wait() == -9
-    with time_limit(5), temporary_weight_files(weights) as mine:
-        assert {str(path) for path in shared.iterdir()} == {theirs[1], str(mine)}
+    with time_limit(5), temporary_weight_files(weights) as own_folder:
+        assert {str(path) for path in shared.iterdir()} == {folders[1], str(own_folder)}
     living.kill()
     assert living.wait() == -9
 
@@ -87,29 +87,29 @@ def test_leftovers_of_a_process_killed_in_its_checks_go_with_the_next(syncing, m
 
 
 def test_in_a_directory_that_other_machines_may_share_nothing_is_removed(tmp_path):
-    theirs = tmp_path / "fused-grpo-weights-x"
-    theirs.mkdir()
+    other_folder = tmp_path / "fused-grpo-weights-x"
+    other_folder.mkdir()
     with temporary_weight_files([("weight", torch.ones(8))], directory=str(tmp_path)):
-        assert theirs.exists()
+        assert other_folder.exists()
 
 
 def test_a_file_system_without_locks_ends_no_sync(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    theirs = tmp_path / "fused-grpo-weights-x"
-    theirs.mkdir()
+    other_folder = tmp_path / "fused-grpo-weights-x"
+    other_folder.mkdir()
     monkeypatch.setattr(fcntl, "flock", refuse)
     monkeypatch.setattr(weight_files, "_SHARED_MEMORY", str(tmp_path))
-    with temporary_weight_files([("weight", torch.ones(8))]) as mine:
-        assert set(tmp_path.iterdir()) == {theirs, mine}
+    with temporary_weight_files([("weight", torch.ones(8))]) as own_folder:
+        assert set(tmp_path.iterdir()) == {other_folder, own_folder}
 
 
 def test_a_link_of_that_name_is_not_followed(tmp_path):
-    shared, mine = tmp_path / "shared", tmp_path / "mine"
+    shared, target = tmp_path / "shared", tmp_path / "mine"
     shared.mkdir()
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("mine")
-    (shared / "fused-grpo-weights-x").symlink_to(mine)
+    target.mkdir()
+    (target / "thesis.txt").write_text("mine")
+    (shared / "fused-grpo-weights-x").symlink_to(target)
     remove_abandoned(str(shared))
-    assert (mine / "thesis.txt").read_text() == "mine"
+    assert (target / "thesis.txt").read_text() == "mine"

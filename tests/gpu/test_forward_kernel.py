@@ -35,9 +35,9 @@ def check(problem: Problem, options: dict[str, Any], *, entropy: bool) -> None:
     )
     assert (ours[0] <= 0).all()
     magnitude = (problem.hidden.double() @ problem.weight.double().t()).abs().max().item()
-    for name, mine, torchs, wanted in zip(("log p", "entropy"), ours, plain, exact, strict=True):
-        if mine is not None:
-            assert_as_exact(mine, torchs, wanted, problem, magnitude=magnitude, what=name)
+    for name, actual, torchs, wanted in zip(("log p", "entropy"), ours, plain, exact, strict=True):
+        if actual is not None:
+            assert_as_exact(actual, torchs, wanted, problem, magnitude=magnitude, what=name)
 
 
 @pytest.mark.parametrize(("D", "V"), SIZES.heads)
@@ -66,10 +66,10 @@ def test_softmax_weights_without_logits_are_those_of_logits(D, V, names):
         expected = kernels.softmax_weights_(logits, targets, dtype=problem.dtype, **given)
         rows = problem.hidden, problem.weight, targets
         out, scale, statistics = kernels.softmax_weights_forward(*rows, out=out, **given)
-        for mine, others in zip(statistics[:2], expected[2][:2], strict=True):
-            assert_close(mine, others, rtol=1e-4, atol=1e-4)
-        ours, theirs = scale[:, None] * out.float(), expected[1][:, None] * expected[0].float()
-        wrong, size = (ours - theirs).abs().amax(1), theirs.abs().amax(1)
+        for actual, others in zip(statistics[:2], expected[2][:2], strict=True):
+            assert_close(actual, others, rtol=1e-4, atol=1e-4)
+        ours, wanted = scale[:, None] * out.float(), expected[1][:, None] * expected[0].float()
+        wrong, size = (ours - wanted).abs().amax(1), wanted.abs().amax(1)
         assert (wrong <= 2e-2 * size).all()
         again = kernels.empty_tile(N, V, dtype=problem.dtype, device=DEVICE)
         assert torch.equal(kernels.softmax_weights_forward(*rows, out=again, **given)[0], out)

@@ -58,10 +58,10 @@ def test_a_build_whose_gemms_keep_no_sums_has_the_same_results(monkeypatch, dtyp
     wanted = (exact[0] @ exact[1].t() / D**0.5).log_softmax(1).gather(1, targets[:, None])[:, 0]
     ours = linear_logprobs(*leaves, targets, temperature=D**0.5, chunk_bytes=2**19)
     torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
-    for mine, other in zip(
+    for actual, other in zip(
         torch.autograd.grad(ours, leaves, g), torch.autograd.grad(wanted, exact, g.double()), strict=True
     ):
-        assert (mine - other).norm() <= torch.finfo(dtype).eps * other.norm()
+        assert (actual - other).norm() <= torch.finfo(dtype).eps * other.norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,8 +18,8 @@ SHARED = [
 
 @pytest.mark.parametrize("name", SHARED)
 def test_a_call_with_the_arguments_of_transformers_binds(name):
-    theirs = inspect.signature(getattr(Trainer, name))
-    fixed = [one for one in theirs.parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    signature = inspect.signature(getattr(Trainer, name))
+    fixed = [one for one in signature.parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
     ours = inspect.signature(getattr(GRPOTrainer, name))
     for one in fixed[1:]:
         ours.bind_partial(None, **{one.name: one.default})

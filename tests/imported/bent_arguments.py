@@ -87,14 +87,14 @@ def results(output: Any, arguments: Arguments, leaves: Sequence[str]) -> list[Te
     return [*(x.detach() for x in values), *(x for x in gradients if x is not None)]
 
 
-def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+def assert_same(ours: list[Tensor], expected: list[Tensor]) -> None:
     """Equal, NaN included. Rows without a target may hold one: autograd makes 0 * NaN of it, where ours is 0."""
-    assert len(ours) == len(theirs)
-    for mine, other in zip(ours, theirs, strict=True):
-        mine, other = mine.double(), other.double()
-        assert mine.shape == other.shape
-        same = torch.isclose(mine, other, rtol=1e-3, atol=1e-3, equal_nan=True)
-        assert (same | ((mine == 0) & other.isnan())).all(), (mine, other)
+    assert len(ours) == len(expected)
+    for actual, other in zip(ours, expected, strict=True):
+        actual, other = actual.double(), other.double()
+        assert actual.shape == other.shape
+        same = torch.isclose(actual, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+        assert (same | ((actual == 0) & other.isnan())).all(), (actual, other)
 
 
 def is_tame(value: Any) -> bool:

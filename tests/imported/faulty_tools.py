@@ -292,7 +292,7 @@ def told(sample: Sample) -> dict[str, Any]:
 def text(sample: Sample, *, own: bool) -> str:
     """The tokens of the model, or those of its tools."""
     pairs = zip(sample.completion_ids, sample.completion_mask, strict=True)
-    return TOKENIZER.decode([token for token, mine in pairs if mine is own])
+    return TOKENIZER.decode([token for token, is_own in pairs if is_own is own])
 
 
 def lines(folder: Path, name: str) -> list[Any]:

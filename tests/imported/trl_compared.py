@@ -27,18 +27,18 @@ def compare(
     """Compare everything, with `changes` of our options alone, `but` some metrics."""
     shared = {"max_steps": 10, "gradient_accumulation_steps": 1, "lr_scheduler_type": "linear", "warmup_steps": 2}
     options = {**shared, "use_vllm": False, "model": trl_runs.saved_model(), **options}
-    theirs, their_log = trl_runs.run(trl.GRPOTrainer, **options)
-    mine, my_log = trl_runs.run(
+    trl_parameters, trl_log = trl_runs.run(trl.GRPOTrainer, **options)
+    parameters, log = trl_runs.run(
         GRPOTrainer, config_class=GRPOConfig, **{"skip_zero_advantages": False, **options, **changes}
     )
-    far = {name: (mine[name] - value).abs().max().item() for name, value in theirs.items()}
+    far = {name: (parameters[name] - value).abs().max().item() for name, value in trl_parameters.items()}
     print(f"parameters: {max(far.values()):.1e} ({max(far, key=far.get)})")
-    metrics = [entry for entry in my_log if "loss" in entry or "train_loss" in entry]
+    metrics = [entry for entry in log if "loss" in entry or "train_loss" in entry]
     apart: dict[str, float] = {}
-    for given, wanted in zip(metrics, their_log, strict=True):
+    for given, wanted in zip(metrics, trl_log, strict=True):
         for name in wanted:
             assert name in given, f"{name} of step {wanted['step']} is not logged; there are {sorted(given)}"
-            if not any(left in name for left in (*NOT_COMPARED, *but)):
+            if not any(excluded in name for excluded in (*NOT_COMPARED, *but)):
                 apart[name] = max(apart.get(name, 0.0), difference(given[name], wanted[name]))
     worst = sorted(apart, key=apart.get, reverse=True)[:3]
     print("metrics:", ", ".join(f"{name} {apart[name]:.1e}" for name in worst))

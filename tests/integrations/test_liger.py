@@ -31,14 +31,14 @@ REFERENCES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 RATIOS = {"no ratio": None, "[B]": (slice(None), 0), "[B, 1]": (slice(None), slice(1)), "[B, T]": (...,)}
 
 
-def theirs() -> type:
+def liger_class() -> type:
     """Liger's class; importing it takes seconds, so only where a test runs."""
     return pytest.importorskip("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
 
 
 @pytest.fixture(params=["Liger's", "ours"])
 def loss_class(request) -> type:
-    return theirs() if request.param == "Liger's" else liger.LigerFusedLinearGRPOLoss
+    return liger_class() if request.param == "Liger's" else liger.LigerFusedLinearGRPOLoss
 
 
 def make_batch() -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ def assert_same(ours: dict[str, Tensor], others: dict[str, Tensor], tolerance: f
 
 
 def compare(options: dict[str, Any], inputs: dict[str, Any], **how: Any) -> dict[str, Tensor]:
-    others = run(theirs(), options, inputs, **how)
+    others = run(liger_class(), options, inputs, **how)
     assert_same(run(liger.LigerFusedLinearGRPOLoss, options, inputs, **how), others)
     return others
 
@@ -188,7 +188,7 @@ def test_in_bf16_ours_is_the_nearer_to_exact_numbers():
     inputs |= {name: inputs[name].bfloat16() for name in ("_input", "lin_weight")}
     doubled = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     ours, exact = (run(liger.LigerFusedLinearGRPOLoss, options, some) for some in (inputs, doubled))
-    others = run(theirs(), {**options, "chunk_size": 1}, inputs)
+    others = run(liger_class(), {**options, "chunk_size": 1}, inputs)
     # Gradients are bf16 at the end; the loss is not.
     for name, bound in {"loss": 1e-5, "metric 0": 1e-5, "_input": 2**-8, "lin_weight": 2**-8}.items():
         error, error_of_liger = ((x[name] - exact[name]).norm() / exact[name].norm() for x in (ours, others))
@@ -213,7 +213,7 @@ def test_signatures_are_ligers():
     for method in ("__init__", "forward"):
         ours, others = (
             [(x.name, x.default, x.kind) for x in inspect.signature(getattr(c, method)).parameters.values()]
-            for c in (liger.LigerFusedLinearGRPOLoss, theirs())
+            for c in (liger.LigerFusedLinearGRPOLoss, liger_class())
         )
         assert ours == others
 
@@ -247,7 +247,7 @@ def test_two_references_bring_a_warning(loss_class):
         loss, _ = one(**both)
     assert loss == one(**inputs)[0]
     # Ours names the line that made the call.
-    assert loss_class is theirs() or warned[0].filename == __file__
+    assert loss_class is liger_class() or warned[0].filename == __file__
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_in_a_process_group_they_are_ligers(ranks, monkeypatch, rank):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda count, op: count.add_(others_tokens))
     options, inputs = of_rank(rank)
     for results, call in zip(ranks, CALLS_OF_RANKS, strict=True):
-        assert_same(results[rank], run(theirs(), options, {**inputs, **call}))
+        assert_same(results[rank], run(liger_class(), options, {**inputs, **call}))
 
 
 def test_the_mean_over_processes_is_one_process_with_all_tokens(ranks):

@@ -39,8 +39,8 @@ def alone(tied: bool) -> dict[str, Tensor]:
     return {name: x.grad for name, x in model.named_parameters()}
 
 
-def error(ours: Tensor, theirs: Tensor) -> float:
-    return ((ours.double() - theirs).norm() / theirs.norm()).item()
+def error(ours: Tensor, expected: Tensor) -> float:
+    return ((ours.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("name", [name for name, case in fsdp_run.CASES.items() if case.way != "bare full_tensor"])
@@ -112,8 +112,8 @@ def gradients(region: Callable[..., Tensor], leaves: list[Tensor], inputs: dict[
     return torch.autograd.grad(region(*leaves, **inputs), leaves[:2])
 
 
-def assert_same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
+def assert_same(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for one, other in zip(ours, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 

@@ -50,12 +50,12 @@ def gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
 def assert_equals(assert_as_exact) -> Callable[..., None]:
     """What `ours(model)` gives is what `theirs(model)` gives, by the error rule; in fp64, that is exact."""
 
-    def check(model: nn.Module, ours: Callable[[Any], Any], theirs: Callable[[Any], Any]) -> None:
-        exact = tensors(theirs(copy.deepcopy(model).double()))
-        mine, plain = tensors(ours(model)), tensors(theirs(model))
-        assert mine.keys() == plain.keys() == exact.keys()
+    def check(model: nn.Module, ours: Callable[[Any], Any], reference: Callable[[Any], Any]) -> None:
+        exact = tensors(reference(copy.deepcopy(model).double()))
+        actual, plain = tensors(ours(model)), tensors(reference(model))
+        assert actual.keys() == plain.keys() == exact.keys()
         for name in exact:
-            assert_as_exact(mine[name], plain[name], exact[name], what=name)
+            assert_as_exact(actual[name], plain[name], exact[name], what=name)
 
     return check
 
@@ -68,8 +68,8 @@ def tensors(value: Any, name: str = "result") -> dict[str, Tensor]:
     return {place: x for key, part in parts for place, x in tensors(part, f"{name}[{key}]").items()}
 
 
-def assert_same_bits(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+def assert_same_bits(ours: Any, expected: Any) -> None:
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 def attributes(model: nn.Module) -> list[Any]:

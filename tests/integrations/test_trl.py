@@ -67,13 +67,13 @@ def on_tensors(monkeypatch, ours) -> None:
 def test_every_option_is_speculated(ours, calls, loss_type, level, option):
     """Loss, gradients and metrics of TRL's own `_compute_loss`; no gradient had to be recomputed."""
     config, batch = trl_loss.config_of(loss_type, level, option), trl_loss.make_batch(option, torch.float32)
-    theirs = trl_loss.of_trl(ours.GRPOTrainer, batch, config, accumulation_steps=2)
+    trl_result = trl_loss.of_trl(ours.GRPOTrainer, batch, config, accumulation_steps=2)
     with ours.patched():
-        mine = trl_loss.of_trl(ours.GRPOTrainer, batch, config, accumulation_steps=2)
+        our_result = trl_loss.of_trl(ours.GRPOTrainer, batch, config, accumulation_steps=2)
     for name in ("loss", "hidden", "weight"):
-        expected = getattr(theirs, name)
-        assert (getattr(mine, name) - expected).norm() <= 1e-5 * expected.norm(), name
-    assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-5, abs=1e-7)
+        expected = getattr(trl_result, name)
+        assert (getattr(our_result, name) - expected).norm() <= 1e-5 * expected.norm(), name
+    assert our_result.metrics == pytest.approx(trl_result.metrics, rel=1e-5, abs=1e-7)
     assert calls == {"speculative": 1, "recomputed": 0}
 
 
@@ -104,11 +104,11 @@ def test_fp16_is_not_speculated(ours, calls, caplog):
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_budget_reaches_the_op(ours, monkeypatch):
-    budgets, theirs = set(), ours.speculative_logprobs
+    budgets, speculative_logprobs = set(), ours.speculative_logprobs
 
     def noted(*args, chunk_bytes, **kwargs):
         budgets.add(chunk_bytes)
-        return theirs(*args, chunk_bytes=chunk_bytes, **kwargs)
+        return speculative_logprobs(*args, chunk_bytes=chunk_bytes, **kwargs)
 
     monkeypatch.setattr(ours, "speculative_logprobs", noted)
     with ours.patched(chunk_bytes=4096):
@@ -134,12 +134,12 @@ def test_the_head_costs_three_products_and_fewer_without_an_advantage(ours, idle
     mask = torch.ones_like(batch.completion_mask)
     batch = batch._replace(advantages=batch.advantages.index_fill(0, torch.arange(idle), 0.0), completion_mask=mask)
     unit = mask.numel() * trl_loss.D * trl_loss.V
-    with Multiplied() as theirs:
+    with Multiplied() as trl_products:
         trl_loss.of_trl(ours.GRPOTrainer, batch, config)
-    with ours.patched(), Multiplied() as mine:
+    with ours.patched(), Multiplied() as our_products:
         trl_loss.of_trl(ours.GRPOTrainer, batch, config)
-    assert theirs.count == 4 * unit
-    assert mine.count == products * unit
+    assert trl_products.count == 4 * unit
+    assert our_products.count == products * unit
 
 
 def compare(one: tuple, other: tuple, tolerance: float = 1e-5) -> None:
@@ -147,9 +147,9 @@ def compare(one: tuple, other: tuple, tolerance: float = 1e-5) -> None:
     for name, expected in one[0].items():
         torch.testing.assert_close(other[0][name], expected, rtol=0, atol=tolerance, msg=name)
     assert [line.keys() for line in other[1]] == [line.keys() for line in one[1]]
-    for mine, theirs in zip(other[1], one[1], strict=True):
+    for entry, expected_entry in zip(other[1], one[1], strict=True):
         # Absolutely where a number is a difference of larger ones, as an on-policy loss is.
-        assert mine == pytest.approx(theirs, rel=tolerance, abs=1e-6)
+        assert entry == pytest.approx(expected_entry, rel=tolerance, abs=1e-6)
 
 
 def options_of(loss_type: str, beta: float) -> dict:
@@ -165,11 +165,11 @@ def options_of(loss_type: str, beta: float) -> dict:
 )
 def test_five_steps_are_trls(ours, calls, loss_type, beta):
     options = options_of(loss_type, beta)
-    theirs = trl_runs.run(ours.GRPOTrainer, **options)
+    trl_run = trl_runs.run(ours.GRPOTrainer, **options)
     with ours.patched():
-        compare(theirs, trl_runs.run(ours.GRPOTrainer, **options))
+        compare(trl_run, trl_runs.run(ours.GRPOTrainer, **options))
     assert calls == {"speculative": 10, "recomputed": 0}
-    compare(theirs, trl_runs.run(ours.FusedGRPOTrainer, **options))
+    compare(trl_run, trl_runs.run(ours.FusedGRPOTrainer, **options))
     assert calls == {"speculative": 20, "recomputed": 0}
 
 
@@ -188,8 +188,8 @@ def test_five_steps_are_trls(ours, calls, loss_type, beta):
 )
 def test_other_options_are_trls(ours, calls, options):
     with ours.patched():
-        mine = trl_runs.run(ours.GRPOTrainer, **options)
-    compare(trl_runs.run(ours.GRPOTrainer, **options), mine)
+        patched_run = trl_runs.run(ours.GRPOTrainer, **options)
+    compare(trl_runs.run(ours.GRPOTrainer, **options), patched_run)
     assert calls == {"speculative": 10, "recomputed": 0}
 
 
@@ -198,8 +198,8 @@ def test_an_adapter_is_trained_as_by_trl(ours, calls):
     from peft import LoraConfig
 
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
-    theirs = trl_runs.run(ours.GRPOTrainer, peft_config=adapter, beta=0.04)
-    compare(theirs, trl_runs.run(ours.FusedGRPOTrainer, peft_config=adapter, beta=0.04))
+    trl_run = trl_runs.run(ours.GRPOTrainer, peft_config=adapter, beta=0.04)
+    compare(trl_run, trl_runs.run(ours.FusedGRPOTrainer, peft_config=adapter, beta=0.04))
     assert calls == {"speculative": 10, "recomputed": 0}
 
 
@@ -213,10 +213,10 @@ def test_a_trainer_with_another_loss_keeps_it(ours, calls, caplog):
             return super()._compute_loss(model, inputs)
 
     with ours.patched(), caplog.at_level("INFO", "fused_grpo"):
-        mine = trl_runs.run(Other)
+        patched_run = trl_runs.run(Other)
         assert calls["recomputed"] == 0  # the batch that its parent is given is the one that is speculative
         late = trl_runs.run(late_of(ours.FusedGRPOTrainer))
-    compare(trl_runs.run(Other), mine)
+    compare(trl_runs.run(Other), patched_run)
     assert calls["recomputed"] == 10
     assert "not the speculative one" in caplog.text
     compare(trl_runs.run(late_of(ours.GRPOTrainer)), late)
@@ -285,14 +285,14 @@ def test_fields_of_ties_and_labels_that_do_not_count_are_trls(ours, softcap):
     with torch.no_grad():
         labels = ids.masked_fill(torch.arange(12) % 5 == 2, -100)
         labels[:2, 1:] = model(ids[:2, :-1]).logits.argmax(-1)
-        theirs = model(ids, labels=labels, fused_lm_head=True)
+        trl_fields = model(ids, labels=labels, fused_lm_head=True)
         with ours.patched():
-            mine = model(ids, labels=labels, fused_lm_head=True)
-    assert 0 < theirs.is_top1.sum() < theirs.is_top1.numel()
+            our_fields = model(ids, labels=labels, fused_lm_head=True)
+    assert 0 < trl_fields.is_top1.sum() < trl_fields.is_top1.numel()
     assert (labels[:2, 1:] == 10).any()  # the first of equal ones
-    assert mine.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        torch.testing.assert_close(mine[name], expected, rtol=1e-5, atol=3e-6, msg=name)
+    assert our_fields.keys() == trl_fields.keys()
+    for name, expected in trl_fields.items():
+        torch.testing.assert_close(our_fields[name], expected, rtol=1e-5, atol=3e-6, msg=name)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -313,10 +313,10 @@ def test_other_trainers_take_their_fields_from_ours(ours, monkeypatch, name, opt
         asked.add(outputs)
         return op(*tensors, outputs=outputs, **keywords)
 
-    theirs = trl_runs.run_offline(name, **options)
+    trl_run = trl_runs.run_offline(name, **options)
     monkeypatch.setattr(ours, "linear_logprobs_and_entropy", noted)
     with ours.patched():
-        compare(theirs, trl_runs.run_offline(name, **options))
+        compare(trl_run, trl_runs.run_offline(name, **options))
     assert asked == {asks_for}
 
 

@@ -54,18 +54,18 @@ def test_fields_and_gradients_of_a_head_are_trls(ours, model_type, temperature):
             fields = fused(input_ids=ids, labels=labels, fused_lm_head=True)
             ((fields.log_probs + 0.1 * fields.entropy) * upstream).sum().backward()
         results.append((fields, {name: x.grad for name, x in fused.named_parameters()}))
-    (theirs, their_gradients), (mine, my_gradients) = results
-    assert mine.keys() == theirs.keys()
+    (trl_fields, trl_gradients), (our_fields, our_gradients) = results
+    assert our_fields.keys() == trl_fields.keys()
     for name in FIELDS:
-        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-5, msg=name)
-        torch.testing.assert_close(mine[name], expected[name], rtol=5e-3, atol=5e-3, msg=name)
-    torch.testing.assert_close(mine.loss, theirs.loss)
+        torch.testing.assert_close(our_fields[name], trl_fields[name], rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(our_fields[name], expected[name], rtol=5e-3, atol=5e-3, msg=name)
+    torch.testing.assert_close(our_fields.loss, trl_fields.loss)
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
-            assert my_gradients[name] is None
+            assert our_gradients[name] is None
         else:
-            torch.testing.assert_close(my_gradients[name], their_gradients[name], rtol=1e-3, atol=1e-4, msg=name)
-            torch.testing.assert_close(my_gradients[name], parameter.grad, rtol=1e-3, atol=1e-3, msg=name)
+            torch.testing.assert_close(our_gradients[name], trl_gradients[name], rtol=1e-3, atol=1e-4, msg=name)
+            torch.testing.assert_close(our_gradients[name], parameter.grad, rtol=1e-3, atol=1e-3, msg=name)
 
 
 @pytest.mark.parametrize("model_type", ["gemma", "llama", "olmo3", "qwen3"])
@@ -87,5 +87,5 @@ def test_fields_and_gradients_in_bf16_are_no_less_exact_than_trls(ours, model_ty
             (grad,) = torch.autograd.grad(fields.log_probs.sum(), head)
         errors.append([(fields[name].double() - exact[name].double()).abs().mean() for name in FIELDS])
         errors[-1].append((grad.double() - gradient).abs().mean())
-    for name, theirs, mine in zip([*FIELDS, "gradient"], *errors, strict=True):
-        assert mine <= 1.05 * theirs + 1e-6, name
+    for name, trl_error, our_error in zip([*FIELDS, "gradient"], *errors, strict=True):
+        assert our_error <= 1.05 * trl_error + 1e-6, name

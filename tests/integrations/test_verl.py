@@ -190,38 +190,38 @@ def verl(monkeypatch) -> dict[str, ModuleType]:
 @pytest.mark.parametrize("site", SITES)
 def test_inside_verls_calls_are_ours_and_outside_they_are_verls(verl, site):
     inputs, call = problem(), verl[site].fused
-    theirs = verl[HOME].linear_cross_entropy
+    verl_function = verl[HOME].linear_cross_entropy
     with patched():
         assert_close(run(call, inputs, TEMPERATURE), run(plain, inputs, TEMPERATURE), 1e-12)
-    assert verl[HOME].linear_cross_entropy is theirs
+    assert verl[HOME].linear_cross_entropy is verl_function
     with pytest.raises(AssertionError, match="verl's own kernel"):
         run(call, inputs, TEMPERATURE)
 
 
 def test_what_was_imported_inside_gets_verls_function_back(verl, monkeypatch):
-    theirs = verl[HOME].linear_cross_entropy
+    verl_function = verl[HOME].linear_cross_entropy
     with contextlib.suppress(KeyError), patched():
         late = stand_in("late", monkeypatch, f"from {HOME} import linear_cross_entropy as fused_head")
-        assert late.fused_head is not theirs
+        assert late.fused_head is not verl_function
         raise KeyError
-    assert late.fused_head is theirs
+    assert late.fused_head is verl_function
 
 
 def test_other_names_and_our_own_function_are_left_alone(verl, monkeypatch):
-    theirs, kept = verl[HOME].linear_cross_entropy, stand_in("kept", monkeypatch, "")
-    kept.theirs, kept.linear_cross_entropy = theirs, linear_cross_entropy
+    verl_function, kept = verl[HOME].linear_cross_entropy, stand_in("kept", monkeypatch, "")
+    kept.verl_function, kept.linear_cross_entropy = verl_function, linear_cross_entropy
     with patched():
-        assert kept.theirs is theirs
+        assert kept.verl_function is verl_function
     assert kept.linear_cross_entropy is linear_cross_entropy is integration.linear_cross_entropy
 
 
 def test_one_in_another_and_one_that_is_not_kept(verl):
-    theirs, patch = verl[HOME].linear_cross_entropy, patched()
+    verl_function, patch = verl[HOME].linear_cross_entropy, patched()
     with patch, patch:
         pass
-    assert verl[HOME].linear_cross_entropy is theirs
+    assert verl[HOME].linear_cross_entropy is verl_function
     patched().__enter__()
-    assert verl[HOME].linear_cross_entropy is not theirs
+    assert verl[HOME].linear_cross_entropy is not verl_function
 
 
 def test_without_verl_the_error_says_what_to_install(monkeypatch):
@@ -232,10 +232,10 @@ def test_without_verl_the_error_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("version", ["0.4.1", "0.10.0", "1.0.0.dev0"])
 def test_a_release_that_was_not_checked_is_refused_and_left_as_it_is(verl, version):
-    theirs, verl["verl"].__version__ = verl[HOME].linear_cross_entropy, version
+    verl_function, verl["verl"].__version__ = verl[HOME].linear_cross_entropy, version
     with pytest.raises(UnavailableError, match=rf"got verl {version}, want >=0.5,<0.10"), patched():
         pass
-    assert verl["verl.models.mcore.model_forward_fused"].linear_cross_entropy is theirs
+    assert verl["verl.models.mcore.model_forward_fused"].linear_cross_entropy is verl_function
 
 
 def test_a_verl_that_does_not_import_is_told_from_none(monkeypatch):

@@ -82,8 +82,8 @@ def test_divergence_and_gradient_are_as_exact_as_autograd(
         plain, exact = (
             independent_divergence(*(x.to(d) for x in logits), heads, **given) for d in (torch.float32, torch.float64)
         )
-        for mine, torchs, wanted in zip(ours, plain, exact, strict=True):
-            independent.assert_as_exact_as_torch(mine, torchs, wanted)
+        for actual, torchs, wanted in zip(ours, plain, exact, strict=True):
+            independent.assert_as_exact_as_torch(actual, torchs, wanted)
         rounded = pass_(*logits, **heads, **given, dtype=torch.bfloat16)[1]
         # Plain torch adds the gradient of the target's log-prob to what is rounded already.
         if not target or pass_ is kernels.divergence_gradient_:
@@ -108,8 +108,8 @@ def test_statistics_of_the_sweep_are_as_exact_as_autograd(
             for dtype in (torch.float32, torch.float64):
                 z = distributions.transform_logits(logits[0].to(dtype), **blank | heads["student_head"]).log_softmax(-1)
                 ways.append((z.gather(1, targets[:, None])[:, 0], -(z.exp() * z).sum(1)))
-            for mine, plain, exact in zip(found[:2], *ways, strict=True):
-                independent.assert_as_exact_as_torch(mine, plain, exact)
+            for actual, plain, exact in zip(found[:2], *ways, strict=True):
+                independent.assert_as_exact_as_torch(actual, plain, exact)
 
 
 def rows_with_largest_logits(where: str) -> tuple[Tensor, Tensor]:
@@ -140,8 +140,8 @@ def test_largest_logits_are_found_wherever_they_are(
     plain, exact = (
         independent_divergence(*(x.to(d) for x in logits), heads, **given) for d in (torch.float32, torch.float64)
     )
-    for mine, torchs, wanted in zip(ours, plain, exact, strict=True):
-        independent.assert_as_exact_as_torch(mine, torchs, wanted)
+    for actual, torchs, wanted in zip(ours, plain, exact, strict=True):
+        independent.assert_as_exact_as_torch(actual, torchs, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,7 +156,7 @@ def test_what_has_no_probability_adds_nothing_though_its_kl_was_infinite(
         logits[unlikely][:, :260] = value - torch.arange(260) % 7
         ours = pass_(*(x.clone() for x in logits), **heads, **given)
         expected = expected or ours
-        assert all(torch.equal(mine, wanted) for mine, wanted in zip(ours, expected, strict=True))
+        assert all(torch.equal(actual, wanted) for actual, wanted in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize("apart", [1e-3, 1e-2, 0.1])
@@ -168,8 +168,8 @@ def test_jsd_of_almost_equal_models_keeps_its_digits(head_options: Any, pass_: A
     logits, given = (student, student + apart * noise / 3), given | {"beta": beta}
     ours = pass_(*(x.clone() for x in logits), **heads, **given)
     exact = independent_divergence(*(x.double() for x in logits), heads, **given)
-    for mine, wanted, share in zip(ours, exact, (min(beta, 1 - beta), 1.0), strict=True):
-        assert (mine - wanted).norm() <= 2e-7 / (apart * share) * wanted.norm()
+    for actual, wanted, share in zip(ours, exact, (min(beta, 1 - beta), 1.0), strict=True):
+        assert (actual - wanted).norm() <= 2e-7 / (apart * share) * wanted.norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,8 +216,8 @@ def test_padding_beside_the_tiles_is_neither_read_nor_written(head_options: Any,
             padded[-1][:3, :130] = x
         ours = passes.divergence_gradient_(*(x[:3, :130] for x in padded), **heads, **given, dtype=dtype)
         alone = passes.divergence_gradient_(*logits, **heads, **given, dtype=dtype)
-        for mine, other in zip(ours, alone, strict=True):
-            torch.testing.assert_close(mine, other, rtol=max(1e-5, torch.finfo(mine.dtype).eps), atol=1e-7)
+        for actual, other in zip(ours, alone, strict=True):
+            torch.testing.assert_close(actual, other, rtol=max(1e-5, torch.finfo(actual.dtype).eps), atol=1e-7)
         assert all(x[3:].isnan().all() and x[:, 130:].isnan().all() for x in padded)
 
 

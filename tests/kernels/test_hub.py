@@ -84,8 +84,8 @@ def test_loaded_log_probs_are_those_of_plain_torch(loaded: ModuleType, independe
         independent.statistics(x @ w.T, targets, **options)
         for x, w in ((hidden, weight), (hidden.double(), weight.double()))
     )
-    for mine, torchs, wanted in zip(found, plain, exact, strict=True):
-        independent.assert_as_exact_as_torch(mine, torchs, wanted, magnitude=10)
+    for actual, torchs, wanted in zip(found, plain, exact, strict=True):
+        independent.assert_as_exact_as_torch(actual, torchs, wanted, magnitude=10)
 
 
 @pytest.mark.parametrize(("backend", "cuda", "hip"), [("cuda", "12.8", None), ("rocm", None, "7.1.25424")])

@@ -38,8 +38,8 @@ def check(independent: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **o
     plain = independent.statistics(hidden.float() @ weight.float().T, targets, **options)
     raw = hidden.double() @ weight.double().T
     magnitude = raw.abs().max().item() if raw.numel() else 0.0
-    for mine, torchs, exact in zip(ours[:2], plain, independent.statistics(raw, targets, **options), strict=True):
-        independent.assert_as_exact_as_torch(mine, torchs, exact, magnitude=magnitude)
+    for actual, torchs, exact in zip(ours[:2], plain, independent.statistics(raw, targets, **options), strict=True):
+        independent.assert_as_exact_as_torch(actual, torchs, exact, magnitude=magnitude)
     assert (ours[0] <= 0).all()
 
 

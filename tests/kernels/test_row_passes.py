@@ -85,8 +85,8 @@ def test_statistics_are_as_exact_as_torch(
     at_once = passes.softmax_weights_(logits, targets, entropy=True, **options)[2]
     plain, exact = (independent.statistics(x, targets, **options) for x in (before, before.double()))
     for some in (ours, at_once):
-        for mine, torchs, wanted in zip(some[:2], plain, exact, strict=True):
-            independent.assert_as_exact_as_torch(mine, torchs, wanted)
+        for actual, torchs, wanted in zip(some[:2], plain, exact, strict=True):
+            independent.assert_as_exact_as_torch(actual, torchs, wanted)
 
 
 @pytest.mark.parametrize(("R", "V"), SHAPES)
@@ -121,8 +121,8 @@ def test_moments_are_as_exact_as_torch(
         shift = moments.shift.to(x.dtype)[:, None]
         squares = (2 * (others - shift.masked_fill(shift == -torch.inf, 0.0))).exp().sum(1)
         found.append((squares, z.sum(1) / V))
-    for mine, plain, exact in zip((moments.squares, moments.logits / V), *found, strict=True):
-        independent.assert_as_exact_as_torch(mine, plain, exact)
+    for actual, plain, exact in zip((moments.squares, moments.logits / V), *found, strict=True):
+        independent.assert_as_exact_as_torch(actual, plain, exact)
     leads = (moments.target_logit >= moments.largest) & (moments.target_logit > moments.before)
     # Where the cap saturates, logits that differ are equal in fp32.
     lead = torch.where(targets < V, z.gather(1, local)[:, 0], -torch.inf) - others.amax(1)
@@ -168,8 +168,8 @@ def test_logits_that_rise_or_fall_from_tile_to_tile_are_as_exact_as_any(
     targets[:3] = torch.tensor([0, 200, 519])
     options = head_options(7, 520)
     exact, plain = (independent.statistics(x, targets, **options) for x in (logits.double(), logits))
-    for mine, torchs, wanted in zip(statistics(passes, logits, targets, **options)[:2], plain, exact, strict=True):
-        independent.assert_as_exact_as_torch(mine, torchs, wanted)
+    for actual, torchs, wanted in zip(statistics(passes, logits, targets, **options)[:2], plain, exact, strict=True):
+        independent.assert_as_exact_as_torch(actual, torchs, wanted)
     # Up to four of the five tiles raise it.
     check(independent, lambda *x, **o: jacobian(passes, *x, **o), logits, targets, raised=4, **options)
     check(independent, lambda *x, **o: gradient(passes, *x, **o), logits, targets, **upstream(7), **options)
@@ -183,8 +183,8 @@ def test_huge_logits_keep_finite_statistics_and_gradients(
     options, shifted = head_options(5, 130), logits + shift
     exact = independent.statistics(shifted.double(), targets, **options)
     # The common shift cancels exactly: a log-prob of 5 must not carry the rounding of a logit of 10000.
-    for mine, wanted in zip(statistics(passes, shifted, targets, **options)[:2], exact, strict=True):
-        torch.testing.assert_close(mine.double(), wanted, rtol=2e-6, atol=2e-6)
+    for actual, wanted in zip(statistics(passes, shifted, targets, **options)[:2], exact, strict=True):
+        torch.testing.assert_close(actual.double(), wanted, rtol=2e-6, atol=2e-6)
     check(independent, lambda *x, **o: gradient(passes, *x, **o), shifted, targets, **upstream(5), **options)
     check(independent, lambda *x, **o: jacobian(passes, *x, **o), shifted, targets, **options)
 
@@ -385,8 +385,8 @@ def test_slices_merge_into_the_vocabulary(
     for part, local, columns in slices(logits, targets, *edges):
         parts.append(RowState(*passes.row_statistics(part, local, entropy=True, **options_of(columns, options))))
         assert torch.equal(parts[-1].target_logit == -torch.inf, local == -1)
-    for mine, torchs, wanted in zip(passes.finish_rows(parts, entropy=True)[:2], plain, exact, strict=True):
-        independent.assert_as_exact_as_torch(mine, torchs, wanted)
+    for actual, torchs, wanted in zip(passes.finish_rows(parts, entropy=True)[:2], plain, exact, strict=True):
+        independent.assert_as_exact_as_torch(actual, torchs, wanted)
 
 
 @pytest.mark.parametrize("names", ["", ALL])

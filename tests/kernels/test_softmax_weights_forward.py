@@ -55,10 +55,10 @@ def check(independent: Any, inputs: tuple[Tensor, Tensor, Tensor], **options: An
     ours, logprobs, entropy = run(*inputs, **options)
     raw = hidden.double() @ weight.double().T
     plain = independent.statistics(raw.float(), targets, **options)
-    for mine, torchs, exact in zip(
+    for actual, torchs, exact in zip(
         (logprobs, entropy), plain, independent.statistics(raw, targets, **options), strict=True
     ):
-        independent.assert_as_exact_as_torch(mine, torchs, exact, magnitude=raw.abs().max().item())
+        independent.assert_as_exact_as_torch(actual, torchs, exact, magnitude=raw.abs().max().item())
     ones, none = torch.ones(len(hidden)), torch.zeros(len(hidden))
     exact = independent.gradient(raw, targets, ones, none, **options)
     rounding = 1e-2 if ON_A_GPU else 2e-5
@@ -131,10 +131,10 @@ def test_they_are_the_weights_of_logits(head_options: Any) -> None:
     (hidden, weight, targets), options = problem(33, 257, 16), head_options(33, 257, "bias temperature")
     logits = empty_tile(33, 257, dtype=torch.float32, device=hidden.device).copy_(hidden.float() @ weight.float().T)
     weights, scale, (logprobs, _, _, _) = softmax_weights_(logits, targets, entropy=True, dtype=DTYPE, **options)
-    ours, mine, _ = run(hidden, weight, targets, **options)
+    ours, our_logprobs, _ = run(hidden, weight, targets, **options)
     rounding = 2e-2 if ON_A_GPU else 1e-5
     torch.testing.assert_close(ours, scale[:, None].double() * weights.double(), rtol=rounding, atol=1e-6)
-    torch.testing.assert_close(mine, logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(our_logprobs, logprobs, rtol=1e-5, atol=1e-5)
 
 
 def test_no_rows_are_no_results(head_options: Any) -> None:

@@ -57,9 +57,9 @@ def test_memory_comes_back_when_the_last_tensor_on_it_is_gone():
 
 def test_two_who_hold_memory_never_share_it():
     def loan(number: int) -> bool:
-        mine = floats(FLOATS + 4096 * (number % 3)).fill_(number)
+        held = floats(FLOATS + 4096 * (number % 3)).fill_(number)
         other = floats().fill_(-1)
-        return bool((mine == number).all() and (other == -1).all())
+        return bool((held == number).all() and (other == -1).all())
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(loan, range(100)))
@@ -70,9 +70,9 @@ def test_two_who_hold_memory_never_share_it():
 def test_memory_of_another_size_is_left_where_it_is(size):
     floats(2 * FLOATS)
     assert kept() == [32 * MIB]
-    mine = floats(size)
+    held = floats(size)
     assert kept() == [32 * MIB]
-    assert mine.shape == (size,)
+    assert held.shape == (size,)
 
 
 def test_no_more_is_kept_than_a_limit(monkeypatch):
@@ -88,11 +88,11 @@ def test_no_more_is_kept_than_a_limit(monkeypatch):
 
 
 def test_at_exit_no_memory_is_reused_that_others_may_still_read():
-    mine = floats()
+    held = floats()
     loans = [loan for loan in weakref.finalize._registry if loan.peek()[1] is buffers._take_back]
     assert loans
     assert not any(loan.atexit for loan in loans)
-    del mine
+    del held
 
 
 def test_what_is_kept_gives_way_where_the_address_space_ends(monkeypatch):
@@ -106,9 +106,9 @@ def test_what_is_kept_gives_way_where_the_address_space_ends(monkeypatch):
         return plain(*args, **options)
 
     monkeypatch.setattr(mmap, "mmap", full)
-    mine = floats(4 * FLOATS)
+    held = floats(4 * FLOATS)
     assert asked == [[16 * MIB], []]
-    assert not mine.untyped_storage().resizable()
+    assert not held.untyped_storage().resizable()
     assert floats(4 * FLOATS).untyped_storage().resizable(), "PyTorch's, or its error"
 
 
@@ -117,9 +117,9 @@ def test_what_is_kept_is_the_kernels_for_the_asking():
     def lazily_free() -> int:
         return 1024 * sum(map(int, re.findall(r"LazyFree:\s+(\d+) kB", Path("/proc/self/smaps").read_text())))
 
-    before, mine = lazily_free(), floats().fill_(1.0)
+    before, held = lazily_free(), floats().fill_(1.0)
     assert lazily_free() - before < MIB
-    del mine
+    del held
     assert lazily_free() - before >= 15 * MIB
     assert (floats().fill_(2.0) == 2.0).all()
 
@@ -145,10 +145,10 @@ def test_a_kernel_that_takes_no_advice_gives_memory_all_the_same(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_it_is_what_torch_empty_gives(dtype):
-    ours, theirs = buffers.empty((2048, 4096), dtype=dtype, device=CPU), torch.empty((2048, 4096), dtype=dtype)
+    ours, expected = buffers.empty((2048, 4096), dtype=dtype, device=CPU), torch.empty((2048, 4096), dtype=dtype)
     for property_ in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf"):
-        assert getattr(ours, property_) == getattr(theirs, property_)
-    assert ours.stride() == theirs.stride()
+        assert getattr(ours, property_) == getattr(expected, property_)
+    assert ours.stride() == expected.stride()
     with torch.inference_mode():
         assert buffers.empty((2048, 4096), dtype=dtype, device=CPU).is_inference()
 

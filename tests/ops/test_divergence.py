@@ -105,10 +105,10 @@ def test_trl_gives_the_same_to_five_digits(kind, beta):
     heads = [leaves[name] for name in LEAVES] + [inputs[name] for name in TENSORS[3:]]
     names = ("student_logit_scale", "student_softcap", "teacher_logit_scale", "teacher_softcap")
     rest = (beta, 1.3, *(inputs[name] for name in names))
-    theirs = trl.ChunkedDivergenceFunction.apply(*heads, *rest)[0]
-    loss = theirs[inputs["mask"]].sum() / inputs["mask"].sum()
+    trl_divergence = trl.ChunkedDivergenceFunction.apply(*heads, *rest)[0]
+    loss = trl_divergence[inputs["mask"]].sum() / inputs["mask"].sum()
     gradients = torch.autograd.grad(loss, list(leaves.values()))
-    expected = [loss.detach(), theirs.detach() * inputs["mask"], *gradients]
+    expected = [loss.detach(), trl_divergence.detach() * inputs["mask"], *gradients]
     for value, wanted in zip(ours.values(), expected, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
 

@@ -177,9 +177,9 @@ class Judge:
     def compare(self, ours: Tensor, plain: Tensor, exact: Tensor, floor: Tensor = ZERO, *, what: str) -> None:
         """Plain torch may be closer by luck, by two units in the last place of the largest value."""
         for norm in (largest, rms):
-            error, theirs = norm(ours.double() - exact), norm(plain.double() - exact)
-            allowed = 2 * (theirs + torch.finfo(torch.float32).eps * largest(exact)) + norm(floor)
-            assert error <= allowed, f"{what}: {norm.__name__} error {error:.3e}, of plain torch {theirs:.3e}"
+            error, plain_error = norm(ours.double() - exact), norm(plain.double() - exact)
+            allowed = 2 * (plain_error + torch.finfo(torch.float32).eps * largest(exact)) + norm(floor)
+            assert error <= allowed, f"{what}: {norm.__name__} error {error:.3e}, of plain torch {plain_error:.3e}"
 
 
 def judge_plans(

@@ -91,8 +91,8 @@ def assert_at_most_twice(ours: Tensor, plain: Tensor, exact: Tensor, what: str) 
     # A few numbers are all that plain torch needs to be right by luck: two units in the last place of the largest.
     luck = 2 * torch.finfo(torch.float32).eps * exact.abs().max()
     for norm in (torch.linalg.vector_norm, lambda x: x.abs().max()):
-        error, theirs = norm(ours - exact), norm(plain - exact)
-        assert error <= 2 * theirs + luck, f"{what}: error {error:.3e}, of plain torch {theirs:.3e}"
+        error, plain_error = norm(ours - exact), norm(plain - exact)
+        assert error <= 2 * plain_error + luck, f"{what}: error {error:.3e}, of plain torch {plain_error:.3e}"
 
 
 @pytest.mark.parametrize(("impl", "dtype", "chunk_bytes"), SLOW)

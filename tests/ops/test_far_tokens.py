@@ -65,8 +65,8 @@ def test_tokens_far_from_the_others_are_as_exact_as_any(plan, impl, chunk_bytes,
     ours = run(plan, inputs, chunk_bytes=chunk_bytes, softcap=softcap, impl=impl)
     wide = (inputs[0].double(), inputs[1].double(), inputs[2])
     exact = run(plan, wide, softcap=softcap, impl="reference")
-    for mine, wanted in zip(ours, exact, strict=True):
-        torch.testing.assert_close(mine.double(), wanted, rtol=2e-5, atol=2e-6)
+    for actual, wanted in zip(ours, exact, strict=True):
+        torch.testing.assert_close(actual.double(), wanted, rtol=2e-5, atol=2e-6)
     # Not by its size alone: where p is all but 1, 1 - p is what the gradient is made of.
     likely = [20, 21]
     logits, targets = inputs[0].double()[likely], inputs[2][likely, None]
@@ -126,6 +126,6 @@ def test_a_row_of_nans_stays_in_its_row():
     hidden[5] = math.nan
     ours = run("frozen", (hidden, weight, targets), impl="torch")
     others = torch.arange(N) != 5
-    for mine, wanted in zip(ours, whole, strict=True):
-        assert mine[5].isnan().all()
-        torch.testing.assert_close(mine[others], wanted[others], rtol=1e-6, atol=1e-7)
+    for actual, wanted in zip(ours, whole, strict=True):
+        assert actual[5].isnan().all()
+        torch.testing.assert_close(actual[others], wanted[others], rtol=1e-6, atol=1e-7)

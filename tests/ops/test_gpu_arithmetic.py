@@ -126,7 +126,7 @@ def test_rounded_weights_cost_at_most_half_more_than_rounded_d_logits(monkeypatc
     monkeypatch.setattr(head.Head, "takes_weights", False)
     monkeypatch.setattr(logprob_plans, "power_of_two_scale", lambda *arguments, **options: None)
     as_dlogits = gradients([torch.bfloat16, torch.float32], impl="torch")
-    for mine, other, wanted in zip(as_weights, as_dlogits, exact, strict=True):
-        error, allowed = ((x.double() - wanted).square().mean().sqrt() for x in (mine, other))
+    for actual, other, wanted in zip(as_weights, as_dlogits, exact, strict=True):
+        error, allowed = ((x.double() - wanted).square().mean().sqrt() for x in (actual, other))
         print(f"{error / wanted.square().mean().sqrt():.2e}, d-logits {allowed / wanted.square().mean().sqrt():.2e}")
         assert 0 < error <= 1.5 * allowed

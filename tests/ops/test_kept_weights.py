@@ -42,8 +42,8 @@ def gradients(inputs: tuple[torch.Tensor, ...], impl: str, *, dtype: torch.dtype
 
 def check(inputs: tuple[torch.Tensor, ...], impl: str = "triton", **options) -> None:
     ours, exact = gradients(inputs, impl, **options), gradients(inputs, "reference", dtype=torch.float64)
-    for mine, wanted in zip(ours, exact, strict=True):
-        torch.testing.assert_close(mine.double(), wanted, rtol=1e-5, atol=2e-5)
+    for actual, wanted in zip(ours, exact, strict=True):
+        torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.cpu_only(reason="on a GPU so few rows keep nothing")
@@ -93,8 +93,8 @@ def test_rows_that_are_not_counted_may_hold_anything(monkeypatch, several):
     hidden[nothing if nothing.ndim == 1 else nothing.all(1)] = torch.nan
     ours = gradients((hidden, weight, bias, targets, upstream), "torch")
     exact = gradients((hidden.nan_to_num(), weight, bias, targets, upstream), "reference", dtype=torch.float64)
-    for mine, wanted in zip(ours, exact, strict=True):
-        torch.testing.assert_close(mine.double(), wanted, rtol=1e-5, atol=2e-5)
+    for actual, wanted in zip(ours, exact, strict=True):
+        torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=2e-5)
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradient_again():
@@ -136,8 +136,8 @@ def test_an_entropy_with_a_gradient_recomputes_logits(products, unlikely):
         loss = (logprobs * upstream.to(dtype)).sum() + 0.1 * entropy.sum()
         found.append(torch.autograd.grad(loss, leaves))
     assert products == []
-    for mine, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(mine.double(), wanted, rtol=1e-5, atol=2e-5)
+    for actual, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.cpu_only(reason="on a GPU so few rows keep nothing")
@@ -153,5 +153,5 @@ def test_a_compiled_call_keeps_them_as_well(products, impl):
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     compiled = torch.autograd.grad(loss(*leaves), leaves)
     assert products == [N - 5, N - 5]
-    for mine, others in zip(compiled, eager, strict=True):
-        torch.testing.assert_close(mine, others, rtol=1e-5, atol=1e-5)
+    for actual, others in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(actual, others, rtol=1e-5, atol=1e-5)

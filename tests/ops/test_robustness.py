@@ -172,9 +172,11 @@ def check_against_fp64(inputs: Inputs, plan: str, pieces: int, impl: str, **opti
             assert_rounded(value, exact[name], dtype=inputs["hidden"].dtype, what=name)
             continue
         error = (value.double() - exact[name]).abs().amax() if value.numel() else 0.0
-        theirs = (plain[name].to(value.dtype).double() - exact[name]).abs().amax() if value.numel() else 0.0
+        plain_error = (plain[name].to(value.dtype).double() - exact[name]).abs().amax() if value.numel() else 0.0
         scale = max(1.0, exact[name].abs().max().item() if value.numel() else 0.0)
-        assert error <= 2 * theirs + rounding * scale, f"{name}: error {error:.2e}, of plain torch {theirs:.2e}"
+        assert error <= 2 * plain_error + rounding * scale, (
+            f"{name}: error {error:.2e}, of plain torch {plain_error:.2e}"
+        )
     assert (ours["logprobs"] <= 0).all()
 
 

@@ -23,8 +23,8 @@ CONFIGS = {
 @pytest.fixture
 def recomputed(monkeypatch) -> list:
     """The calls whose upstream gradient was not the speculative one."""
-    calls, theirs = [], module._from_scratch
-    monkeypatch.setattr(module, "_from_scratch", lambda *args: calls.append(args) or theirs(*args))
+    calls, from_scratch = [], module._from_scratch
+    monkeypatch.setattr(module, "_from_scratch", lambda *args: calls.append(args) or from_scratch(*args))
     return calls
 
 
@@ -119,8 +119,8 @@ def test_masked_rows_are_scored_too(recomputed):
     case, seen = Case(CONFIGS["dapo"]), {}
     for how in ("speculative", "op"):
         case.run(how, lambda *values, how=how: case.loss(*seen.setdefault(how, values)))
-    for mine, expected in zip(seen["speculative"], seen["op"], strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+    for actual, expected in zip(seen["speculative"], seen["op"], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     assert not recomputed
 
 
@@ -135,8 +135,10 @@ def test_a_token_with_a_huge_ratio_does_not_hide_the_others(recomputed):
 
 
 def test_speculative_gradients_are_freed_before_others_are_computed(monkeypatch):
-    held, theirs = [], module._from_scratch
-    monkeypatch.setattr(module, "_from_scratch", lambda ctx, *args: held.append(ctx.gradients) or theirs(ctx, *args))
+    held, from_scratch = [], module._from_scratch
+    monkeypatch.setattr(
+        module, "_from_scratch", lambda ctx, *args: held.append(ctx.gradients) or from_scratch(ctx, *args)
+    )
     Case(CONFIGS["dapo"]).run("speculative", lambda logprobs, entropy: logprobs.square().sum())
     assert held == [None]
 

@@ -94,7 +94,7 @@ def judge(inputs: Inputs, call: Any = None, **how: Any) -> None:
     plain, exact = (solve(cast(upcast, dtype), call, impl="reference") for dtype in (torch.float32, torch.float64))
     ours = solve(inputs, call, **how)
     for name, value in ours.items():
-        theirs = plain[name].to(value.dtype)
+        plain_value = plain[name].to(value.dtype)
         assert value.dtype == (inputs[name].dtype if name in LEAVES else torch.float32)
         if name in LEAVES and rounds(inputs["hidden"].dtype):
             assert_rounded(value, exact[name], dtype=inputs["hidden"].dtype, what=name)
@@ -107,7 +107,7 @@ def judge(inputs: Inputs, call: Any = None, **how: Any) -> None:
             # the error of that exponent, half an ulp where the log-prob is rounded, and half where it is times log2(e).
             scale *= 1 + largest(exact["logprobs"]) / 4
         for norm in (largest, rms):
-            error, allowed = norm(value.double() - exact[name]), norm(theirs.double() - exact[name])
+            error, allowed = norm(value.double() - exact[name]), norm(plain_value.double() - exact[name])
             allowed = 2 * (allowed + 2 * torch.finfo(torch.float32).eps * scale)
             assert error <= allowed, f"{name}: {norm.__name__} error {error:.3e}, allowed {allowed:.3e}"
 

@@ -50,9 +50,9 @@ def of_ours(batch: trl_loss.Batch, config: GRPOLossConfig, how: str, **counts: f
     return trl_loss.differentiated(output.loss, batch, output.metrics)
 
 
-def assert_same(ours: trl_loss.Result, theirs: trl_loss.Result, tolerance: float) -> None:
+def assert_same(ours: trl_loss.Result, expected: trl_loss.Result, tolerance: float) -> None:
     for name in ("loss", "hidden", "weight"):
-        one, other = getattr(ours, name), getattr(theirs, name)
+        one, other = getattr(ours, name), getattr(expected, name)
         error = ((one - other).norm() / other.norm()).item()
         assert error <= tolerance, f"{name}: {error:.2e} from TRL's, relative to its norm {other.norm():.2e}"
 
@@ -60,10 +60,10 @@ def assert_same(ours: trl_loss.Result, theirs: trl_loss.Result, tolerance: float
 @pytest.mark.parametrize(("loss_type", "level", "option"), EVERYTHING)
 def test_in_fp64_they_are_trls_to_ten_digits(trainer_class, loss_type, level, option):
     config, batch = trl_loss.config_of(loss_type, level, option), trl_loss.make_batch(option)
-    theirs = trl_loss.of_trl(trainer_class, batch, config)
-    assert theirs.loss.dtype == torch.float64
+    trl_result = trl_loss.of_trl(trainer_class, batch, config)
+    assert trl_result.loss.dtype == torch.float64
     for how in ("reference", "torch", "needed", "log-probs"):
-        assert_same(of_ours(batch, config, how), theirs, 1e-10)
+        assert_same(of_ours(batch, config, how), trl_result, 1e-10)
 
 
 # Each costs as much as three of the others: these options differ in the arguments of the kernel.
@@ -73,8 +73,8 @@ IN_TRITON = ("nothing", "delta", "kl without bias correction", "token_mask", "on
 @pytest.mark.parametrize(("loss_type", "level", "option"), [x for x in EVERYTHING if x[2] in IN_TRITON])
 def test_in_interpreted_triton_they_are_trls(trainer_class, loss_type, level, option):
     config, batch = trl_loss.config_of(loss_type, level, option), trl_loss.make_batch(option, torch.float32)
-    theirs = trl_loss.of_trl(trainer_class, batch, config)
-    assert_same(of_ours(batch, config, "log-probs in triton"), theirs, 1e-5)
+    trl_result = trl_loss.of_trl(trainer_class, batch, config)
+    assert_same(of_ours(batch, config, "log-probs in triton"), trl_result, 1e-5)
 
 
 @pytest.mark.parametrize(("loss_type", "level", "option"), [x for x in EVERYTHING if x[2] != "nothing"])
@@ -126,13 +126,13 @@ MEASURED += ("truncated", "advantages of tokens", "on policy")
 )
 def test_metrics_are_trls(trainer_class, loss_type, option, how):
     config, batch = trl_loss.config_of(loss_type, "token", option), trl_loss.make_batch(option, torch.float32)
-    theirs, ours = trl_loss.of_trl(trainer_class, batch, config).metrics, of_ours(batch, config, how).metrics
-    shared = METRICS.keys() & theirs.keys()
+    trl_metrics, ours = trl_loss.of_trl(trainer_class, batch, config).metrics, of_ours(batch, config, how).metrics
+    shared = METRICS.keys() & trl_metrics.keys()
     clips = {"cispo_clip_ratio"} if loss_type == "cispo" else {x for x in METRICS if x.startswith("clip_ratio")}
     expected = {"entropy"} | clips | ({"kl"} if config.beta else set())
     assert shared == expected | ({"policy_loss"} if config.entropy_coef else set())
     for name in shared:
-        assert ours[METRICS[name]] == pytest.approx(theirs[name], rel=1e-5), name
+        assert ours[METRICS[name]] == pytest.approx(trl_metrics[name], rel=1e-5), name
 
 
 def micro_batches(cut: int) -> tuple[trl_loss.Batch, list[trl_loss.Batch]]:
@@ -169,35 +169,35 @@ def step_of_trl(
 @pytest.mark.parametrize("level", LEVELS)
 def test_micro_batches_of_as_many_sequences_add_up_to_trls_step(trainer_class, loss_type, level):
     (batch, parts), config = micro_batches(2), trl_loss.config_of(loss_type, level, "kl")
-    theirs = summed(step_of_trl(trainer_class, batch, parts, config))
-    assert_same(step_of_ours(batch, parts, config), theirs, 1e-10)
-    assert_same(trl_loss.of_trl(trainer_class, batch, config), theirs, 1e-10)
+    trl_step = summed(step_of_trl(trainer_class, batch, parts, config))
+    assert_same(step_of_ours(batch, parts, config), trl_step, 1e-10)
+    assert_same(trl_loss.of_trl(trainer_class, batch, config), trl_step, 1e-10)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])
 def test_a_mean_over_the_steps_tokens_is_trls_however_the_step_is_cut(trainer_class, loss_type):
     (batch, parts), config = micro_batches(3), trl_loss.config_of(loss_type, "token", "kl")
-    theirs = summed(step_of_trl(trainer_class, batch, parts, config))
-    assert_same(step_of_ours(batch, parts, config), theirs, 1e-10)
+    trl_step = summed(step_of_trl(trainer_class, batch, parts, config))
+    assert_same(step_of_ours(batch, parts, config), trl_step, 1e-10)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "luspo", "sapo", "bnpo"])
 def test_where_trl_averages_micro_batches_ours_weighs_them_by_their_size(trainer_class, loss_type):
     """TRL: the mean over micro-batches. Ours: each counts by its share of the step's tokens or sequences."""
     (batch, parts), config = micro_batches(3), trl_loss.config_of(loss_type, "token", "kl")
-    theirs, ours = step_of_trl(trainer_class, batch, parts, config), step_of_ours(batch, parts, config)
+    trl_step, ours = step_of_trl(trainer_class, batch, parts, config), step_of_ours(batch, parts, config)
     sizes = [int(part.mask.sum()) if loss_type == "bnpo" else len(part.mask) for part in parts]
-    assert_same(ours, summed(theirs, tuple(len(parts) * size / sum(sizes) for size in sizes)), 1e-10)
+    assert_same(ours, summed(trl_step, tuple(len(parts) * size / sum(sizes) for size in sizes)), 1e-10)
     assert_same(ours, trl_loss.of_trl(trainer_class, batch, config), 1e-10)
-    assert (summed(theirs).weight - ours.weight).norm() > 1e-2 * ours.weight.norm()
+    assert (summed(trl_step).weight - ours.weight).norm() > 1e-2 * ours.weight.norm()
 
 
 def test_the_entropy_bonus_is_a_mean_per_step_and_trls_per_micro_batch(trainer_class):
     batch, parts = micro_batches(2)
     config = trl_loss.config_of("dapo", "token", "entropy bonus")
-    theirs, ours = step_of_trl(trainer_class, batch, parts, config), step_of_ours(batch, parts, config)
+    trl_step, ours = step_of_trl(trainer_class, batch, parts, config), step_of_ours(batch, parts, config)
     without = step_of_trl(trainer_class, batch, parts, trl_loss.config_of("dapo", "token", "nothing"))
-    bonus = [x.loss - y.loss for x, y in zip(theirs, without, strict=True)]
+    bonus = [x.loss - y.loss for x, y in zip(trl_step, without, strict=True)]
     sizes = [int(part.mask.sum()) for part in parts]
     weighed = sum(2 * size / sum(sizes) * x for size, x in zip(sizes, bonus, strict=True))
     torch.testing.assert_close(ours.loss, sum(x.loss for x in without) + weighed, rtol=1e-10, atol=0)

@@ -107,15 +107,15 @@ def ours(tmp_path) -> Any:
     return trained
 
 
-def compare(theirs: tuple, mine: tuple, tolerance: float) -> None:
+def compare(trl_run: tuple, our_run: tuple, tolerance: float) -> None:
     """Parameters, and the metrics that are to be the same."""
-    trained = mine[0].model.state_dict()
-    assert trained.keys() == theirs[0].keys()
-    for name, expected in theirs[0].items():
+    trained = our_run[0].model.state_dict()
+    assert trained.keys() == trl_run[0].keys()
+    for name, expected in trl_run[0].items():
         torch.testing.assert_close(trained[name], expected, rtol=0, atol=tolerance, msg=lambda m, name=name: name + m)
-    log = [line for line in theirs[1] if "loss" in line]
-    assert len(log) == len(mine[1]) == SHARED["max_steps"]
-    for line, entry in zip(mine[1], log, strict=True):
+    log = [line for line in trl_run[1] if "loss" in line]
+    assert len(log) == len(our_run[1]) == SHARED["max_steps"]
+    for line, entry in zip(our_run[1], log, strict=True):
         names = [name for name in ("aux_loss", "loss", "grad_norm") if name in line or name in entry]
         names += ["policy_loss"] if "policy_loss" in entry else []  # TRL has it with an entropy bonus alone
         assert [line[name] for name in names] == pytest.approx([entry[name] for name in names], rel=1e-4, abs=1e-5)
@@ -128,12 +128,12 @@ def compare(theirs: tuple, mine: tuple, tolerance: float) -> None:
 )
 def test_ten_steps_are_trls(saved, of_trl, ours, name, coefficient):
     options = {"router_aux_loss_coef": coefficient, "entropy_coef": 0.01 if coefficient else 0.0}
-    theirs = of_trl(saved[name], **options)
+    trl_run = of_trl(saved[name], **options)
     trainer, log = ours(saved[name], **options)
     assert trainer.learner.packing.share_rows is MODELS[name][1]
     assert all(("aux_loss" in line) is (coefficient != 0.0) for line in log)
-    compare(theirs, (trainer, log), 1e-5)
-    assert any("policy_loss" in entry for entry in theirs[1]) is bool(coefficient)
+    compare(trl_run, (trainer, log), 1e-5)
+    assert any("policy_loss" in entry for entry in trl_run[1]) is bool(coefficient)
 
 
 def test_accumulated_recomputed_and_off_policy_it_is_trls_too(saved, of_trl, ours):
@@ -238,9 +238,9 @@ def test_an_adapter_on_experts_is_trained_as_by_trl(saved, of_trl, ours):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(saved["Qwen3Moe"], dtype=torch.float32), adapter())
-    theirs = of_trl(copy.deepcopy(model), model_init_kwargs=None, **options)
+    trl_run = of_trl(copy.deepcopy(model), model_init_kwargs=None, **options)
     trainer, log = ours(model, **options)
-    compare(theirs, (trainer, log), 5e-6)
+    compare(trl_run, (trainer, log), 5e-6)
 
 
 def test_an_adapter_on_experts_is_merged_and_saved(saved, ours):

@@ -36,15 +36,15 @@ def groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[flo
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
 def test_the_groups_are_those_of_transformers(make, optim, tmp_path):
     model, options = make(), {"weight_decay": 0.1, "optim": optim, "learning_rate": 2e-3, "adam_beta2": 0.9}
-    theirs = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to=[], **options)
-    expected = transformers.Trainer(model, theirs).create_optimizer()
+    args = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to=[], **options)
+    expected = transformers.Trainer(model, args).create_optimizer()
     found = make_optimizer(model, GRPOConfig(**options))
     assert type(found) is type(expected)
     assert groups(model, found) == groups(model, expected)
     assert found.defaults == expected.defaults
     kept = [group for group in expected.param_groups if group["params"]]
-    for mine, full in zip(found.param_groups, kept, strict=True):
-        assert list(map(id, mine["params"])) == list(map(id, full["params"]))  # in the same order
+    for actual, full in zip(found.param_groups, kept, strict=True):
+        assert list(map(id, actual["params"])) == list(map(id, full["params"]))  # in the same order
 
 
 def test_expert_biases_do_not_decay():

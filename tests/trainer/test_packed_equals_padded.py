@@ -121,9 +121,9 @@ def assert_equal(model: PreTrainedModel, batch: list[Sample], layouts: list[Pack
     for layout in layouts:
         model.zero_grad()
         torch.testing.assert_close(packed_loss(model, batch, layout), expected.detach(), rtol=1e-5, atol=1e-5)
-        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        for (name, packed), padded in zip(model.named_parameters(), plain.parameters(), strict=True):
             # A key's bias has a gradient of zero but for rounding.
-            apart = (mine.grad - theirs.grad).norm() / theirs.grad.norm().clamp_min(1e-2 * whole)
+            apart = (packed.grad - padded.grad).norm() / padded.grad.norm().clamp_min(1e-2 * whole)
             assert apart <= 1e-5, (name, layout, apart)
 
 

@@ -151,16 +151,18 @@ def test_the_script_is_one_that_trl_runs_too(tmp_path, model_path):
 
 
 def test_every_field_of_trl_is_here_or_has_a_reason():
-    theirs = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
+    trl_fields = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
     ours = {field.name: field for field in dataclasses.fields(GRPOConfig)}
-    assert theirs.keys() <= ours.keys()
-    for name, field in theirs.items():
+    assert trl_fields.keys() <= ours.keys()
+    for name, field in trl_fields.items():
         default = field.default_factory() if field.default is dataclasses.MISSING else field.default
         if name in MISSING:
             assert MISSING[name].default == default, name
         elif name not in DIFFERENT:
-            mine = ours[name]
-            assert (mine.default_factory() if mine.default is dataclasses.MISSING else mine.default) == default, name
+            own_field = ours[name]
+            assert (
+                own_field.default_factory() if own_field.default is dataclasses.MISSING else own_field.default
+            ) == default, name
 
 
 def test_a_field_that_is_missing_is_refused_unless_it_asks_for_nothing():

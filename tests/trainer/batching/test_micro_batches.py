@@ -250,7 +250,7 @@ def test_similar_lengths_stay_together_where_a_row_costs_its_square():
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 100}, {"max_tokens": 100, "one_row": True}])
 def test_processes_run_as_many_micro_batches_as_the_one_that_needs_most(batch, options):
     parts = micro_batches(
-        batch, Packing(**{"one_row": False, "sequences": 8} | options), device=CPU, agree=lambda mine: mine + 4
+        batch, Packing(**{"one_row": False, "sequences": 8} | options), device=CPU, agree=lambda count: count + 4
     )
     assert len(parts) == 5
     assert sorted(index for part in parts for index in part.sequence_index.tolist()) == [0, 1, 2]

@@ -65,9 +65,9 @@ def test_a_token_sees_its_prompt_and_its_own_completion(batch):
     packed = pack(batch, [[0, 2], [3]], Packing(one_row=True), device=CPU)
     (mask,) = tree_mask(packed.seen_until, torch.float64)[0]
     owner = [None] * 4 + [0] * 3 + [2] * 5 + [3] * 6
-    for query, mine in enumerate(owner):
+    for query, query_owner in enumerate(owner):
         for key, other in enumerate(owner):
-            sees = key <= query and (other == mine or (other is None and mine in (0, 2)))
+            sees = key <= query and (other == query_owner or (other is None and query_owner in (0, 2)))
             assert mask[query, key].item() == (0.0 if sees else torch.finfo(torch.float64).min)
 
 
@@ -118,8 +118,8 @@ def same(model, batch, tolerance: float, config: GRPOLossConfig | None = None, *
     assert shared_loss == pytest.approx(loss, rel=0, abs=max(tolerance, 1e-6))  # a loss is an fp32 number
     assert logprobs.keys() == shared_logprobs.keys() == set(range(len(batch)))
     assert gradients.keys() == shared_gradients.keys()
-    for ours, theirs in ((shared_logprobs, logprobs), (shared_gradients, gradients)):
-        for name, expected in theirs.items():
+    for ours, separate in ((shared_logprobs, logprobs), (shared_gradients, gradients)):
+        for name, expected in separate.items():
             torch.testing.assert_close(ours[name], expected, rtol=0, atol=max(tolerance, 1e-6), msg=str(name))
 
 

@@ -132,10 +132,12 @@ def test_gradients_are_those_of_all_completions(make_trainer, options):
     exact += [name for name in all_metrics[1] if name.startswith("clip_ratio/")]
     assert len(exact) == 10
     assert all_metrics[1]["clip_ratio/region_mean"] > 0.01
-    for mine, full in zip(metrics, all_metrics, strict=True):
+    for skipping, full in zip(metrics, all_metrics, strict=True):
         wanted = {name: full[name] for name in exact}
-        assert {name: mine[name] for name in exact} == pytest.approx(wanted, rel=1e-6, abs=2e-7)  # sums of terms near 1
-        assert mine["entropy"] != pytest.approx(full["entropy"], abs=1e-6)
+        assert {name: skipping[name] for name in exact} == pytest.approx(
+            wanted, rel=1e-6, abs=2e-7
+        )  # sums of terms near 1
+        assert skipping["entropy"] != pytest.approx(full["entropy"], abs=1e-6)
 
 
 # "dro" has a penalty of every token.
@@ -243,9 +245,9 @@ def test_a_step_without_any_advantage_moves_the_optimizer_as_before(make_trainer
         found.append((trainer.model.state_dict(), state, metrics))
         assert metrics["grad_norm"] == 0.0
         assert metrics["entropy"] > 0.0
-    (mine, my_state, metrics), (full, full_state, full_metrics) = found
-    assert all(torch.equal(mine[name], full[name]) for name in full)
-    assert all(torch.equal(my_state[index]["exp_avg"], entry["exp_avg"]) for index, entry in full_state.items())
+    (skipping, skipping_state, metrics), (full, full_state, full_metrics) = found
+    assert all(torch.equal(skipping[name], full[name]) for name in full)
+    assert all(torch.equal(skipping_state[index]["exp_avg"], entry["exp_avg"]) for index, entry in full_state.items())
     assert metrics["completion_tokens"] == full_metrics["completion_tokens"]
     assert metrics["learning_rate"] == full_metrics["learning_rate"]
 

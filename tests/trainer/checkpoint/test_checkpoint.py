@@ -240,12 +240,12 @@ def test_leftovers_of_killed_runs_go_but_not_a_checkpoints_only_copy(
 
 def test_overwriting_removes_the_run_and_nothing_else(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    theirs = {"config.json": b"{}", "notes.md": b"n", "checkpoint-1/mine.txt": b"m", "weights/manifest.json": b"{}"}
-    for name, content in theirs.items():
+    files = {"config.json": b"{}", "notes.md": b"n", "checkpoint-1/mine.txt": b"m", "weights/manifest.json": b"{}"}
+    for name, content in files.items():
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_bytes(content)
     prepare_output_dir(run, overwrite=True)
-    assert everything(run) == theirs
+    assert everything(run) == files
 
 
 def test_what_a_killed_removal_has_left_is_removed_by_the_next(tmp_path: Path, monkeypatch) -> None:

@@ -92,8 +92,8 @@ def learn(make_trainer: Any, make: Callable[[Any], Optimizer], schedule: Any = l
 
 def assert_same(first: Any, again: Any) -> None:
     for part in ("model", "optimizer", "lr_scheduler"):
-        mine, theirs = (dict(leaves(getattr(trainer, part).state_dict())) for trainer in (first, again))
-        assert mine == theirs
+        expected, actual = (dict(leaves(getattr(trainer, part).state_dict())) for trainer in (first, again))
+        assert expected == actual
 
 
 @pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)

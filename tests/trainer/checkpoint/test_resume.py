@@ -151,10 +151,10 @@ def undisturbed(fork_server, tmp_path_factory):
 def assert_same_end(first: Path, second: Path) -> None:
     """Weights, optimizer, random generators, and everything that was logged."""
     for name in ("model.safetensors", "optimizer.safetensors", "process-0.safetensors"):
-        mine, theirs = (load_file(path / "checkpoint-10" / name) for path in (first, second))
-        assert mine.keys() == theirs.keys()
-        for key, value in mine.items():
-            assert torch.equal(value, theirs[key]), (name, key)
+        expected, actual = (load_file(path / "checkpoint-10" / name) for path in (first, second))
+        assert expected.keys() == actual.keys()
+        for key, value in expected.items():
+            assert torch.equal(value, actual[key]), (name, key)
     for log in ("metrics.jsonl", "rollouts.jsonl"):
         assert lines(first / log) == lines(second / log)
 

@@ -79,10 +79,10 @@ def test_columns_get_the_names_that_model_and_rewards_read(questions):
     (row, *_) = load_prompts(options_of(**asked, reward_funcs=["accuracy_reward"], limit=99), held_out=False)
     assert row == {"prompt": QUESTIONS[0]["question"]} | dict.fromkeys(("answer", "solution"), QUESTIONS[0]["answer"])
     (questions / "mine.py").write_text("def rows(split):\n    return [{'prompt': 'old', 'q': split, 'a': 1}]\n")
-    mine = TrainOptions(model="m", dataset="mine.py:rows", prompt_column="q", answer_column="a", eval_limit=1)
-    mine.eval_dataset = mine.dataset
-    assert load_prompts(mine, held_out=False) == [{"prompt": "train", "answer": 1}]
-    assert load_prompts(mine, held_out=True) == [{"prompt": "test", "answer": 1}]
+    options = TrainOptions(model="m", dataset="mine.py:rows", prompt_column="q", answer_column="a", eval_limit=1)
+    options.eval_dataset = options.dataset
+    assert load_prompts(options, held_out=False) == [{"prompt": "train", "answer": 1}]
+    assert load_prompts(options, held_out=True) == [{"prompt": "test", "answer": 1}]
 
 
 @pytest.mark.parametrize(

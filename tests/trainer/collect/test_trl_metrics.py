@@ -81,10 +81,10 @@ def logged(trainer_class, config_class, model, name, tmp_path) -> list[dict[str,
 def test_every_metric_of_trls_name_is_trls(trl, name, tmp_path):
     # Of the sharp model no entropy is near a threshold.
     model = trl_runs.saved_model(sharpness=20.0 if "top_entropy_quantile" in CASES[name] else 1.0)
-    theirs = logged(trl.GRPOTrainer, trl.GRPOConfig, model, name, tmp_path)
+    trl_log = logged(trl.GRPOTrainer, trl.GRPOConfig, model, name, tmp_path)
     ours = logged(GRPOTrainer, GRPOConfig, model, name, tmp_path)
-    assert len(theirs) == len(ours) == STEPS
-    for step, (expected, found) in enumerate(zip(theirs, ours, strict=True)):
+    assert len(trl_log) == len(ours) == STEPS
+    for step, (expected, found) in enumerate(zip(trl_log, ours, strict=True)):
         expected = {key: value for key, value in expected.items() if not any(map(key.__contains__, trl_runs.CLOCKED))}
         assert expected.keys() <= found.keys(), expected.keys() - found.keys()
         for key, value in expected.items():

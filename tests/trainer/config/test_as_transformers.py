@@ -76,11 +76,13 @@ def own(args):
 
 
 def test_scripts_find_all_that_transformers_arguments_have(tmp_path):
-    theirs, ours = (kind(output_dir=str(tmp_path), use_cpu=True) for kind in (TrainingArguments, GRPOConfig))
-    names = [name for name in own(theirs) if not isinstance(getattr(type(theirs), name), str | bool)]
+    transformers_args, ours = (kind(output_dir=str(tmp_path), use_cpu=True) for kind in (TrainingArguments, GRPOConfig))
+    names = [
+        name for name in own(transformers_args) if not isinstance(getattr(type(transformers_args), name), str | bool)
+    ]
     assert {"device", "n_gpu", "parallel_mode", "get_process_log_level", "main_process_first"} <= set(names)
     for name in names:
-        value = getattr(theirs, name)
+        value = getattr(transformers_args, name)
         assert hasattr(ours, name), name
         if callable(value):
             parameters = [inspect.signature(method).parameters for method in (getattr(ours, name), value)]
@@ -88,7 +90,7 @@ def test_scripts_find_all_that_transformers_arguments_have(tmp_path):
         elif name in ("device", "n_gpu", "parallel_mode", "eval_batch_size", "train_batch_size", "world_size"):
             assert getattr(ours, name) == value, name
     assert ours.distributed_state.num_processes == 1
-    assert ours.get_process_log_level() == theirs.get_process_log_level()
+    assert ours.get_process_log_level() == transformers_args.get_process_log_level()
     with ours.main_process_first(desc="read the data"):
         pass
 
@@ -96,10 +98,10 @@ def test_scripts_find_all_that_transformers_arguments_have(tmp_path):
 @pytest.mark.parametrize("name", [name for name in dir(TrainingArguments) if name.startswith("set_")])
 def test_setters_of_transformers_set_the_same_options(name, tmp_path):
     given = {"set_lr_scheduler": {"name": "cosine"}, "set_push_to_hub": {"model_id": "me/mine"}}.get(name, {})
-    theirs, ours = (kind(output_dir=str(tmp_path)) for kind in (TrainingArguments, GRPOConfig))
-    before = copy.copy(vars(theirs))
+    transformers_args, ours = (kind(output_dir=str(tmp_path)) for kind in (TrainingArguments, GRPOConfig))
+    before = copy.copy(vars(transformers_args))
     assert getattr(ours, name)(**given) is ours
-    getattr(theirs, name)(**given)
-    changed = {key: value for key, value in vars(theirs).items() if value != before.get(key, "absent")}
+    getattr(transformers_args, name)(**given)
+    changed = {key: value for key, value in vars(transformers_args).items() if value != before.get(key, "absent")}
     assert {key: getattr(ours, key) for key in changed} == changed
     check_options(ours)

@@ -103,10 +103,10 @@ def test_what_is_no_option_is_said_once_and_own_fields_are_none(caplog):
     class Mine(GRPOConfig):
         my_scale: float = 0.5
 
-    args, mine = GRPOConfig(), Mine()
-    args.max_prompt_length, args.warmup_ratio, mine.something = 512, 0.1, 1
+    args, extended_args = GRPOConfig(), Mine()
+    args.max_prompt_length, args.warmup_ratio, extended_args.something = 512, 0.1, 1
     with caplog.at_level(logging.WARNING):
-        for one in (args, args, mine):
+        for one in (args, args, extended_args):
             begin(one)
     said = "got args with max_prompt_length, warmup_ratio, which are no options: nothing reads them"
     assert [record.getMessage() for record in caplog.records] == [said]

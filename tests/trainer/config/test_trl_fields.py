@@ -81,10 +81,10 @@ def test_a_default_that_is_not_trls_is_never_called_the_same(trl_table):
 
     from fused_grpo.trainer.config.grpo_config import GRPOConfig
 
-    theirs = {entry.name: entry for entry in dataclasses.fields(TRLConfig)}
+    trl_options = {entry.name: entry for entry in dataclasses.fields(TRLConfig)}
     for entry in dataclasses.fields(GRPOConfig):
-        if entry.name in theirs and trl_table.shown(entry) != trl_table.shown(theirs[entry.name]):
-            assert trl_table.difference(theirs[entry.name], entry)
+        if entry.name in trl_options and trl_table.shown(entry) != trl_table.shown(trl_options[entry.name]):
+            assert trl_table.difference(trl_options[entry.name], entry)
 
 
 def test_every_reason_is_of_a_name_that_trl_has(trl_table):

@@ -20,9 +20,9 @@ def test_batches_are_those_of_trl_and_do_not_move_the_run(make_trainer):
         drawn = [row for row in trainer.sampler.next_batch() for _ in range(2)]
         assert batches[6 * draw : 6 * draw + 6] == [drawn] * 6
         assert next(iter(trainer.get_train_dataloader())) == batches[0]
-    theirs = RepeatSampler(ROWS, mini_repeat_count=2, batch_size=4, repeat_count=6, shuffle=False)
+    sampler = RepeatSampler(ROWS, mini_repeat_count=2, batch_size=4, repeat_count=6, shuffle=False)
     numbers = [int(row["prompt"][:-1]) for batch in in_order(make_trainer) for row in batch]
-    assert numbers == list(theirs)
+    assert numbers == list(sampler)
 
 
 def in_order(make_trainer):

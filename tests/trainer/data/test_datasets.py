@@ -297,7 +297,7 @@ def test_prompts_are_encoded_by_kind(chat_tokenizer):
 @pytest.mark.filterwarnings("ignore")
 def test_prompts_have_the_tokens_that_trl_gives_them(chat_tokenizer):
     trainer = pytest.importorskip("trl.trainer.grpo_trainer")
-    theirs = SimpleNamespace(
+    trl_trainer = SimpleNamespace(
         processing_class=chat_tokenizer,
         _is_vlm=False,
         environment_factories=None,
@@ -307,7 +307,7 @@ def test_prompts_have_the_tokens_that_trl_gives_them(chat_tokenizer):
     )
     for prompts in (["1+1=", "2"], [SUM, SUM[1:]]):
         ours = encode_prompts([{"prompt": p} for p in prompts], chat_tokenizer, chat_template_kwargs={"tail": "*"})
-        assert ours == trainer.GRPOTrainer._tokenize_prompts(theirs, prompts)[0]
+        assert ours == trainer.GRPOTrainer._tokenize_prompts(trl_trainer, prompts)[0]
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,9 @@ def test_a_turn_is_the_message_that_trls_reward_functions_get(name, said):
     template = Template(tokenizer, {}, stop_ids=stops)
     prompt = template.encode([{"role": "user", "content": "Where?"}], [look])
     ours = template.reply(ids, prompt, [look])
-    theirs = trl.parse_response(trl.add_response_schema(tokenizer), ids, prefix=prompt, tools=[look])
-    assert ("tool_calls" in ours) is ("tool_calls" in theirs)
-    assert {key: ours[key] for key in theirs} == theirs
+    trl_message = trl.parse_response(trl.add_response_schema(tokenizer), ids, prefix=prompt, tools=[look])
+    assert ("tool_calls" in ours) is ("tool_calls" in trl_message)
+    assert {key: ours[key] for key in trl_message} == trl_message
 
 
 def kinds(
@@ -174,8 +174,8 @@ def test_a_text_is_of_the_kind_that_trl_reads_it_as(said):
     call = json.dumps({"name": "kinds", "arguments": dict.fromkeys(kinds.__annotations__.keys() - {"return"}, said)})
     ids = tokenizer(f"<tool_call>\n{call}\n</tool_call>{tokenizer.decode(stops[0])}")["input_ids"]
     ours = Template(tokenizer, {}, stop_ids=stops).reply(ids, [], [kinds])
-    theirs = trl.parse_response(trl.add_response_schema(tokenizer), ids, prefix=[], tools=[kinds])
-    assert repr(ours["tool_calls"]) == repr(theirs["tool_calls"])  # 1 is not True
+    trl_message = trl.parse_response(trl.add_response_schema(tokenizer), ids, prefix=[], tools=[kinds])
+    assert repr(ours["tool_calls"]) == repr(trl_message["tool_calls"])  # 1 is not True
 
 
 @pytest.mark.parametrize(

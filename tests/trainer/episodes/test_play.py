@@ -73,7 +73,9 @@ def test_a_token_has_the_experts_of_the_turn_that_read_it_first(make_trainer, to
     trainer.train()
     for sample in trainer.scored.samples:
         ends = [
-            place for place, mine in enumerate(sample.completion_mask[:-1]) if mine > sample.completion_mask[place + 1]
+            place
+            for place, is_own in enumerate(sample.completion_mask[:-1])
+            if is_own > sample.completion_mask[place + 1]
         ]
         first, second = (
             len(sample.prompt_ids) + end for end in ends
@@ -99,7 +101,7 @@ def test_an_episode_is_what_was_said_and_what_tools_answered(make_trainer, token
         f"<answer>1</answer>{END}\n<|im_start|>assistant\nIt is 1.{END}"
     )
     own = tokenizer.decode(
-        [token for token, mine in zip(sample.completion_ids, sample.completion_mask, strict=True) if mine]
+        [token for token, is_own in zip(sample.completion_ids, sample.completion_mask, strict=True) if is_own]
     )
     assert own.count(END) == 2
     assert "<answer>" not in own

@@ -166,18 +166,18 @@ def test_a_function_of_an_importable_module_is_sent_by_its_name():
 
 @pytest.mark.parametrize(
     ("started_as", "reference"),
-    [(None, "/x/run.py:mine"), ("__main__", "/x/run.py:mine"), ("package.run", "package.run:mine")],
+    [(None, "/x/run.py:scored"), ("__main__", "/x/run.py:scored"), ("package.run", "package.run:scored")],
 )
 def test_a_function_of_the_program_has_the_name_that_imports_its_module(monkeypatch, started_as, reference):
     """`python run.py`, a debugger around that, and `python -m package.run`, which may have relative imports."""
 
-    def mine(completions) -> list[float]: ...
+    def scored(completions) -> list[float]: ...
 
-    mine.__module__, mine.__qualname__ = "__main__", "mine"
+    scored.__module__, scored.__qualname__ = "__main__", "scored"
     program, spec = ModuleType("__main__"), started_as and ModuleSpec(started_as, None)
-    vars(program).update(mine=mine, __file__="/x/run.py", __spec__=spec)
+    vars(program).update(scored=scored, __file__="/x/run.py", __spec__=spec)
     monkeypatch.setitem(sys.modules, "__main__", program)
-    assert isolation.importable(mine, "reward", timeout=1.0, memory=None)[0] == reference
+    assert isolation.importable(scored, "reward", timeout=1.0, memory=None)[0] == reference
 
 
 def test_what_a_process_said_before_it_ended_is_read_however_late(monkeypatch):

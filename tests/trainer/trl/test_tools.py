@@ -126,17 +126,17 @@ def test_twelve_steps_with_tools_are_those_of_trl(trl: types.ModuleType, options
     name = options.get("template", "qwen2_5.jinja")
     options = {key: value for key, value in options.items() if key != "template"}
     template = (Path(trl.__file__).parent / "chat_templates" / name).read_text(encoding="utf-8")
-    theirs, their_log = trained(trl.GRPOTrainer, trl.GRPOConfig, template, use_vllm=False, **options)
+    trl_weights, trl_log = trained(trl.GRPOTrainer, trl.GRPOConfig, template, use_vllm=False, **options)
     ours = {"use_vllm": False, "skip_zero_advantages": False, **options}
-    mine, my_log = trained(GRPOTrainer, GRPOConfig, template, **ours)
-    far = max((mine[name] - value).abs().max().item() for name, value in theirs.items())
+    our_weights, our_log = trained(GRPOTrainer, GRPOConfig, template, **ours)
+    far = max((our_weights[name] - value).abs().max().item() for name, value in trl_weights.items())
     assert far <= PARAMETERS
     assert any(
         (value - dict(talking_model(tokenizer_of(template)).named_parameters())[name]).any()
-        for name, value in mine.items()
+        for name, value in our_weights.items()
     )
-    for entry, other in zip(my_log[:12], their_log[:12], strict=True):
+    for entry, other in zip(our_log[:12], trl_log[:12], strict=True):
         for name in (name for name in other if name.startswith(COMPARED)):
             assert entry[name] == pytest.approx(other[name], rel=METRICS, abs=METRICS, nan_ok=True), name
-    assert their_log[0]["tools/call_frequency"] > 0.6
-    assert their_log[0]["tools/failure_frequency"] > 0.1
+    assert trl_log[0]["tools/call_frequency"] > 0.6
+    assert trl_log[0]["tools/failure_frequency"] > 0.1
