@@ -25,7 +25,7 @@ VOCAB = ["<pad>", "<eos>", *(str(number) for number in range(30))]
 def even(completions, **columns):
     """Share of even numbers in what was written."""
     words = [text.split() for text in completions]
-    return [sum(int(word) % 2 == 0 for word in some if word.isdigit()) / max(1, len(some)) for some in words]
+    return [sum(int(word) % 2 == 0 for word in answer if word.isdigit()) / max(1, len(answer)) for answer in words]
 
 
 def train(trainer_class: type, folder: str) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:

@@ -80,9 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
     found = stages(output, tiny=given.tiny)
     if given.tiny:  # kernels are interpreted, maybe beside other work: only what hangs is ended
         found = [replace(stage, seconds=5 * stage.seconds) for stage in found]
-    known = [x for stage in found for x in (stage.group, stage.name)]
-    if unknown := {*asked}.difference(known):
-        parser.error(f"got --stages {','.join(sorted(unknown))}; fix: some of {', '.join(dict.fromkeys(known))}")
+    names = [x for stage in found for x in (stage.group, stage.name)]
+    if unknown := {*asked}.difference(names):
+        parser.error(f"got --stages {','.join(sorted(unknown))}; fix: some of {', '.join(dict.fromkeys(names))}")
     chosen = {stage.name: stage for x in asked for stage in found if x in (stage.name, stage.group)}
     return run_all([*chosen.values()], output, tiny=given.tiny, seconds=given.seconds)
 
@@ -93,8 +93,8 @@ def stages(output: Path, *, tiny: bool) -> list[Stage]:
     device = {"FUSED_GRPO_TEST_DEVICE": "cpu" if tiny else "cuda", "OMP_NUM_THREADS": "2", **PLUGINS}
     pytest = (python, "-m", "pytest", "-v", "-rfEs", "-p", "no:cacheprovider", "-W", "default::UserWarning")
     spread = () if tiny or not has("xdist") else ("-p", "xdist", "--numprocesses=8", "--dist=worksteal")
-    some = ("tests/ops/test_grpo_loss.py", "tests/kernels/test_grpo_loss.py")
-    both, whole = (some, ()) if tiny else (("tests/kernels", "tests/ops"), ("--full",))
+    losses = ("tests/ops/test_grpo_loss.py", "tests/kernels/test_grpo_loss.py")
+    both, whole = (losses, ()) if tiny else (("tests/kernels", "tests/ops"), ("--full",))
     places = [os.environ.get("PATH", ""), *(str(path) for path in Path("/usr/local").glob("cuda*/bin"))]
     sanitizer = None if tiny else shutil.which("compute-sanitizer", path=os.pathsep.join(places))
 
@@ -148,8 +148,8 @@ def run_all(chosen: list[Stage], output: Path, *, tiny: bool, seconds: int) -> i
         print((output / LOG).read_text()[-2000:], file=sys.stderr)
         return 1
     results: list[tuple[Stage, str]] = []
-    for alone, some in itertools.groupby(chosen, key=lambda stage: stage.alone):
-        for stages in [[stage] for stage in some] if alone else [list(some)]:
+    for alone, group in itertools.groupby(chosen, key=lambda stage: stage.alone):
+        for stages in [[stage] for stage in group] if alone else [list(group)]:
             results += zip(stages, run(stages, output, records, end), strict=True)
     print()
     for stage, status in results:

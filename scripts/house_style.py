@@ -258,12 +258,12 @@ def circles(imports: dict[str, set[str]]) -> Iterator[str]:
 
 
 def reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
-    found, left = set[str](), [start]
-    while left:
-        new = imports.get(left.pop(), set()) - found
-        found |= new
-        left += new
-    return found
+    reached, unvisited = set[str](), [start]
+    while unvisited:
+        new = imports.get(unvisited.pop(), set()) - reached
+        reached |= new
+        unvisited += new
+    return reached
 
 
 if __name__ == "__main__":

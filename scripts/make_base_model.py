@@ -52,12 +52,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    how = f"--seed {options.seed}"
+    arguments = f"--seed {options.seed}"
     if options.task == "arithmetic":
-        save(train(arithmetic.build_splits().train, seed=options.seed), how, arithmetic.BASE_MODEL)
+        save(train(arithmetic.build_splits().train, seed=options.seed), arguments, arithmetic.BASE_MODEL)
     else:
         made = train_calculator(calculator.build_splits()[0], seed=options.seed)
-        save(made, f"calculator {how}", calculator.BASE_MODEL)
+        save(made, f"calculator {arguments}", calculator.BASE_MODEL)
 
 
 def train(rows: list[Row], *, seed: int, stages: Sequence[Stage] = STAGES) -> PreTrainedModel:

@@ -130,9 +130,9 @@ def make_trainer(output_dir: Path, rewards: list[Any], **options: Any) -> GRPOTr
     shape = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
     shape |= {"num_generations": 4, "max_completion_length": 6, "vllm_max_model_length": 64}
     faults = {"reward_failure": "drop", "reward_timeout": HANG_SECONDS / 2, "vllm_server_timeout": 15.0}
-    how = {"resume_from_checkpoint": True} if checkpoints(output_dir) else {"overwrite_output_dir": True}
+    start = {"resume_from_checkpoint": True} if checkpoints(output_dir) else {"overwrite_output_dir": True}
     saves = {"save_steps": 10, "save_total_limit": 3, "logging_steps": 1000}
-    args = GRPOConfig(str(output_dir), learning_rate=1e-4, **{**shape, **faults, **how, **saves, **options})
+    args = GRPOConfig(str(output_dir), learning_rate=1e-4, **{**shape, **faults, **start, **saves, **options})
     return GRPOTrainer(resume_run.model(), rewards, args, resume_run.ROWS, processing_class=build_tokenizer())
 
 
@@ -155,8 +155,8 @@ def kill_and_resume(folder: Path, deadline: float, seed: int) -> dict[str, Any]:
 
 def train_once(output_dir: Path) -> None:
     """Ten steps in all: from the newest complete checkpoint, or from the beginning."""
-    how = "resume" if checkpoints(output_dir) else "fresh"
-    resume_run.main(str(output_dir), "transformers", how, "nowhere", "0")
+    start = "resume" if checkpoints(output_dir) else "fresh"
+    resume_run.main(str(output_dir), "transformers", start, "nowhere", "0")
 
 
 def disturb(output_dir: Path, draw: random.Random, mean: float, counts: Counter[str]) -> list[str]:
@@ -263,10 +263,10 @@ def soak(folder: Path, *, minutes: float, seed: int, vllm: bool) -> dict[str, An
         found[name]["growth"] = growth(series)
     # Workers of a trainer that has ended have some time to notice it.
     _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=5.0)
-    left = left_over(alive, folder / "tmp", shared_memory)
+    leftovers = left_over(alive, folder / "tmp", shared_memory)
     for process in alive:
         process.kill()
-    return {"tracks": found, "left": left}
+    return {"tracks": found, "left": leftovers}
 
 
 def main() -> int:

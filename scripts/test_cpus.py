@@ -120,14 +120,14 @@ def run_tests(
     """Whether pytest was green; (passed, failed, skipped, minutes). Prints the output of a run that failed."""
     start = time.monotonic()
     command = [python, "-m", "pytest", "-q", "--numprocesses=3", "--dist=loadfile", *tests]
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        print(done.stdout, file=sys.stderr)
-    summary = done.stdout.strip().rpartition("\n")[2]
+    process = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    if process.returncode:
+        print(process.stdout, file=sys.stderr)
+    summary = process.stdout.strip().rpartition("\n")[2]
     passed, failed, errors, skipped = (
         sum(map(int, re.findall(rf"(\d+) {what}", summary))) for what in ("passed", "failed", "error", "skipped")
     )
-    return not done.returncode, (passed, failed + errors, skipped, f"{(time.monotonic() - start) / 60:.1f}")
+    return not process.returncode, (passed, failed + errors, skipped, f"{(time.monotonic() - start) / 60:.1f}")
 
 
 def this_cpu() -> tuple[set[str], str]:

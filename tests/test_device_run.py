@@ -39,9 +39,9 @@ def pytest_on(device: str, *tests: str, seconds: int = 300) -> subprocess.Comple
 
 
 def test_in_a_dry_run_every_op_and_pass_is_called_through_its_wrapper():
-    done = pytest_on("cpu", *WHOLE, *SOME)
-    assert done.returncode == 0, done.stdout
-    (said,) = re.findall(r"^calls on cpu: (.*)$", done.stdout, re.MULTILINE)
+    process = pytest_on("cpu", *WHOLE, *SOME)
+    assert process.returncode == 0, process.stdout
+    (said,) = re.findall(r"^calls on cpu: (.*)$", process.stdout, re.MULTILINE)
     calls = Counter({name: int(count) for name, count in (call.split() for call in said.split(", "))})
     print(said)
     passes = {"row_statistics", "softmax_weights_", "logits_gradient_", "scale_hidden", "logprob_forward"}
@@ -50,23 +50,23 @@ def test_in_a_dry_run_every_op_and_pass_is_called_through_its_wrapper():
     ops = {"linear_logprobs", "linear_logprobs_and_entropy", "grpo_loss", "fused_linear_grpo_loss"}
     for name in {*passes, *ops, "speculative_logprobs"}:
         assert calls[name] > 0, name
-    (without,) = re.findall(r"^tests without a call on cpu: (.*)$", done.stdout, re.MULTILINE)
+    (without,) = re.findall(r"^tests without a call on cpu: (.*)$", process.stdout, re.MULTILINE)
     # It makes its memory on the device itself.
     assert without == "tests/kernels/test_row_passes.py::test_tiles_lie_as_gemms_like_them"
 
 
 @pytest.mark.full
 def test_every_test_of_ops_and_kernels_is_green_in_a_dry_run():
-    done = pytest_on("cpu", "tests/ops", "tests/kernels", seconds=3600)
-    assert done.returncode == 0, done.stdout[-5000:]
+    process = pytest_on("cpu", "tests/ops", "tests/kernels", seconds=3600)
+    assert process.returncode == 0, process.stdout[-5000:]
 
 
 def test_without_a_gpu_the_tests_of_a_gpu_say_so():
-    done = pytest_on("cuda", "tests/ops")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "got FUSED_GRPO_TEST_DEVICE=cuda, but torch" in done.stderr
-    done = pytest_on("gpu", "tests/ops")
-    assert "want cuda, or cpu for its dry run" in done.stderr
+    process = pytest_on("cuda", "tests/ops")
+    assert process.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "got FUSED_GRPO_TEST_DEVICE=cuda, but torch" in process.stderr
+    process = pytest_on("gpu", "tests/ops")
+    assert "want cuda, or cpu for its dry run" in process.stderr
 
 
 def strided() -> torch.Tensor:

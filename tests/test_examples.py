@@ -65,7 +65,7 @@ def test_an_example_runs_alone_and_leaves_nothing_unannounced(ran, path):
     printed, folder = ran(path)
     assert printed.strip()
     announced = ast.get_docstring(ast.parse(path.read_text()))
-    assert [left.name for left in folder.iterdir() if left.name not in announced] == []
+    assert [file.name for file in folder.iterdir() if file.name not in announced] == []
 
 
 @pytest.mark.parametrize(

@@ -44,20 +44,20 @@ def dry_run(tmp_path_factory, pytestconfig) -> tuple[subprocess.CompletedProcess
     env = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "HOME": str(folder), "FUSED_GRPO_COMMIT": "abc"}
     env |= {"OMP_NUM_THREADS": "1"}
     start = cpu_seconds()
-    some = "first,second" if pytestconfig.getoption("full") else ",".join(SOME)
-    command = ["python", SCRIPT, folder / "out", "--tiny", "--seconds", "1800", "--stages", some]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1800)
-    return done, folder / "out", cpu_seconds() - start
+    stages = "first,second" if pytestconfig.getoption("full") else ",".join(SOME)
+    command = ["python", SCRIPT, folder / "out", "--tiny", "--seconds", "1800", "--stages", stages]
+    process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1800)
+    return process, folder / "out", cpu_seconds() - start
 
 
 def test_a_dry_run_with_five_packages_ends_green(dry_run, pytestconfig):
-    done, out, seconds = dry_run
-    assert done.returncode == 0, done.stdout + done.stderr
-    print(f"{seconds:.0f} s of CPU time\n{done.stdout}")
+    process, out, seconds = dry_run
+    assert process.returncode == 0, process.stdout + process.stderr
+    print(f"{seconds:.0f} s of CPU time\n{process.stdout}")
     assert seconds < 180
     ends = {line["stage"]: line["status"] for line in results_in(out) if line["figure"] == "seconds"}
-    known = [stage.name for stage in gpu_first.stages(out, tiny=True) if stage.group != "trainers"]
-    assert ends.keys() == {"machine", *(known if pytestconfig.getoption("full") else SOME)}
+    names = [stage.name for stage in gpu_first.stages(out, tiny=True) if stage.group != "trainers"]
+    assert ends.keys() == {"machine", *(names if pytestconfig.getoption("full") else SOME)}
     sanitized = {"memcheck", "racecheck"}
     assert {name for name, status in ends.items() if status != "green"} == sanitized & ends.keys()
     said = (out / "stages.log").read_text()
@@ -116,7 +116,7 @@ def test_a_group_ends_within_seven_minutes(group, tmp_path):
     """Two groups and a start have to fit a loan of 15 minutes; facts about the machine take ten seconds."""
     chosen = [stage for stage in gpu_first.stages(tmp_path, tiny=False) if stage.group == group]
     some_at_once = itertools.groupby(chosen, key=lambda stage: stage.alone)
-    assert sum((sum if alone else max)(stage.seconds for stage in some) for alone, some in some_at_once) <= 380
+    assert sum((sum if alone else max)(stage.seconds for stage in stages) for alone, stages in some_at_once) <= 380
 
 
 def test_the_first_stages_are_the_shortest_way_to_what_matters(tmp_path):
@@ -279,7 +279,7 @@ def test_a_sanitizer_would_see_every_kernel(dry_run):
 
 def test_without_a_gpu_it_says_so_and_runs_nothing(tmp_path):
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, SCRIPT, tmp_path], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "which finds no GPU; fix: --tiny" in done.stderr
+    process = subprocess.run([sys.executable, SCRIPT, tmp_path], env=env, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 1
+    assert "which finds no GPU; fix: --tiny" in process.stderr
     assert [line["figure"] for line in results_in(tmp_path)] == ["seconds"]

@@ -36,15 +36,15 @@ def test_a_part_measures_every_trainer(part, figures, capsys):
 
 
 def test_the_first_step_of_a_trainer_is_not_timed(monkeypatch):
-    done: list[str] = []
+    stepped: list[str] = []
 
     def made(name: str):
-        return lambda problem: SimpleNamespace(step=lambda: done.append(name))
+        return lambda problem: SimpleNamespace(step=lambda: stepped.append(name))
 
     names = (training.OURS, training.TRL, training.FUSED)
     monkeypatch.setattr(training, "makers", lambda: {name: made(name) for name in names})
     figures = list(training.compared("tiny", training.SMALL, rounds=2))
-    assert done == [*names, *names, *names[1:], names[0]]
+    assert stepped == [*names, *names, *names[1:], names[0]]
     assert [sum(figure.figure.startswith(what) for figure in figures) for what in ("made", "a step")] == [3, 6]
     ratios = [figure.promised for figure in figures if figure.figure == f"training phase: ours over {training.TRL}"]
     assert ratios == [training.PROMISED] * 2

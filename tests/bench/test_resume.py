@@ -35,11 +35,11 @@ def suite(fork_server, tmp_path):
     program, output, log = tmp_path / "program.py", tmp_path / "out", tmp_path / "measured.txt"
     program.write_text(PROGRAM)
 
-    def run(how: str) -> tuple[int, list[str]]:
+    def run(fault: str) -> tuple[int, list[str]]:
         # In no repository, because another test that edits a file at the same time would make it another run. And in no
         # worker of xdist, where pytest-benchmark writes no file.
         env = {"GIT_DIR": str(tmp_path / "none"), "PYTEST_XDIST_WORKER": ""}
-        process = fork_server.start(program, output, log, how, env=env)
+        process = fork_server.start(program, output, log, fault, env=env)
         return process.wait(), log.read_text().splitlines() if log.exists() else process.output
 
     run.output = output

@@ -88,8 +88,8 @@ def measured(pool):
 
 def test_rounds_are_interleaved_and_each_starts_with_the_next(pool, measured):
     with open(pool.log) as file:
-        done = [name for name in file.read().split() if name in ("a", "b")]
-    assert (done[:2], done[2:4], done[4:6], done[6:]) == (["a", "b"], ["a", "b"], ["a", "b"], ["b", "a"])
+        runs = [name for name in file.read().split() if name in ("a", "b")]
+    assert (runs[:2], runs[2:4], runs[4:6], runs[6:]) == (["a", "b"], ["a", "b"], ["a", "b"], ["b", "a"])
     assert [len(measured[name].seconds) for name in ("products alone", "a", "b")] == [3, 3, 3]
 
 

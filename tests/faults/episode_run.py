@@ -37,7 +37,7 @@ from fused_grpo.trainer.episodes import play
 from fused_grpo.trainer.logging import run_output
 from fused_grpo.trainer.types import Rollouts, SamplingParams
 
-OUT, HOW, WHERE, NUMBER, SIGNAL = *sys.argv[1:4], int(sys.argv[4]), signal.Signals[sys.argv[5]]
+OUT, START, WHERE, NUMBER, SIGNAL = *sys.argv[1:4], int(sys.argv[4]), signal.Signals[sys.argv[5]]
 COUNTS, LOCK = Counter[str](), threading.Lock()
 # A generated batch has two of them, and serves two steps.
 ROWS = [{"prompt": [{"role": "user", "content": f"Customer {number}."}], "number": number} for number in range(6)]
@@ -162,8 +162,8 @@ def main() -> None:
         save_steps=1,  # every other one in the middle of a batch
         save_total_limit=2,
         gradient_checkpointing=False,
-        resume_from_checkpoint=HOW == "resume",
-        overwrite_output_dir=HOW == "fresh",
+        resume_from_checkpoint=START == "resume",
+        overwrite_output_dir=START == "fresh",
     )
     tokenizer = talking_tokenizer()
     model = talking_model(tokenizer, num_hidden_layers=1)

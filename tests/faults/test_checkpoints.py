@@ -204,12 +204,12 @@ def test_a_refused_save_does_not_read_the_checkpoint_that_it_names(run, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("keep", "best", "left"),
+    ("keep", "best", "steps"),
     [(1, None, [6]), (2, None, [4, 6]), (1, 2, [2, 6]), (2, 2, [2, 6]), (2, 6, [4, 6]), (4, 2, [2, 4, 6])],
 )
-def test_the_best_checkpoint_is_one_of_those_that_are_kept(run, keep, best, left):
+def test_the_best_checkpoint_is_one_of_those_that_are_kept(run, keep, best, steps):
     remove_old_checkpoints(run, keep=keep, best=None if best is None else f"elsewhere/checkpoint-{best}")
-    assert [path.name for path in checkpoints(run)] == [f"checkpoint-{step}" for step in left]
+    assert [path.name for path in checkpoints(run)] == [f"checkpoint-{step}" for step in steps]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(run, monkeypatch, caplog):

@@ -41,12 +41,12 @@ def checkpoint(tmp_path):
     return save_checkpoint(tmp_path / "run" / "checkpoint-1", **options)
 
 
-@pytest.mark.parametrize("how", REFUSALS)
-def test_a_save_that_the_disk_refuses_leaves_the_earlier_checkpoint(fork_server, time_limit, checkpoint, how):
-    reason, saves = REFUSALS[how]
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_save_that_the_disk_refuses_leaves_the_earlier_checkpoint(fork_server, time_limit, checkpoint, refusal):
+    reason, saves = REFUSALS[refusal]
     before = files(checkpoint)
     with time_limit(30):
-        messages = fork_server.run(SAVE, checkpoint.parent, how).splitlines()
+        messages = fork_server.run(SAVE, checkpoint.parent, refusal).splitlines()
     if messages == ["not allowed"]:
         pytest.skip("only root may mount a small file system")
     assert len(messages) == saves

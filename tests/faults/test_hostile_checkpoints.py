@@ -272,16 +272,18 @@ def test_a_changed_tensor_is_refused(outcome, copy, tmp_path, data, name):
     directory = copy(f"tensors-{len(os.listdir(tmp_path))}")
     tensors = load_file(directory / name)
     which = data.draw(st.sampled_from(sorted(key for key, tensor in tensors.items() if tensor.numel())))
-    how = data.draw(st.sampled_from(["removed", "renamed", *FORMS]))
+    fault = data.draw(st.sampled_from(["removed", "renamed", *FORMS]))
     tensor = tensors.pop(which)
-    if how in FORMS:
+    if fault in FORMS:
         # Of masks and of what no function scored, these are values like others.
-        free = tensor.dtype == torch.bool or (how == "NaN" and which.endswith((".reward", "sampling_logprobs.values")))
-        tensors[which] = tensor[None].clone() if free else FORMS[how](tensor)
-    elif how == "renamed":
+        free = tensor.dtype == torch.bool or (
+            fault == "NaN" and which.endswith((".reward", "sampling_logprobs.values"))
+        )
+        tensors[which] = tensor[None].clone() if free else FORMS[fault](tensor)
+    elif fault == "renamed":
         tensors[f"{which}."] = tensor
     replace(directory / name, save(tensors, metadata={"format": "pt"}))
-    assert outcome(resign(directory)) == "refused", (which, how)
+    assert outcome(resign(directory)) == "refused", (which, fault)
 
 
 @pytest.mark.parametrize("value", [-1, 10**6])

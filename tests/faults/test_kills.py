@@ -69,9 +69,9 @@ def how_to_start(output_dir, history):
     return "resume"
 
 
-def kill(fork_server, output_dir, engine, how, where, number):
+def kill(fork_server, output_dir, engine, start, where, number):
     """Start the run and kill it; returns its output."""
-    process = fork_server.start(RUN, output_dir, engine, how, where, number if where != "wait" else 0)
+    process = fork_server.start(RUN, output_dir, engine, start, where, number if where != "wait" else 0)
     if where == "wait":
         deadline = time.monotonic() + 120
         while "a save begins" not in process.output and process.poll() is None:
@@ -80,7 +80,7 @@ def kill(fork_server, output_dir, engine, how, where, number):
         time.sleep(number)
         process.kill()
     assert process.wait() == -9, process.output
-    print(f"{how}, {where} {number}:", *process.output.splitlines()[-1:])
+    print(f"{start}, {where} {number}:", *process.output.splitlines()[-1:])
     return process.output
 
 

@@ -28,7 +28,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_all_ranks_end_and_name_the_first_failure(fork_server, time_limit, tmp_path, name):
-    rank, reason, known = FAULTS[name]
+    rank, reason, report = FAULTS[name]
     with time_limit(20) as clock:
         ranks = fork_server.start_ranks(SCRIPT, tmp_path, name, rank, json.dumps({"save_steps": 1}))
         codes = [process.wait() for process in ranks]
@@ -36,7 +36,7 @@ def test_all_ranks_end_and_name_the_first_failure(fork_server, time_limit, tmp_p
     assert codes == [-9 if (name, index) == ("kill", rank) else 1 for index in range(2)], ranks[1 - rank].output
     other = ranks[1 - rank].output.splitlines()[-1]
     assert "errors.PeerError" in other
-    assert f"rank {rank} of 2 {known}" in other
+    assert f"rank {rank} of 2 {report}" in other
     assert reason in other
     assert name == "kill" or reason in ranks[rank].output
 

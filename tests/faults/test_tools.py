@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from faulty_tools import (
-    HOW,
+    ACTS,
     LET_GO,
     SOUND,
     WRITTEN,
@@ -72,7 +72,7 @@ def sound(tmp_path_factory):
 def quiet(tmp_path_factory):
     """A run in which a tool does nothing."""
     folder = tmp_path_factory.mktemp("quiet")
-    return everything(folder, play(folder, by(how="acts"), max_steps=2))
+    return everything(folder, play(folder, by(act="acts"), max_steps=2))
 
 
 class Fault(NamedTuple):
@@ -87,46 +87,46 @@ class Fault(NamedTuple):
 
 HANGS = {"tool_timeout": 0.5, "max_steps": 2}
 DESK = {"factory": Desk}
-EXITS = call("later", how="exits") + call("later", how="answers")
-STOPS = call("later", how="stops the loop") + call("later", how="answers")
+EXITS = call("later", act="exits") + call("later", act="answers")
+STOPS = call("later", act="stops the loop") + call("later", act="answers")
 FAULTS = {
-    "raises": Fault(by(how="raises"), r"bad\\\\x1b\[31m input"),
-    "raises what has no text": Fault(by(how="has no text"), "Mute"),
-    "raises what exits when it is written": Fault(by(how="has a text that exits"), "Leaves"),
-    "raises 10 MB": Fault(by(how="says 10 MB"), "yyy.*characters.*yyy", ended="no room"),
-    "exits": Fault(by(how="exits"), r"\{'error': '3'\}"),
-    "is interrupted": Fault(by(how="is interrupted"), "'KeyboardInterrupt'"),
-    "stops iterating": Fault(by(how="stops iterating"), "'StopIteration'"),
-    "recurses": Fault(by(how="recurses"), "maximum recursion depth"),
-    "wants more memory than there is": Fault(by(how="wants memory"), "'MemoryError'"),
-    "handles signals": Fault(by(how="handles signals"), "only works in main thread"),
-    "hangs": Fault(by(how="hangs"), "odd took longer than 0.5 s", options=HANGS),
-    "returns None": Fault(by(how="None"), "^None$", (False,)),
-    "returns bytes": Fault(by(how="bytes"), r"^b'\\x00\\xff'$", (False,)),
-    "returns a lone surrogate": Fault(by(how="a lone surrogate"), r"^a\?$", (False,)),
-    "returns NaN": Fault(by(how="NaN"), "^nan$", (False,)),
-    "returns a number of 5,000 digits": Fault(by(how="5,000 digits"), "Exceeds the limit"),
-    "returns 100,000 levels": Fault(by(how="100,000 levels"), "recursion|[Oo]verflow"),
-    "returns what has no text": Fault(by(how="what has no text"), "no text"),
-    "returns what is written for ever": Fault(by(how="what is written for ever"), "took longer", options=HANGS),
-    "returns an image": Fault(by(how="an image"), "the model reads text alone"),
-    "returns rows that look like parts": Fault(by(how="rows"), r"^\[\{'type': 3\}\]$", (False,)),
-    "returns 50 MB": Fault(by(how="50 MB"), r"x \[…49990000 characters…\] x", (False,), "no room"),
-    "returns special tokens": Fault(by(how="special tokens"), r"system\nObey\.$", (False,)),
-    "edits its arguments": Fault(by(how="edits", values=[3, 1, 2]), "^None$", (False,)),
-    "fills the room": Fault(by(how="fills"), "^x{380}$", (False,), "no room"),
-    "raises later": Fault(call("later", how="raises"), "bad input"),
+    "raises": Fault(by(act="raises"), r"bad\\\\x1b\[31m input"),
+    "raises what has no text": Fault(by(act="has no text"), "Mute"),
+    "raises what exits when it is written": Fault(by(act="has a text that exits"), "Leaves"),
+    "raises 10 MB": Fault(by(act="says 10 MB"), "yyy.*characters.*yyy", ended="no room"),
+    "exits": Fault(by(act="exits"), r"\{'error': '3'\}"),
+    "is interrupted": Fault(by(act="is interrupted"), "'KeyboardInterrupt'"),
+    "stops iterating": Fault(by(act="stops iterating"), "'StopIteration'"),
+    "recurses": Fault(by(act="recurses"), "maximum recursion depth"),
+    "wants more memory than there is": Fault(by(act="wants memory"), "'MemoryError'"),
+    "handles signals": Fault(by(act="handles signals"), "only works in main thread"),
+    "hangs": Fault(by(act="hangs"), "odd took longer than 0.5 s", options=HANGS),
+    "returns None": Fault(by(act="None"), "^None$", (False,)),
+    "returns bytes": Fault(by(act="bytes"), r"^b'\\x00\\xff'$", (False,)),
+    "returns a lone surrogate": Fault(by(act="a lone surrogate"), r"^a\?$", (False,)),
+    "returns NaN": Fault(by(act="NaN"), "^nan$", (False,)),
+    "returns a number of 5,000 digits": Fault(by(act="5,000 digits"), "Exceeds the limit"),
+    "returns 100,000 levels": Fault(by(act="100,000 levels"), "recursion|[Oo]verflow"),
+    "returns what has no text": Fault(by(act="what has no text"), "no text"),
+    "returns what is written for ever": Fault(by(act="what is written for ever"), "took longer", options=HANGS),
+    "returns an image": Fault(by(act="an image"), "the model reads text alone"),
+    "returns rows that look like parts": Fault(by(act="rows"), r"^\[\{'type': 3\}\]$", (False,)),
+    "returns 50 MB": Fault(by(act="50 MB"), r"x \[…49990000 characters…\] x", (False,), "no room"),
+    "returns special tokens": Fault(by(act="special tokens"), r"system\nObey\.$", (False,)),
+    "edits its arguments": Fault(by(act="edits", values=[3, 1, 2]), "^None$", (False,)),
+    "fills the room": Fault(by(act="fills"), "^x{380}$", (False,), "no room"),
+    "raises later": Fault(call("later", act="raises"), "bad input"),
     "exits later": Fault(EXITS, "'3'.*\ndone$", (True, False), options=HANGS),
-    "is interrupted later": Fault(call("later", how="is interrupted"), "'KeyboardInterrupt'", options=HANGS),
-    "cancels itself": Fault(call("later", how="cancels itself"), "'CancelledError'"),
-    "hangs later": Fault(call("later", how="hangs"), "later took longer than 0.5 s", options=HANGS),
-    "does not end when it is cancelled": Fault(call("later", how="stays"), "later took longer", options=HANGS),
-    "blocks the event loop": Fault(call("later", how="blocks"), "later took longer", options=HANGS),
+    "is interrupted later": Fault(call("later", act="is interrupted"), "'KeyboardInterrupt'", options=HANGS),
+    "cancels itself": Fault(call("later", act="cancels itself"), "'CancelledError'"),
+    "hangs later": Fault(call("later", act="hangs"), "later took longer than 0.5 s", options=HANGS),
+    "does not end when it is cancelled": Fault(call("later", act="stays"), "later took longer", options=HANGS),
+    "blocks the event loop": Fault(call("later", act="blocks"), "later took longer", options=HANGS),
     "stops the event loop": Fault(STOPS, "^stopped\ndone$", (False, False), options=HANGS),
-    "hangs before a call": Fault(by(how="hangs") + SOUND, "\n.*multiply was not called", (True, True), options=HANGS),
-    "hangs after a call": Fault(SOUND + by(how="hangs"), "^7\n.*odd took longer", (False, True), options=HANGS),
+    "hangs before a call": Fault(by(act="hangs") + SOUND, "\n.*multiply was not called", (True, True), options=HANGS),
+    "hangs after a call": Fault(SOUND + by(act="hangs"), "^7\n.*odd took longer", (False, True), options=HANGS),
     "hangs beside a coroutine": Fault(
-        by(how="hangs") + call("later", how="answers"), "took longer.*\ndone$", (True, False), options=HANGS
+        by(act="hangs") + call("later", act="answers"), "took longer.*\ndone$", (True, False), options=HANGS
     ),
     "is not there": Fault(call("divide", a=1), r"Tool divide not found\."),
     "has a name of special tokens": Fault(
@@ -142,8 +142,8 @@ FAULTS = {
         options={"max_completion_length": 1600},
     ),
     "is called by half": Fault('<tool_call>\n{"name": "odd", "argu', failed=()),
-    "is called beyond the limit": Fault(by(how="x" * 500), failed=(), ended="length"),
-    "is called in a turn that is cut": Fault(by(how="raises") + "y" * 500, failed=(), ended="length"),
+    "is called beyond the limit": Fault(by(act="x" * 500), failed=(), ended="length"),
+    "is called in a turn that is cut": Fault(by(act="raises") + "y" * 500, failed=(), ended="length"),
     "is answered by the model": Fault("<answer>7</answer>", failed=()),
     "is called for ever": Fault(
         SOUND,
@@ -152,11 +152,11 @@ FAULTS = {
         "turn limit",
         {"again": True, "max_tool_calling_iterations": 2, "max_completion_length": 900},
     ),
-    "is a method that raises": Fault(by(how="raises"), "out of stock", options=DESK),
+    "is a method that raises": Fault(by(act="raises"), "out of stock", options=DESK),
     "is the reset of the environment": Fault(call("reset"), "Tool reset not found", options=DESK),
     "is the reward of the environment": Fault(call("get_reward"), "Tool get_reward not found", options=DESK),
     "gets another self": Fault(call("multiply", self=1, a=1, b=1), "multiple values for argument 'self'", options=DESK),
-    "returns 50 MB and is done": Fault(by(how="ends"), r"x \[…49990000 characters…\] x", (False,), "done", DESK),
+    "returns 50 MB and is done": Fault(by(act="ends"), r"x \[…49990000 characters…\] x", (False,), "done", DESK),
 }
 
 
@@ -323,7 +323,7 @@ ENDS: dict[str, tuple[dict[str, Any], type[FusedGRPOError], str, int]] = {
         1,
     ),
     "a tool removes the folder of the run": (
-        {"said": by(how="removes")},
+        {"said": by(act="removes")},
         CheckpointError,
         r"No such file or directory while writing .*rollouts\.jsonl",
         0,
@@ -335,14 +335,14 @@ ENDS: dict[str, tuple[dict[str, Any], type[FusedGRPOError], str, int]] = {
 def test_what_no_episode_can_go_on_without_ends_the_run(time_limit, tmp_path, name):
     options, error, message, steps = ENDS[name]
     trainer = make(tmp_path, max_steps=2, **options)
-    learn, known = trainer.learner.learn, [weights(trainer)]
-    trainer.learner.learn = lambda *a, **k: (learn(*a, **k), known.append(weights(trainer)))[0]
+    learn, weights_by_step = trainer.learner.learn, [weights(trainer)]
+    trainer.learner.learn = lambda *a, **k: (learn(*a, **k), weights_by_step.append(weights(trainer)))[0]
     with time_limit(15), pytest.raises(error, match=message) as raised:
         trainer.train()
     assert isinstance(raised.value, FusedGRPOError)
     assert re.search("want|fix", str(raised.value))
-    assert trainer.step == steps == len(lines(tmp_path, "metrics.jsonl")) == len(known) - 1
-    assert weights(trainer) == known[-1]
+    assert trainer.step == steps == len(lines(tmp_path, "metrics.jsonl")) == len(weights_by_step) - 1
+    assert weights(trainer) == weights_by_step[-1]
 
 
 def quietly(effect: Callable[[], Any]) -> Callable[[Any], str]:
@@ -387,8 +387,8 @@ EFFECTS: dict[str, Callable[[], Any]] = {
 def test_what_a_tool_does_to_the_process_changes_nothing_of_the_run(quiet, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
-    monkeypatch.setitem(HOW, "acts", quietly(EFFECTS[name]))
-    trainer = play(tmp_path, by(how="acts"), max_steps=2, output_dir="run")
+    monkeypatch.setitem(ACTS, "acts", quietly(EFFECTS[name]))
+    trainer = play(tmp_path, by(act="acts"), max_steps=2, output_dir="run")
     assert sys.stdout is printed
     assert everything(tmp_path, trainer) == quiet
 
@@ -396,19 +396,19 @@ def test_what_a_tool_does_to_the_process_changes_nothing_of_the_run(quiet, tmp_p
 def test_a_run_outlives_its_working_directory(quiet, tmp_path, monkeypatch):
     (here := tmp_path / "here").mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setitem(HOW, "acts", quietly(lambda: shutil.rmtree(here, ignore_errors=True)))
-    trainer = play(tmp_path, by(how="acts"), max_steps=2)
+    monkeypatch.setitem(ACTS, "acts", quietly(lambda: shutil.rmtree(here, ignore_errors=True)))
+    trainer = play(tmp_path, by(act="acts"), max_steps=2)
     assert not here.exists()
     assert everything(tmp_path, trainer) == quiet
 
 
 def test_sigterm_from_a_tool_stops_the_run_after_the_step(quiet, tmp_path, monkeypatch):
-    monkeypatch.setitem(HOW, "acts", quietly(lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    monkeypatch.setitem(ACTS, "acts", quietly(lambda: os.kill(os.getpid(), signal.SIGTERM)))
     with pytest.raises(SystemExit) as stopped:
-        play(tmp_path, by(how="acts"), max_steps=2)
+        play(tmp_path, by(act="acts"), max_steps=2)
     assert stopped.value.code == 143
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
-    resumed = play(tmp_path, by(how="acts"), max_steps=2, resume_from_checkpoint=True)
+    resumed = play(tmp_path, by(act="acts"), max_steps=2, resume_from_checkpoint=True)
     assert everything(tmp_path, resumed) == quiet
 
 
@@ -418,7 +418,7 @@ def test_a_call_that_goes_on_writes_into_no_later_episode(sound, tmp_path):
         assert WRITTEN.wait(30)
 
     WRITTEN.clear()
-    trainer = play(tmp_path, by(how="writes late"), **broken(_begin=begin), **HANGS)
+    trainer = play(tmp_path, by(act="writes late"), **broken(_begin=begin), **HANGS)
     first, second = (list(map(told, batch.samples)) for batch in trainer.batches)
     assert "took longer" in first[0]["episode"][1][1]["content"]
     wanted = sound[Desk][1]
@@ -426,7 +426,7 @@ def test_a_call_that_goes_on_writes_into_no_later_episode(sound, tmp_path):
 
 
 def test_an_episode_that_its_environment_does_not_score_is_in_no_mean(tmp_path):
-    play(tmp_path, by(how="scores nothing"), factory=Desk)
+    play(tmp_path, by(act="scores nothing"), factory=Desk)
     rewards = [record["rewards"]["Desk"] for record in lines(tmp_path, "rollouts.jsonl")]
     assert rewards == [None, 1.0, 1.0, 1.0]
     assert lines(tmp_path, "metrics.jsonl")[0]["rewards/Desk/mean"] == 1.0

@@ -32,16 +32,16 @@ def launch(device: str, dtype: torch.dtype, size: tuple[int, int, int], **option
             out = kernels.empty_tile(N, V, dtype=dtype, device=hidden.device)
             kernels.softmax_weights_forward(hidden, weight, targets, out=out, entropy=entropy, **given)
         state = kernels.row_statistics(normal(N, V), targets, entropy=entropy, **given)
-        known = kernels.finish_rows([state, state], entropy=entropy)
+        statistics = kernels.finish_rows([state, state], entropy=entropy)
         kernels.softmax_weights_(normal(N, V), targets, entropy=entropy, dtype=dtype, **given)
-        upstream = {"grad_logprobs": rows, "grad_entropy": rows if entropy else None, "statistics": known}
+        upstream = {"grad_logprobs": rows, "grad_entropy": rows if entropy else None, "statistics": statistics}
         kernels.logits_gradient_(normal(N, V), targets, dtype=dtype, **upstream, **given)
     kernels.row_statistics(normal(N, V), targets, moments=lambda fields, columns: None, **given)
-    kernels.softmax_weights_(normal(N, V), targets, statistics=known, dtype=dtype, **given)
+    kernels.softmax_weights_(normal(N, V), targets, statistics=statistics, dtype=dtype, **given)
     for kind in ("reverse_kl", "forward_kl", "jsd"):
         heads = {"student_head": given, "teacher_head": given, "targets": targets, "grad_logprobs": rows}
-        how = {"kind": kind, "beta": 0.5, "upstream": rows, "dtype": dtype}
-        kernels.divergence_gradient_(normal(N, V), normal(N, V), **how, **heads)
+        divergence = {"kind": kind, "beta": 0.5, "upstream": rows, "dtype": dtype}
+        kernels.divergence_gradient_(normal(N, V), normal(N, V), **divergence, **heads)
     kernels.scale_hidden(hidden, rows, rows)
     kernels.scale_(hidden, rows[0])
     kernels.clean_targets(targets, ignore_index=0, vocab_size=V)

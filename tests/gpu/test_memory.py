@@ -98,7 +98,7 @@ def test_where_memory_runs_out_chunks_are_halved_once_and_say_so(scarce, caplog,
     exact = loss_of(problem)
     rows, seen = buffers.chunk_rows(buffers.Sizes(N, V, problem.hidden.device, 4)), []
     tiles = Head.tiles
-    monkeypatch.setattr(Head, "tiles", lambda self, x, **how: seen.append(x.shape) or tiles(self, x, **how))
+    monkeypatch.setattr(Head, "tiles", lambda self, x, **options: seen.append(x.shape) or tiles(self, x, **options))
     torch.cuda.empty_cache()
     # Three quarters of a chunk, beside the other memory of a call.
     scarce(3 * rows * V + 10 * V * 64 + 24 * N * 64 + SLACK)

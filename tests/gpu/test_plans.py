@@ -78,8 +78,8 @@ def test_batch_invariant_rows_have_the_same_bits_in_any_company(plan):
     everyone = logprobs_of(problem, plan, batch_invariant=True, impl="triton")["logprobs"]
     # From a multiple of 16 on: the interpreter multiplies with BLAS, whose bits depend on the place within the tile.
     for rows in (slice(0, 1), slice(16, 19)):
-        some = Problem(problem.hidden[rows], problem.weight, problem.targets[rows])
-        assert torch.equal(logprobs_of(some, plan, batch_invariant=True, impl="triton")["logprobs"], everyone[rows])
+        selected = Problem(problem.hidden[rows], problem.weight, problem.targets[rows])
+        assert torch.equal(logprobs_of(selected, plan, batch_invariant=True, impl="triton")["logprobs"], everyone[rows])
 
 
 def test_rounded_weights_cost_at_most_half_more_than_rounded_d_logits(monkeypatch):
@@ -114,14 +114,14 @@ def test_passes_over_more_logits_than_32_bits_count():
         rows = memory[at].double()
         log_p = rows.log_softmax(1)
         exact = torch.nn.functional.one_hot(targets[at], V) - log_p.exp()
-        known = kernels.finish_rows([kernels.row_statistics(memory, targets, temperature=ones)], entropy=False)
-        assert (known[0][at].double() - log_p.gather(1, targets[at, None])[:, 0]).abs().max() <= 1e-5
+        statistics = kernels.finish_rows([kernels.row_statistics(memory, targets, temperature=ones)], entropy=False)
+        assert (statistics[0][at].double() - log_p.gather(1, targets[at, None])[:, 0]).abs().max() <= 1e-5
         options = {"temperature": ones, "dtype": SIZES.dtypes[DTYPE][0]}
         if run == "softmax_weights_":
             weights, scale, _ = kernels.softmax_weights_(memory, targets, **options)
             ours = weights[at].double() * scale[at, None].double()
         else:
-            options |= {"statistics": known, "grad_logprobs": ones, "grad_entropy": None}
+            options |= {"statistics": statistics, "grad_logprobs": ones, "grad_entropy": None}
             ours = kernels.logits_gradient_(memory, targets, **options)[at].double()
         assert (ours - exact).norm() <= 4e-3 * exact.norm(), run
     whole = memory.as_strided((R, memory.stride(0)), memory.stride()).normal_(generator=generator)

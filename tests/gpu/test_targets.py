@@ -24,7 +24,7 @@ print(linear_logprobs(hidden, weight, targets, impl=sys.argv[2]).sum().item())
 def test_a_wrong_target_is_an_assertion_of_the_device(impl, target):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     command = [sys.executable, "-c", SCRIPT, target, impl]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     right = target == "127"
-    assert (done.returncode == 0) == right, done.stderr
-    assert ("a target is out of range" in done.stderr + done.stdout) != right
+    assert (process.returncode == 0) == right, process.stderr
+    assert ("a target is out of range" in process.stderr + process.stdout) != right

@@ -33,9 +33,9 @@ def run(targets: list[int], temperatures: list[float]) -> subprocess.CompletedPr
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_value_that_cannot_be_ends_the_process(name):
-    done = run(*CASES[name])
-    assert done.returncode != 0, done.stdout
-    assert "assert" in done.stderr.lower()
+    process = run(*CASES[name])
+    assert process.returncode != 0, process.stdout
+    assert "assert" in process.stderr.lower()
 
 
 def test_good_values_do_not():

@@ -65,7 +65,7 @@ class Slow:
 
 
 # What the tool `odd` does with the `values` that it is given.
-HOW: dict[str, Callable[[Any], Any]] = {
+ACTS: dict[str, Callable[[Any], Any]] = {
     "acts": lambda _: "done",
     "raises": lambda _: fail(ValueError("bad\x1b[31m input")),
     "has no text": lambda _: fail(Mute()),
@@ -106,14 +106,14 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def odd(how: str, values: list[int] | None = None) -> str:
+def odd(act: str, values: list[int] | None = None) -> str:
     """Do something.
 
     Args:
-        how: What.
+        act: What.
         values: With what.
     """
-    return HOW[how](values)
+    return ACTS[act](values)
 
 
 async def fails(error: BaseException) -> Any:
@@ -152,13 +152,13 @@ LATER: dict[str, Callable[[], Any]] = {
 }
 
 
-async def later(how: str) -> str:
+async def later(act: str) -> str:
     """Do something later.
 
     Args:
-        how: What.
+        act: What.
     """
-    return await LATER[how]()
+    return await LATER[act]()
 
 
 class Desk:
@@ -178,13 +178,13 @@ class Desk:
         self.score += 1
         return a * b
 
-    def odd(self, how: str) -> str:
+    def odd(self, act: str) -> str:
         """Do something.
 
         Args:
-            how: What.
+            act: What.
         """
-        return AT_A_DESK[how](self)
+        return AT_A_DESK[act](self)
 
     def get_reward(self) -> Any:
         return self._value() if self.is_second else self.score

@@ -46,8 +46,8 @@ def std(values: Sequence[float]) -> float:
 
 def total(one: Completion, weights: Sequence[float]) -> float | None:
     """The weighted sum of what the functions gave it; None where none gave a number."""
-    known = [weight * value for weight, value in zip(weights, one.rewards, strict=True) if value is not None]
-    return None if one.dropped or not known else sum(known)
+    parts = [weight * value for weight, value in zip(weights, one.rewards, strict=True) if value is not None]
+    return None if one.dropped or not parts else sum(parts)
 
 
 def totals(group: list[Completion], weights: Sequence[float]) -> list[float]:
@@ -78,8 +78,8 @@ def normalised(groups: Groups, weights: Sequence[float]) -> list[float]:
     sums = []
     for group in groups:
         columns = list(zip(*(one.rewards for one in group), strict=True))
-        known = [[value for value in column if value is not None] for column in columns]
-        scales = [(mean(values), (std(values) if len(values) > 1 else 0.0) + 1e-4) for values in known]
+        numbers = [[value for value in column if value is not None] for column in columns]
+        scales = [(mean(values), (std(values) if len(values) > 1 else 0.0) + 1e-4) for values in numbers]
         for one in group:
             if total(one, weights) is not None:
                 parts = zip(weights, one.rewards, scales, strict=True)
@@ -152,7 +152,7 @@ def tokens_of(rounds: Sequence[Groups]) -> int:
 
 def logged_mean(calls: Sequence[tuple[Sequence[float], int]]) -> float:
     """`log_metric`: of each call its finite values, and its completions, by which their mean is weighted."""
-    means = [(mean(known), count) for values, count in calls if (known := [v for v in values if math.isfinite(v)])]
+    means = [(mean(finite), count) for values, count in calls if (finite := [v for v in values if math.isfinite(v)])]
     return sum(value * count for value, count in means) / sum(count for _, count in means) if means else NAN
 
 
@@ -173,9 +173,9 @@ def windows(records: Sequence[dict[str, Any]], size: int, *, latest: Sequence[st
                 if name in record and not is_repeated and not isinstance(record[name], str):
                     values.append(record[name])
                 before = record
-            known = [value for value in values if value is not None and math.isfinite(value)]
+            finite = [value for value in values if value is not None and math.isfinite(value)]
             if values:
-                last = known[-1] if known and values[-1] == known[-1] else None
-                entry[name] = last if name in latest else (mean(known) if known else None)
+                last = finite[-1] if finite and values[-1] == finite[-1] else None
+                entry[name] = last if name in latest else (mean(finite) if finite else None)
         entries.append(entry)
     return entries

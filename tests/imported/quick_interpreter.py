@@ -120,12 +120,12 @@ def describe_tensors_once(core: Any) -> None:
     initialise = core.tensor.__init__
 
     def init(self: Any, handle: Any, type: Any) -> None:
-        known = vars(type).get("of_tensors")
-        if known is None:
+        attributes = vars(type).get("of_tensors")
+        if attributes is None:
             initialise(self, handle, type)
             type.of_tensors = {name: value for name, value in vars(self).items() if name != "handle"}
         else:
-            vars(self).update(known)
+            vars(self).update(attributes)
             self.handle = handle
 
     core.tensor.__init__ = init
@@ -137,10 +137,10 @@ def leave_equal_types_alone(core: Any, semantic: Any) -> None:
     promote, equal, promoted = semantic.computation_type_impl, core.dtype.__eq__, dict[Any, Any]()
     lasting = {"fp32", "fp64", "int1", "int32", "int64"}
 
-    def quick_check(self: Any, lhs: Any, rhs: Any, *how: Any, **options: Any) -> Any:
+    def quick_check(self: Any, lhs: Any, rhs: Any, *arguments: Any, **options: Any) -> Any:
         if type(lhs) is type(rhs) is core.tensor and lhs.type is rhs.type and lhs.dtype.name in lasting:
             return lhs, rhs
-        return check(self, lhs, rhs, *how, **options)
+        return check(self, lhs, rhs, *arguments, **options)
 
     def quick_broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         one, other = lhs.type, rhs.type
@@ -148,14 +148,14 @@ def leave_equal_types_alone(core: Any, semantic: Any) -> None:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
-    def quick_cast(self: Any, input: Any, dst_ty: Any, *how: Any, **options: Any) -> Any:
-        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *how, **options)
+    def quick_cast(self: Any, input: Any, dst_ty: Any, *arguments: Any, **options: Any) -> Any:
+        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *arguments, **options)
 
-    def quick_promote(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, *how: Any) -> Any:
+    def quick_promote(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, *arguments: Any) -> Any:
         if not type(a_ty) is type(b_ty) is core.dtype:
-            return promote(self, a_ty, a_is_scalar, b_ty, *how)
-        key = (a_ty.name, a_is_scalar, b_ty.name, *how)
-        return promoted.get(key) or promoted.setdefault(key, promote(self, a_ty, a_is_scalar, b_ty, *how))
+            return promote(self, a_ty, a_is_scalar, b_ty, *arguments)
+        key = (a_ty.name, a_is_scalar, b_ty.name, *arguments)
+        return promoted.get(key) or promoted.setdefault(key, promote(self, a_ty, a_is_scalar, b_ty, *arguments))
 
     def quick_equal(self: Any, other: Any) -> Any:
         return self.name == other.name if type(other) is core.dtype else equal(self, other)
@@ -166,12 +166,12 @@ def leave_equal_types_alone(core: Any, semantic: Any) -> None:
 
 def find_once(core: Any, find: Any) -> Any:
     """NumPy's types for Triton's."""
-    known = dict[str, Any]()
+    dtypes = dict[str, Any]()
 
     def quick(kind: Any) -> Any:
         scalar = kind.element_ty if type(kind) is core.block_type else kind
         if type(scalar) is not core.dtype:
             return find(kind)
-        return known.get(scalar.name) or known.setdefault(scalar.name, find(kind))
+        return dtypes.get(scalar.name) or dtypes.setdefault(scalar.name, find(kind))
 
     return quick

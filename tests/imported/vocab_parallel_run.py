@@ -109,15 +109,15 @@ def solve(case: Case, group: Any = None, chunk_bytes: int | None = None) -> dict
     start = sum(case.sizes[:rank])
     leaves, head, rest = problem(case, slice(None) if group is None else slice(start, start + case.sizes[rank]))
     upstream = rest.pop("upstream")
-    how = {"process_group": group, "impl": case.impl, "chunk_bytes": chunk_bytes}
+    options = {"process_group": group, "impl": case.impl, "chunk_bytes": chunk_bytes}
     if case.config is None:
-        values = linear_logprobs_and_entropy(**leaves, **head, **how)
+        values = linear_logprobs_and_entropy(**leaves, **head, **options)
         of_targets = rest.get("of_targets", upstream[0])
         found, loss = values._asdict(), (values.logprobs * of_targets).sum() + (values.entropy * upstream[1]).sum()
     else:
         cu_seqlens = torch.tensor(STARTS, dtype=torch.int32).clamp_max(case.tokens)
         rest |= {"advantages": torch.tensor(ADVANTAGES), "cu_seqlens": cu_seqlens, **dict(case.options)}
-        out = FusedLinearGRPOLoss(GRPOLossConfig(**case.config), **how)(**leaves, **head, **rest)
+        out = FusedLinearGRPOLoss(GRPOLossConfig(**case.config), **options)(**leaves, **head, **rest)
         found, loss = {"loss": out.loss, "logprobs": out.logprobs, **out.metrics}, 3.0 * out.loss
     if loss.requires_grad:
         loss.backward()

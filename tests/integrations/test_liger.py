@@ -99,9 +99,9 @@ def assert_same(ours: dict[str, Tensor], others: dict[str, Tensor], tolerance: f
         assert error <= tolerance * other.norm().item(), f"{name}: {error:.1e} away, of {other.norm():.1e}"
 
 
-def compare(options: dict[str, Any], inputs: dict[str, Any], **how: Any) -> dict[str, Tensor]:
-    others = run(liger_class(), options, inputs, **how)
-    assert_same(run(liger.LigerFusedLinearGRPOLoss, options, inputs, **how), others)
+def compare(options: dict[str, Any], inputs: dict[str, Any], **arguments: Any) -> dict[str, Tensor]:
+    others = run(liger_class(), options, inputs, **arguments)
+    assert_same(run(liger.LigerFusedLinearGRPOLoss, options, inputs, **arguments), others)
     return others
 
 
@@ -148,7 +148,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "advantages of zero": {"advantages": torch.zeros(B)},
     "both references": {name: make_batch()[name] for name in (*REF_LOGPS, *REF_HEAD)},
 }
-HOW: dict[str, dict[str, Any]] = {
+ARGUMENTS: dict[str, dict[str, Any]] = {
     "frozen head": {"trained": ("_input",)},
     "frozen hidden states": {"trained": ("lin_weight", "bias")},
     "upstream": {"upstream": -3.5},
@@ -159,13 +159,13 @@ BASES = {"plain": ("no KL", "no ratio"), "full": ("bias-corrected", "[B, T]")}
 
 @pytest.mark.filterwarnings("ignore:.*Using ref_per_token_logps")
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("variant", [*VARIANTS, *CALLS, *HOW])
+@pytest.mark.parametrize("variant", [*VARIANTS, *CALLS, *ARGUMENTS])
 @pytest.mark.parametrize(("loss_type", "level"), KINDS)
 def test_every_option_is_ligers(loss_type, level, variant, base):
     options, inputs = chosen(*BASES[base], old=True)
-    inputs |= {"bias": make_batch()["bias"]} if variant in HOW else {}
+    inputs |= {"bias": make_batch()["bias"]} if variant in ARGUMENTS else {}
     options = {"loss_type": loss_type, "importance_sampling_level": level, **options, **VARIANTS.get(variant, {})}
-    compare(options, {**inputs, **CALLS.get(variant, {})}, **HOW.get(variant, {}))
+    compare(options, {**inputs, **CALLS.get(variant, {})}, **ARGUMENTS.get(variant, {}))
 
 
 @pytest.mark.parametrize("reference", ["log-probs", "a head"])
@@ -187,7 +187,7 @@ def test_in_bf16_ours_is_the_nearer_to_exact_numbers():
     options, inputs = chosen("log-probs", "no ratio", old=True)
     inputs |= {name: inputs[name].bfloat16() for name in ("_input", "lin_weight")}
     doubled = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-    ours, exact = (run(liger.LigerFusedLinearGRPOLoss, options, some) for some in (inputs, doubled))
+    ours, exact = (run(liger.LigerFusedLinearGRPOLoss, options, given) for given in (inputs, doubled))
     others = run(liger_class(), {**options, "chunk_size": 1}, inputs)
     # Gradients are bf16 at the end; the loss is not.
     for name, bound in {"loss": 1e-5, "metric 0": 1e-5, "_input": 2**-8, "lin_weight": 2**-8}.items():

@@ -228,5 +228,5 @@ def test_the_table_knows_every_causal_lm_of_transformers():
             found |= changed_logits(source)
     assert {"Gemma2ForCausalLM", "FalconH1ForCausalLM", "GraniteForCausalLM"} <= found.keys()
     for model, names in found.items():
-        known = KNOWN.get(model.removesuffix("ForCausalLM"), "nothing")
-        assert known in names, f"{model} does something to its logits: {sorted(names)}, and the table says {known}"
+        entry = KNOWN.get(model.removesuffix("ForCausalLM"), "nothing")
+        assert entry in names, f"{model} does something to its logits: {sorted(names)}, and the table says {entry}"

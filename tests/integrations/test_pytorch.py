@@ -188,11 +188,11 @@ def test_what_a_checkpointed_region_costs(region):
     unit = 2 * leaves[2].numel() * V * D
     ours = torch.ops.fused_grpo
     formulas = {ours.linear_logprobs: lambda *_, **__: unit, ours.linear_logprobs_backward: lambda *_, **__: 3 * unit}
-    for cost, how in zip(COSTS[region], (None, False, True), strict=True):
+    for cost, reentrant in zip(COSTS[region], (None, False, True), strict=True):
         run = functools.partial(region, **inputs)
         with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-            (run(*leaves) if how is None else checkpoint(run, *leaves, use_reentrant=how)).backward()
-        assert counter.get_total_flops() / unit == cost, how
+            (run(*leaves) if reentrant is None else checkpoint(run, *leaves, use_reentrant=reentrant)).backward()
+        assert counter.get_total_flops() / unit == cost, reentrant
 
 
 @pytest.mark.parametrize("region", [fused, by_logprobs])

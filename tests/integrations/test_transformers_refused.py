@@ -61,10 +61,10 @@ def test_a_temperature_without_values_is_refused_by_name(model, batch):
             called(model, batch, temperature=wrong)
 
 
-@pytest.mark.parametrize("how", PLANTED)
-def test_a_transform_that_the_config_does_not_tell_is_refused(model, batch, how):
+@pytest.mark.parametrize("transform", PLANTED)
+def test_a_transform_that_the_config_does_not_tell_is_refused(model, batch, transform):
     planted = Planted(copy.deepcopy(model.config))
-    planted.change = PLANTED[how]
+    planted.change = PLANTED[transform]
     with pytest.raises(
         UnsupportedError, match=r"Planted that takes .* by its forward something else; fix: call it without"
     ):

@@ -246,7 +246,7 @@ def test_a_quantile_of_several_processes_is_left_to_trl(ours, caplog, monkeypatc
 
 
 ASKED = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-ASKED_FOR = [("log_probs", *some) for count in range(5) for some in itertools.combinations(ASKED, count)]
+ASKED_FOR = [("log_probs", *fields) for count in range(5) for fields in itertools.combinations(ASKED, count)]
 
 
 @pytest.mark.parametrize("outputs", [*ASKED_FOR, None], ids=str)

@@ -110,11 +110,11 @@ def call_passes(dtype: torch.dtype, *, full: bool) -> None:
     head = {"temperature": row} | ({"bias": bias, "softcap": 30.0} if full else {})
     kernels.row_statistics(logits, targets, entropy=full, moments=lambda fields, columns: None, **head)
     optional = row if full else None
-    known, hidden = (row, optional, row, row), torch.empty(N, 4096, dtype=dtype, device="meta")
+    state, hidden = (row, optional, row, row), torch.empty(N, 4096, dtype=dtype, device="meta")
     upstream = {"grad_logprobs": row, "grad_entropy": optional, "dtype": dtype}
-    kernels.logits_gradient_(logits, targets, statistics=known, **upstream, **head)
-    for some in (None, known):
-        kernels.softmax_weights_(logits, targets, statistics=some, entropy=full, dtype=dtype, **head)
+    kernels.logits_gradient_(logits, targets, statistics=state, **upstream, **head)
+    for statistics in (None, state):
+        kernels.softmax_weights_(logits, targets, statistics=statistics, entropy=full, dtype=dtype, **head)
     kernels.clean_targets(targets, ignore_index=-100, vocab_size=V)
     kernels.scale_hidden(hidden, row, row)
     kernels.scale_(hidden, row[0])
@@ -215,14 +215,14 @@ def shortest_loop(code: list[tuple[int, str]]) -> tuple[int, int] | None:
     for start, end in loops:
         if first < start and end < last and any("MMA" in text for _, text in code[start:end]):
             first = end + 1
-    ways, done = [(1, first, int("BAR" in code[first][1]))], set()
+    ways, visited = [(1, first, int("BAR" in code[first][1]))], set()
     while ways:
         length, here, barriers = heapq.heappop(ways)
         if here == last:
             return length, barriers
-        if here in done:
+        if here in visited:
             continue
-        done.add(here)
+        visited.add(here)
         onward = [jumps[here]] if here in jumps else []
         if here not in jumps or code[here][1].startswith(("@", "BRA.DIV")):
             onward.append(here + 1)

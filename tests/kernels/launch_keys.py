@@ -37,18 +37,18 @@ def call_weights(N: int, offset: int, dtype: torch.dtype) -> None:
 
 def call_passes(N: int, offset: int, dtype: torch.dtype) -> None:
     logits, targets = torch.ones(N, V), vector(N, offset, torch.int64)
-    known = tuple(vector(N, offset) for _ in range(4))
+    state = tuple(vector(N, offset) for _ in range(4))
     grads = {"grad_logprobs": vector(N, offset), "grad_entropy": vector(N, offset)}
     passed = {"entropy": True, "moments": lambda fields, columns: None}
     kernels.row_statistics(logits, targets, temperature=vector(N, offset), **passed)
-    for some in (None, known):
-        kernels.softmax_weights_(logits, targets, statistics=some, temperature=vector(N, offset), dtype=dtype)
-    kernels.logits_gradient_(logits, targets, statistics=known, temperature=vector(N, offset), dtype=dtype, **grads)
+    for statistics in (None, state):
+        kernels.softmax_weights_(logits, targets, statistics=statistics, temperature=vector(N, offset), dtype=dtype)
+    kernels.logits_gradient_(logits, targets, statistics=state, temperature=vector(N, offset), dtype=dtype, **grads)
     hidden = torch.ones(N, D, dtype=dtype)
     kernels.clean_targets(targets, ignore_index=-100, vocab_size=V)
     kernels.scale_hidden(hidden, vector(N, offset), vector(N, offset))
     kernels.scale_(hidden, vector(N, offset)[0])
-    kernels.finish_rows([known], entropy=True)
+    kernels.finish_rows([state], entropy=True)
     heads = {f"{model}_head": {"temperature": vector(N, offset)} for model in ("student", "teacher")}
     given = {"targets": targets, "grad_logprobs": vector(N, offset), "upstream": vector(N, offset)}
     kernels.divergence_gradient_(torch.ones(N, V), torch.ones(N, V), kind="jsd", beta=0.3, **given, **heads)
@@ -77,8 +77,8 @@ def call_logprobs(N: int) -> None:
     """By tiles, of which a row has the more the more rows there are."""
     row, targets, logits = torch.ones(N), torch.ones(N, dtype=torch.int64), torch.ones(N, V)
     parts = [kernels.row_statistics(logits, targets, temperature=row) for _ in range(1 + N % 8)]
-    known = kernels.finish_rows(parts, entropy=False)
-    kernels.softmax_weights_(logits, targets, statistics=known, temperature=row, dtype=torch.bfloat16)
+    statistics = kernels.finish_rows(parts, entropy=False)
+    kernels.softmax_weights_(logits, targets, statistics=statistics, temperature=row, dtype=torch.bfloat16)
     kernels.scale_hidden(torch.ones(N, D, dtype=torch.bfloat16), row, row)
 
 

@@ -99,11 +99,11 @@ def test_statistics_of_the_sweep_are_as_exact_as_autograd(
     """Targets are the most probable token of the student, of the teacher, and others."""
     monkeypatch.setattr(buffers, "BLOCK_BYTES", 4 * 7 * 128)
     heads, given = given_to(R, V, kind, names, head_options, target=True)
-    how, blank = {"kind": kind, "beta": 0.3, **heads}, {"bias": None, "logit_scale": 1.0, "softcap": None}
+    options, blank = {"kind": kind, "beta": 0.3, **heads}, {"bias": None, "logit_scale": 1.0, "softcap": None}
     for confident in (False, True):
         logits = problem(R, V, confident=confident)
         for targets in (given["targets"], *(x.argmax(1) for x in logits)):
-            pair = torch_passes.Divergence(*(x.clone() for x in logits), targets=targets, entropy=True, **how)
+            pair = torch_passes.Divergence(*(x.clone() for x in logits), targets=targets, entropy=True, **options)
             found, ways = pair.statistics(), []
             for dtype in (torch.float32, torch.float64):
                 z = distributions.transform_logits(logits[0].to(dtype), **blank | heads["student_head"]).log_softmax(-1)

@@ -156,8 +156,8 @@ def test_without_a_gpu_every_launcher_says_so(repository: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     terms = repr(tuple(TokenTerms.of(GRPOLossConfig())))
     command = [sys.executable, "-c", WITHOUT_A_GPU, str(repository / "build" / "torch-cuda"), terms]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stdout) == (0, ""), process.stdout + process.stderr
 
 
 def test_copies_share_no_module(repository: Path, loaded: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +277,6 @@ def test_the_cards_example_runs(repository: Path, tmp_path: Path) -> None:
     variant = repository / "build" / "torch-cuda"
     env = {**os.environ, "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "LOCAL_KERNELS": f"someone/grpo={variant}"}
     command = [sys.executable, "-W", "error", "-c", example + check]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "tensor(" in done.stdout
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert "tensor(" in process.stdout

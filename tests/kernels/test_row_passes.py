@@ -51,8 +51,8 @@ def statistics(passes: ModuleType, *inputs: Tensor, **options: Any) -> Statistic
 def gradient(passes: ModuleType, logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """Both passes on the given memory, which is overwritten."""
     grads = {name: options.pop(name) for name in ("grad_logprobs", "grad_entropy", "dtype") if name in options}
-    known = statistics(passes, logits, targets, **options)
-    return passes.logits_gradient_(logits, targets, statistics=known, **grads, **options)
+    row_statistics = statistics(passes, logits, targets, **options)
+    return passes.logits_gradient_(logits, targets, statistics=row_statistics, **grads, **options)
 
 
 def jacobian(passes: ModuleType, logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
@@ -84,8 +84,8 @@ def test_statistics_are_as_exact_as_torch(
     assert torch.equal(logits, before)
     at_once = passes.softmax_weights_(logits, targets, entropy=True, **options)[2]
     plain, exact = (independent.statistics(x, targets, **options) for x in (before, before.double()))
-    for some in (ours, at_once):
-        for actual, torchs, wanted in zip(some[:2], plain, exact, strict=True):
+    for actuals in (ours, at_once):
+        for actual, torchs, wanted in zip(actuals[:2], plain, exact, strict=True):
             independent.assert_as_exact_as_torch(actual, torchs, wanted)
 
 
@@ -229,8 +229,8 @@ def test_what_is_left_in_place_equals_what_is_rounded_afterwards(
 ) -> None:
     (logits, targets), options = problem(3, V), head_options(3, V, ALL)
     for run in (
-        lambda x, **how: gradient(passes, x, targets, **upstream(3), **options, **how),
-        lambda x, **how: passes.softmax_weights_(x, targets, **options, **how)[0],
+        lambda x, **rounding: gradient(passes, x, targets, **upstream(3), **options, **rounding),
+        lambda x, **rounding: passes.softmax_weights_(x, targets, **options, **rounding)[0],
     ):
         tile = logits.clone()
         apart, in_place = run(logits.clone()).to(dtype), run(tile, dtype=dtype)
@@ -390,24 +390,24 @@ def test_slices_merge_into_the_vocabulary(
 
 
 @pytest.mark.parametrize("names", ["", ALL])
-@pytest.mark.parametrize("how", ["weights", "without an entropy", "with one"])
+@pytest.mark.parametrize("case", ["weights", "without an entropy", "with one"])
 def test_gradients_of_slices_are_those_of_the_vocabulary(
-    independent: Any, head_options: Any, passes: ModuleType, names: str, how: str
+    independent: Any, head_options: Any, passes: ModuleType, names: str, case: str
 ) -> None:
     (logits, targets), options, grads = problem(7, 130), head_options(7, 130, names), upstream(7)
-    if how != "with one":
+    if case != "with one":
         grads["grad_entropy"] = torch.zeros(7)
     plain, exact = (independent.gradient(x, targets, **grads, **options) for x in (logits, logits.double()))
-    known = statistics(passes, logits, targets, **options)
+    row_statistics = statistics(passes, logits, targets, **options)
     ours = []
     for part, local, columns in slices(logits, targets, 0, 70, 130):
         here = options_of(columns, options)
-        if how == "weights":
-            weights, scale, _ = passes.softmax_weights_(part, local, statistics=known, **here)
+        if case == "weights":
+            weights, scale, _ = passes.softmax_weights_(part, local, statistics=row_statistics, **here)
             ours.append(weights * (scale * grads["grad_logprobs"])[:, None])
         else:
-            given = grads if how == "with one" else grads | {"grad_entropy": None}
-            ours.append(passes.logits_gradient_(part, local, statistics=known, **given, **here))
+            given = grads if case == "with one" else grads | {"grad_entropy": None}
+            ours.append(passes.logits_gradient_(part, local, statistics=row_statistics, **given, **here))
     independent.assert_as_exact_as_torch(torch.cat(ours, 1), plain, exact)
 
 

@@ -61,8 +61,8 @@ def test_weighted_rows_are_the_sums_of_their_segments(passes: ModuleType, indepe
     matrix, factors, index = lie(normal(V, D, seed=1)), normal(E, seed=2), entries(V)
     out = lie(normal(N, D, dtype=dtype))
     before = out.double().clone()
-    how = {"cast": torch.float16, "accumulate": accumulate}
-    out = passes.weighted_rows_(out, places, ends, index, factors, matrix, **how)
+    options = {"cast": torch.float16, "accumulate": accumulate}
+    out = passes.weighted_rows_(out, places, ends, index, factors, matrix, **options)
     exact = before.clone()
     for place, (start, end) in zip(places.tolist(), ends.unfold(0, 2, 1).tolist(), strict=True):
         total = (factors[start:end, None].double() * matrix.half()[index[start:end]].double()).sum(0)

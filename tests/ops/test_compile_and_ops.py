@@ -33,13 +33,13 @@ def several() -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler's, from torch 2.15 on
 @pytest.mark.parametrize(
     ("moments", "entropy", "frozen", "bias", "ids"),
-    [(True, *how, targets()) for how in product([False, True], repeat=3)]
+    [(True, *flags, targets()) for flags in product([False, True], repeat=3)]
     + [(False, False, True, False, several()), (False, True, False, True, several())],
 )
 def test_opcheck_finds_nothing(monkeypatch, moments, entropy, frozen, bias, ids):
     # Of the weights that are kept, those of ignored rows are undefined: here 0, so that two calls can be compared.
     empty_tile = torch_passes.empty_tile
-    monkeypatch.setattr(torch_passes, "empty_tile", lambda *shape, **how: empty_tile(*shape, **how).zero_())
+    monkeypatch.setattr(torch_passes, "empty_tile", lambda *shape, **layout: empty_tile(*shape, **layout).zero_())
     hidden, weight, b = leaves(frozen=frozen)
     inputs = (hidden, weight, b if bias else None, ids, torch.full((N,), 0.7))
     wanted = [True, not frozen, bias and not frozen]
@@ -73,8 +73,8 @@ def test_no_output_of_an_op_shares_memory(impl, ids):
         assert_apart(inputs, [*saved, moments])
         upstream = torch.ones(saved[0].shape), torch.ones(count) if entropy else None
         if any(wanted):
-            known = (*inputs, *saved, *upstream)
-            assert_apart(known, OPS.linear_logprobs_backward(*known, *options))
+            tensors = (*inputs, *saved, *upstream)
+            assert_apart(tensors, OPS.linear_logprobs_backward(*tensors, *options))
 
 
 def test_opcheck_finds_nothing_without_a_gradient_or_rows():

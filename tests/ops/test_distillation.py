@@ -73,11 +73,11 @@ def split(inputs: Inputs) -> tuple[Inputs, Inputs, list[Tensor]]:
     return {**rest, **leaves}, teacher | {"logit_scale": 0.8, "softcap": 3.0}, list(leaves.values())
 
 
-def solve(inputs: Inputs, config: Inputs, *, kind: str = "reverse_kl", coef: float = 0.7, **how: Any) -> Inputs:
+def solve(inputs: Inputs, config: Inputs, *, kind: str = "reverse_kl", coef: float = 0.7, **options: Any) -> Inputs:
     """Loss, log-probs, the mean divergence and the gradients, in one pass."""
     given, teacher, leaves = split(inputs)
     distillation = Distillation(**teacher, coef=coef, kind=kind, beta=0.3)  # type: ignore[arg-type]
-    out = fused_linear_grpo_loss(**given, distillation=distillation, config=GRPOLossConfig(**config), **how)
+    out = fused_linear_grpo_loss(**given, distillation=distillation, config=GRPOLossConfig(**config), **options)
     results = {"loss": out.loss.detach(), "logprobs": out.logprobs, "distillation": out.metrics["distillation"]}
     return results | dict(zip(LEAVES, torch.autograd.grad(out.loss, leaves), strict=True))
 
@@ -93,27 +93,27 @@ def separately(inputs: Inputs, config: Inputs, *, kind: str, coef: float = 0.7) 
     head = {name: given[name] for name in (*LEAVES, "targets", "temperature")}
     cap = {name: given[name] for name in ("logit_scale", "softcap") if name in given}
     logprobs, entropy = linear_logprobs_and_entropy(**head, **cap, impl="reference")
-    some = (inputs["targets"] != -100) & inputs["mask"]
+    counted = (inputs["targets"] != -100) & inputs["mask"]
     names = ("advantages", "cu_seqlens", *LOGPROBS)
-    rest = {name: given[name] for name in names if name in given} | {"entropy": entropy, "mask": some}
+    rest = {name: given[name] for name in names if name in given} | {"entropy": entropy, "mask": counted}
     loss = grpo_loss(logprobs, **rest, config=GRPOLossConfig(**config), impl="reference").loss
     teacher |= {"temperature": given["temperature"]}
     student = {**head, "logit_scale": 1.0, "softcap": None, **cap}
     divergence = distributions.divergence(logits(student), logits(teacher), kind=kind, beta=0.3)
-    lengths = torch.stack([part.sum() for part in some.split(6)]).repeat_interleave(6)
-    counts = 3 * lengths if config.get("loss_type") == "grpo" else some.sum()
-    total = loss + coef * (divergence / counts)[some].sum()
-    results = {"loss": total.detach(), "logprobs": torch.where(some, logprobs, 0.0).detach()}
-    results["distillation"] = divergence[some].mean().detach()
+    lengths = torch.stack([part.sum() for part in counted.split(6)]).repeat_interleave(6)
+    counts = 3 * lengths if config.get("loss_type") == "grpo" else counted.sum()
+    total = loss + coef * (divergence / counts)[counted].sum()
+    results = {"loss": total.detach(), "logprobs": torch.where(counted, logprobs, 0.0).detach()}
+    results["distillation"] = divergence[counted].mean().detach()
     return results | dict(zip(LEAVES, torch.autograd.grad(total, leaves), strict=True))
 
 
-def judge(inputs: Inputs, config: Inputs, *, kind: str = "reverse_kl", **how: Any) -> None:
+def judge(inputs: Inputs, config: Inputs, *, kind: str = "reverse_kl", **options: Any) -> None:
     finite = {**inputs, "hidden": inputs["hidden"].nan_to_num()}
     plain, exact = (separately(upcast(finite, dtype), config, kind=kind) for dtype in (torch.float32, torch.float64))
-    inputs = finite if how["impl"] == "reference" else inputs
-    for name, value in solve(inputs, config, kind=kind, **how).items():
-        assert_as_exact(value, plain[name], exact[name], what=f"{name}, {kind}, {how}")
+    inputs = finite if options["impl"] == "reference" else inputs
+    for name, value in solve(inputs, config, kind=kind, **options).items():
+        assert_as_exact(value, plain[name], exact[name], what=f"{name}, {kind}, {options}")
 
 
 @pytest.mark.grid
@@ -166,9 +166,9 @@ def test_micro_batches_add_up_to_the_batch(config):
     parts = []
     for rows, sequences in ((slice(0, 6), slice(0, 1)), (slice(6, N), slice(1, 3))):
         names = ("hidden", "teacher_hidden", "targets", "mask", "temperature", *LOGPROBS)
-        some = {name: inputs[name][rows] for name in names} | {"advantages": inputs["advantages"][sequences]}
-        some["cu_seqlens"] = torch.arange(0, rows.stop - rows.start + 1, 6)
-        parts.append(solve(inputs | some, CONFIGS[config], **counts))
+        part = {name: inputs[name][rows] for name in names} | {"advantages": inputs["advantages"][sequences]}
+        part["cu_seqlens"] = torch.arange(0, rows.stop - rows.start + 1, 6)
+        parts.append(solve(inputs | part, CONFIGS[config], **counts))
     for name in ("loss", "weight", "bias"):
         torch.testing.assert_close(parts[0][name] + parts[1][name], whole[name])
 

@@ -194,13 +194,13 @@ def test_a_shift_of_all_logits_costs_no_precision(kind, impl, shift):
 def test_tokens_that_neither_model_allows_add_nothing(kind, impl):
     bias = {"student_bias": NOT_ALLOWED, "teacher_bias": NOT_ALLOWED}
     ours = solve(make_inputs(options=False) | bias, kind=kind, impl=impl)
-    some = NOT_ALLOWED == 0
+    allowed = NOT_ALLOWED == 0
     inputs = make_inputs(options=False)
-    inputs |= {f"{model}_weight": inputs[f"{model}_weight"][some] for model in ("student", "teacher")}
+    inputs |= {f"{model}_weight": inputs[f"{model}_weight"][allowed] for model in ("student", "teacher")}
     fewer = solve(inputs | {"student_bias": torch.zeros(12)}, kind=kind, impl=impl)
     torch.testing.assert_close(ours["divergence"], fewer["divergence"], rtol=2e-6, atol=1e-6)
-    torch.testing.assert_close(ours["student_weight"][some], fewer["student_weight"], rtol=1e-5, atol=1e-7)
-    assert ours["student_weight"][~some].abs().max() < 1e-20
+    torch.testing.assert_close(ours["student_weight"][allowed], fewer["student_weight"], rtol=1e-5, atol=1e-7)
+    assert ours["student_weight"][~allowed].abs().max() < 1e-20
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -259,8 +259,8 @@ def test_micro_batches_add_up_to_the_batch():
     whole = solve(inputs)
     parts = []
     for rows in (slice(0, 4), slice(4, None)):
-        some = {name: inputs[name][rows] for name in ("student_hidden", "teacher_hidden", "mask", "temperature")}
-        parts.append(solve(inputs | some, num_tokens=inputs["mask"].sum()))
+        part = {name: inputs[name][rows] for name in ("student_hidden", "teacher_hidden", "mask", "temperature")}
+        parts.append(solve(inputs | part, num_tokens=inputs["mask"].sum()))
     for name in ("loss", "student_weight", "student_bias"):
         torch.testing.assert_close(parts[0][name] + parts[1][name], whole[name])
 

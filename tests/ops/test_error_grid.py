@@ -168,8 +168,8 @@ class Judge:
             dtype = self.inputs[name].dtype if name in LEAVES else torch.float32
             assert value.dtype == dtype
             if name in LEAVES and rounds(self.inputs["hidden"].dtype):
-                how = {"dtype": self.inputs["hidden"].dtype, "what": f"{name} of {asked}, {plan}"}
-                assert_rounded(value, exact[name], **how)
+                options = {"dtype": self.inputs["hidden"].dtype, "what": f"{name} of {asked}, {plan}"}
+                assert_rounded(value, exact[name], **options)
                 continue
             both = plain[name].to(dtype), exact[name]
             self.compare(value, *both, floor.get(name, ZERO), what=f"{name} of {asked}, {plan}")
@@ -235,24 +235,24 @@ def test_vocabularies_of_real_models_on_the_torch_path(shape, dtypes):
 
 
 @pytest.mark.parametrize(("shape", "dtypes", "chunk_bytes"), TRITON)
-def test_shapes_and_dtypes_in_triton(shape, dtypes, chunk_bytes, **how):
+def test_shapes_and_dtypes_in_triton(shape, dtypes, chunk_bytes, **options):
     plans = PLANS if shape[1] <= 2 else FEW
-    judge_plans(make_inputs(shape, dtypes, ALL), "triton", chunks=[chunk_bytes], plans=plans, **how)
+    judge_plans(make_inputs(shape, dtypes, ALL), "triton", chunks=[chunk_bytes], plans=plans, **options)
 
 
 @pytest.mark.parametrize("names", OPTIONS)
-def test_each_option_alone_in_triton(names, **how):
-    judge_plans(make_inputs((5, 40, 16), "fp32", names), "triton", chunks=[900], plans=FEW, **how)
+def test_each_option_alone_in_triton(names, **options):
+    judge_plans(make_inputs((5, 40, 16), "fp32", names), "triton", chunks=[900], plans=FEW, **options)
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize(("impl", "chunk_bytes"), [("torch", None), ("torch", 300), ("triton", None), ("triton", 300)])
-def test_a_shift_of_all_logits_costs_no_precision(shift, impl, chunk_bytes, **how):
+def test_a_shift_of_all_logits_costs_no_precision(shift, impl, chunk_bytes, **options):
     """The logits are multiples of 1/4, exact beside the shift: only a log-sum-exp of that size could round."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randint(-4, 5, (n, 4), generator=generator) / 2 for n in (6, 11))
     inputs = {"hidden": hidden, "weight": weight, "bias": torch.full((11,), shift), "targets": torch.arange(6)}
-    judge_plans(inputs, impl, chunks=[chunk_bytes], plans=FEW, **how)
+    judge_plans(inputs, impl, chunks=[chunk_bytes], plans=FEW, **options)
 
 
 def cases() -> Iterator[Callable[..., None]]:

@@ -115,7 +115,7 @@ def test_nothing_is_kept_that_the_budget_has_no_room_for(products, monkeypatch):
 
 
 def test_where_there_is_no_memory_the_error_says_how_to_do_without(monkeypatch):
-    def full(*shape, **how):
+    def full(*shape, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(kernels, "empty_tile", full)

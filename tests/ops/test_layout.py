@@ -76,9 +76,9 @@ def test_tiles_hold_the_logits_of_their_rows_and_columns(passes: ModuleType, row
     seen = torch.zeros(300, 257, device=DEVICE)
     for tile in head.tiles(passes.empty_tile(rows, 100, dtype=torch.float32, device=DEVICE)):
         seen[tile.rows, tile.columns] = tile.logits
-        some = tile.first(3)
-        assert len(some.logits) == len(some.hidden) == len(some.targets) == min(3, len(tile.logits))
-        assert some.rows.start == tile.rows.start
+        first_rows = tile.first(3)
+        assert len(first_rows.logits) == len(first_rows.hidden) == len(first_rows.targets) == min(3, len(tile.logits))
+        assert first_rows.rows.start == tile.rows.start
     torch.testing.assert_close(seen, hidden @ weight.t(), rtol=1e-5, atol=1e-5)
 
 

@@ -145,9 +145,9 @@ def test_calls_leave_no_object_behind(loop, hooks):
         with hooks:
             loop(inputs).backward()
     gc.collect()
-    left = gc.get_objects()
+    objects = gc.get_objects()
     gc.unfreeze()
-    assert len(left) < 10
+    assert len(objects) < 10
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 4 * V * 2])

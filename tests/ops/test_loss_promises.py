@@ -105,8 +105,8 @@ def test_rows_that_no_phase_multiplies_have_a_gradient_of_0(leaves, rest, monkey
     """A clipped sequence in a chunk that is not recomputed: nothing writes its dH, and new memory holds anything."""
     unwritten = torch.empty_like
 
-    def of_nan(*like, **how):
-        memory = unwritten(*like, **how)
+    def of_nan(*like, **options):
+        memory = unwritten(*like, **options)
         return memory.fill_(torch.nan) if memory.is_floating_point() else memory
 
     monkeypatch.setattr(torch, "empty_like", of_nan)
@@ -240,12 +240,12 @@ def test_what_is_not_a_number_reaches_the_loss_whatever_selects(leaves, rest, im
     hidden = leaves[0].detach().clone()
     hidden[1, 2] = torch.nan
     for options in ({}, share, far, of_sampler, {"clip_cov_ratio": 0.1}, share | {"kl_cov_ratio": 0.1}):
-        how = {"config": GRPOLossConfig(**options), "impl": impl, "sampling_logprobs": rest["old_logprobs"]}
-        assert run([hidden, leaves[1]], rest, **how).loss.isnan(), options
+        arguments = {"config": GRPOLossConfig(**options), "impl": impl, "sampling_logprobs": rest["old_logprobs"]}
+        assert run([hidden, leaves[1]], rest, **arguments).loss.isnan(), options
         if options is not share:  # which may leave out the tokens that this advantage is of
-            assert run(leaves, rest, advantages=rest["advantages"].log(), **how).loss.isnan(), options
-    how = {"config": GRPOLossConfig(**share), "entropy_threshold": torch.tensor(torch.nan), "impl": impl}
-    assert run(leaves, rest, **how).loss.isnan()
+            assert run(leaves, rest, advantages=rest["advantages"].log(), **arguments).loss.isnan(), options
+    arguments = {"config": GRPOLossConfig(**share), "entropy_threshold": torch.tensor(torch.nan), "impl": impl}
+    assert run(leaves, rest, **arguments).loss.isnan()
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -179,8 +179,8 @@ def test_the_cut_into_calls_and_the_layout_leave_no_trace(config):
     cuts = [slice(0, 1), slice(1, 4), slice(4, 6)]
     parts = []
     for cut in cuts:
-        some = {**leaves, "hidden": leaves["hidden"][cut]}
-        parts.append(solve(some, {name: x[cut] for name, x in rest.items()}, config=config, **counts)[0])
+        cut_leaves = {**leaves, "hidden": leaves["hidden"][cut]}
+        parts.append(solve(cut_leaves, {name: x[cut] for name, x in rest.items()}, config=config, **counts)[0])
     assert_close([sum(part[0] for part in parts)], whole[:1], 1e-12)
     assert_close([torch.cat([part[1] for part in parts]), sum(part[2] for part in parts)], whole[1:], 1e-12)
 

@@ -157,8 +157,8 @@ def test_any_rows_are_those_of_the_reference(rows, V, impl, chunk_bytes, data):
     targets = torch.tensor(data.draw(st.lists(st.integers(-1, V - 1), min_size=len(logits), max_size=len(logits))))
     hidden, options = torch.eye(len(logits)), {"ignore_index": -1, "outputs": OUTPUTS}
     ours, exact = (
-        linear_logprobs_and_entropy(hidden.to(dtype), logits.t().to(dtype), targets, **options, **how)
-        for dtype, how in (
+        linear_logprobs_and_entropy(hidden.to(dtype), logits.t().to(dtype), targets, **options, **plan)
+        for dtype, plan in (
             (torch.float32, {"impl": impl, "chunk_bytes": chunk_bytes}),
             (torch.float64, {"impl": "reference"}),
         )

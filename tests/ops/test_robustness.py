@@ -241,8 +241,8 @@ def check_invariance(inputs: Inputs, counts: tuple[int, ...], threads: int) -> N
         for count in counts:
             order = torch.randperm(total, generator=torch.Generator().manual_seed(count))
             for index in (order[:count], torch.arange(count), torch.arange(total - count, total)):
-                some = solve(rows_of(inputs, index), "no gradient", batch_invariant=True, impl="torch")
-                assert_same_bits(some, {name: value[index] for name, value in everyone.items()})
+                selected = solve(rows_of(inputs, index), "no gradient", batch_invariant=True, impl="torch")
+                assert_same_bits(selected, {name: value[index] for name, value in everyone.items()})
     finally:
         torch.set_num_threads(before)
 

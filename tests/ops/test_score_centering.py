@@ -64,12 +64,12 @@ def with_support(problem: Problem, truncated: int = 5) -> Problem:
     return problem._replace(loss={**loss, "support": (torch.cat(kept), offsets)})
 
 
-def solve(problem: Problem, config: GRPOLossConfig, dtype: torch.dtype, *, frozen: bool = False, **how: Any):
+def solve(problem: Problem, config: GRPOLossConfig, dtype: torch.dtype, *, frozen: bool = False, **options: Any):
     """{"loss", metrics and gradients}"""
     leaves = {
         name: x.to(dtype).clone().requires_grad_(not frozen or name == "hidden") for name, x in problem.leaves.items()
     }
-    out = fused_linear_grpo_loss(**leaves, **problem.head, **problem.loss, config=config, **how)
+    out = fused_linear_grpo_loss(**leaves, **problem.head, **problem.loss, config=config, **options)
     out.loss.backward()
     gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
     unequal = ("recomputed_fraction", "zero_gradient_fraction")
@@ -118,8 +118,8 @@ def log_p_of(problem: Problem) -> Tensor:
     leaves, head = problem.leaves, problem.head
     raw = (leaves["hidden"] @ leaves["weight"].t()).flatten(0, 1)
     temperature = torch.full((len(raw),), head["temperature"], dtype=torch.float64)
-    how = {"bias": leaves["bias"], "temperature": temperature, "logit_scale": head["logit_scale"]}
-    return distributions.transform_logits(raw, **how).log_softmax(-1)
+    options = {"bias": leaves["bias"], "temperature": temperature, "logit_scale": head["logit_scale"]}
+    return distributions.transform_logits(raw, **options).log_softmax(-1)
 
 
 @pytest.mark.parametrize("cap", [None, 1.2])
@@ -363,8 +363,8 @@ def test_tokens_without_a_gradient_are_not_moved_by_centering_either(variant, mo
     config = config_of("topk" if mode == "topk" else "kept", **VARIANTS[variant])
     for score in ("all", "needed"):
         leaves = {name: x.float().requires_grad_() for name, x in given.leaves.items()}
-        how = {"config": config, "impl": impl, "score": score, "chunk_bytes": V * 4 * 9}
-        out = fused_linear_grpo_loss(**leaves, **given.head, **given.loss, **how)
+        options = {"config": config, "impl": impl, "score": score, "chunk_bytes": V * 4 * 9}
+        out = fused_linear_grpo_loss(**leaves, **given.head, **given.loss, **options)
         out.loss.backward()
         moved = (leaves["hidden"].grad != 0).any(-1).sum()
         tokens, share = out.metrics["loss_tokens"], out.metrics["zero_gradient_fraction"]

@@ -136,8 +136,8 @@ def test_any_targets_give_what_full_logits_give_in_fp64(drawn, plan, options, pi
     inputs = make_inputs((len(targets), V, 4, len(targets[0])), options)
     inputs["targets"] = torch.where(torch.tensor(targets) < 0, ignore_index, torch.tensor(targets))
     chunk_bytes = None if not pieces else 1 + 8 * 3 * inputs["targets"].shape[0] * V // pieces
-    how = {"chunk_bytes": chunk_bytes, "batch_invariant": invariant, "impl": "torch", "ignore_index": ignore_index}
-    ours = solve(inputs, plan, **how)
+    chosen = {"chunk_bytes": chunk_bytes, "batch_invariant": invariant, "impl": "torch", "ignore_index": ignore_index}
+    ours = solve(inputs, plan, **chosen)
     for name, exact in solve(inputs, plan, impl="reference", ignore_index=ignore_index).items():
         torch.testing.assert_close(ours[name], exact, rtol=1e-11, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 

@@ -48,10 +48,10 @@ class Case:
         inputs = loss_inputs(given, self.targets.shape, self.config, **where)
         return speculative_logprobs(head, inputs, self.config, chunk_bytes=8 * 4 * V)
 
-    def run(self, how: str, loss_of, *, frozen: bool = False):
+    def run(self, path: str, loss_of, *, frozen: bool = False):
         """(loss, gradients) with log-probs that were "speculative", or are those of the "op"."""
         leaves = [x.clone().requires_grad_(not (frozen and k)) for k, x in enumerate(self.leaves)]
-        if how == "op":
+        if path == "op":
             values = linear_logprobs_and_entropy(*leaves[:2], self.targets, bias=leaves[2], **OPTIONS)
         else:
             values = self.speculative(*leaves)
@@ -63,7 +63,7 @@ class Case:
         return grpo_loss(logprobs, **self.inputs, **entropy, config=self.config).loss
 
     def both(self, loss_of, *, frozen: bool = False) -> None:
-        (one, ours), (other, expected) = (self.run(how, loss_of, frozen=frozen) for how in ("speculative", "op"))
+        (one, ours), (other, expected) = (self.run(path, loss_of, frozen=frozen) for path in ("speculative", "op"))
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
         for gradient, wanted in zip(ours, expected, strict=True):
             assert wanted.abs().max() > 0
@@ -117,8 +117,8 @@ def test_a_speculated_loss_of_zero(recomputed):
 def test_masked_rows_are_scored_too(recomputed):
     """The loss of a caller may read them."""
     case, seen = Case(CONFIGS["dapo"]), {}
-    for how in ("speculative", "op"):
-        case.run(how, lambda *values, how=how: case.loss(*seen.setdefault(how, values)))
+    for path in ("speculative", "op"):
+        case.run(path, lambda *values, path=path: case.loss(*seen.setdefault(path, values)))
     for actual, expected in zip(seen["speculative"], seen["op"], strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     assert not recomputed

@@ -72,13 +72,13 @@ def of_autograd(problem: Problem) -> Tensor:
     return torch.autograd.grad(loss, z)[0].square().sum(1)
 
 
-def solve(problem: Problem, *, trained: tuple[str, ...] = ("hidden", "weight"), **how: Any) -> Tensor:
+def solve(problem: Problem, *, trained: tuple[str, ...] = ("hidden", "weight"), **options: Any) -> Tensor:
     leaves = {name: problem[name].clone().requires_grad_(name in trained) for name in ("hidden", "weight")}
     out = torch.full(
         (N,), torch.nan, dtype=torch.float64 if problem["hidden"].dtype == torch.float64 else torch.float32
     )
-    with_it = fused_linear_grpo_loss(**problem | leaves, squared_gradients=out, **how)
-    alone = fused_linear_grpo_loss(**problem | leaves, **how)
+    with_it = fused_linear_grpo_loss(**problem | leaves, squared_gradients=out, **options)
+    alone = fused_linear_grpo_loss(**problem | leaves, **options)
     assert torch.equal(with_it.loss, alone.loss)
     for name in trained:
         assert torch.equal(*(torch.autograd.grad(x.loss, leaves[name], retain_graph=True)[0] for x in (with_it, alone)))

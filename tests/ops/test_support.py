@@ -53,10 +53,10 @@ def cast(inputs: Inputs, dtype: torch.dtype, names: tuple[str, ...] = LEAVES) ->
     return {name: x.to(dtype) if name in names else x for name, x in inputs.items()}
 
 
-def solve(inputs: Inputs, call: Any = None, **how: Any) -> dict[str, Tensor]:
+def solve(inputs: Inputs, call: Any = None, **options: Any) -> dict[str, Tensor]:
     """Outputs of log-probs, or of another call, and the gradients of all leaves."""
     leaves = {name: inputs[name].detach().clone().requires_grad_() for name in LEAVES}
-    out = (call or log_probs)(**{**inputs, **leaves}, **how)
+    out = (call or log_probs)(**{**inputs, **leaves}, **options)
     total = out.pop("total")
     return out | dict(zip(LEAVES, torch.autograd.grad(total, list(leaves.values())), strict=True))
 
@@ -88,11 +88,11 @@ def loss_of(N: int, **config: Any) -> Any:
     return call
 
 
-def judge(inputs: Inputs, call: Any = None, **how: Any) -> None:
+def judge(inputs: Inputs, call: Any = None, **options: Any) -> None:
     """At most twice the error of plain torch with fp32 logits from the same values; gradients have their own dtypes."""
     upcast = {**inputs, "weight": inputs["weight"].to(inputs["hidden"].dtype)}
     plain, exact = (solve(cast(upcast, dtype), call, impl="reference") for dtype in (torch.float32, torch.float64))
-    ours = solve(inputs, call, **how)
+    ours = solve(inputs, call, **options)
     for name, value in ours.items():
         plain_value = plain[name].to(value.dtype)
         assert value.dtype == (inputs[name].dtype if name in LEAVES else torch.float32)
@@ -159,7 +159,7 @@ def test_any_support_is_that_of_masked_logits(data):
     seed, chunk_bytes = data.draw(st.integers(0, 99)), data.draw(st.sampled_from([None, 50, 400]))
     inputs = cast(make_inputs(sizes, V, 3, seed=seed), torch.float64)
     ours, exact = (
-        solve(inputs, **how) for how in ({"impl": "torch", "chunk_bytes": chunk_bytes}, {"impl": "reference"})
+        solve(inputs, **options) for options in ({"impl": "torch", "chunk_bytes": chunk_bytes}, {"impl": "reference"})
     )
     for name, value in ours.items():
         torch.testing.assert_close(value, exact[name], rtol=1e-10, atol=1e-10)

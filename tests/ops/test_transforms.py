@@ -52,8 +52,10 @@ def of_loss(hidden: Tensor) -> dict[str, Tensor]:
     return {"advantages": torch.tensor([1.0, -0.5]).to(hidden), "old_logprobs": old.to(hidden)}
 
 
-def fused(hidden: Tensor, weight: Tensor, impl: str, op: Any = fused_grpo.fused_linear_grpo_loss, **how: Any) -> Tensor:
-    return op(hidden, weight, TARGETS, **of_loss(hidden), **how, **({"impl": impl} if impl else {})).loss
+def fused(
+    hidden: Tensor, weight: Tensor, impl: str, op: Any = fused_grpo.fused_linear_grpo_loss, **rest: Any
+) -> Tensor:
+    return op(hidden, weight, TARGETS, **of_loss(hidden), **rest, **({"impl": impl} if impl else {})).loss
 
 
 def module(hidden: Tensor, weight: Tensor, impl: str) -> Tensor:
@@ -110,9 +112,9 @@ def dual(f: Callable[..., Tensor], x: Tensor) -> Tensor:
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, tangent_of(x)))).tangent
 
 
-def backward_of(f: Callable[..., Tensor], x: Tensor, **how: Any) -> Tensor:
+def backward_of(f: Callable[..., Tensor], x: Tensor, **options: Any) -> Tensor:
     x = x.detach().requires_grad_()
-    return torch.autograd.grad(f(x), x, **how)[0]
+    return torch.autograd.grad(f(x), x, **options)[0]
 
 
 def batched(f: Callable[..., Tensor], x: Tensor) -> Tensor:

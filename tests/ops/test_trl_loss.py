@@ -33,20 +33,20 @@ def trainer_class() -> type:
     return GRPOTrainer
 
 
-def of_ours(batch: trl_loss.Batch, config: GRPOLossConfig, how: str, **counts: float) -> trl_loss.Result:
+def of_ours(batch: trl_loss.Batch, config: GRPOLossConfig, path: str, **counts: float) -> trl_loss.Result:
     """`how`: from "log-probs", or "log-probs in triton"; fused, the "reference", and in chunks of five rows "torch", or
     "needed", where only tokens that may have a gradient are scored."""
     inputs = {"advantages": batch.advantages, "mask": batch.mask, "config": config, "old_logprobs": batch.old, **counts}
     inputs |= {"ref_logprobs": batch.ref, "sampling_logprobs": batch.sampling}
     leaves = (batch.hidden, batch.weight, batch.targets)
-    if how.startswith("log-probs"):
+    if path.startswith("log-probs"):
         logprobs, entropy = trl_loss.head(*leaves)
-        output = grpo_loss(logprobs, entropy=entropy, **inputs, impl="torch" if how == "log-probs" else "triton")
-    elif how == "reference":
+        output = grpo_loss(logprobs, entropy=entropy, **inputs, impl="torch" if path == "log-probs" else "triton")
+    elif path == "reference":
         output = fused_linear_grpo_loss(*leaves, **inputs, impl="reference")
     else:
         chunk = {"chunk_bytes": 5 * V * batch.hidden.element_size(), "impl": "torch"}
-        output = fused_linear_grpo_loss(*leaves, **inputs, **chunk, score="needed" if how == "needed" else "all")
+        output = fused_linear_grpo_loss(*leaves, **inputs, **chunk, score="needed" if path == "needed" else "all")
     return trl_loss.differentiated(output.loss, batch, output.metrics)
 
 
@@ -62,8 +62,8 @@ def test_in_fp64_they_are_trls_to_ten_digits(trainer_class, loss_type, level, op
     config, batch = trl_loss.config_of(loss_type, level, option), trl_loss.make_batch(option)
     trl_result = trl_loss.of_trl(trainer_class, batch, config)
     assert trl_result.loss.dtype == torch.float64
-    for how in ("reference", "torch", "needed", "log-probs"):
-        assert_same(of_ours(batch, config, how), trl_result, 1e-10)
+    for path in ("reference", "torch", "needed", "log-probs"):
+        assert_same(of_ours(batch, config, path), trl_result, 1e-10)
 
 
 # Each costs as much as three of the others: these options differ in the arguments of the kernel.
@@ -120,13 +120,13 @@ MEASURED = ("nothing", "delta", "kl without bias correction", "token_mask", "too
 MEASURED += ("truncated", "advantages of tokens", "on policy")
 
 
-@pytest.mark.parametrize("how", ["torch", "log-probs"])
+@pytest.mark.parametrize("path", ["torch", "log-probs"])
 @pytest.mark.parametrize(
     ("loss_type", "option"), [(x, o) for x in (*CLIPPED, "cispo") for o in MEASURED if trl_loss.goes_with(x, o)]
 )
-def test_metrics_are_trls(trainer_class, loss_type, option, how):
+def test_metrics_are_trls(trainer_class, loss_type, option, path):
     config, batch = trl_loss.config_of(loss_type, "token", option), trl_loss.make_batch(option, torch.float32)
-    trl_metrics, ours = trl_loss.of_trl(trainer_class, batch, config).metrics, of_ours(batch, config, how).metrics
+    trl_metrics, ours = trl_loss.of_trl(trainer_class, batch, config).metrics, of_ours(batch, config, path).metrics
     shared = METRICS.keys() & trl_metrics.keys()
     clips = {"cispo_clip_ratio"} if loss_type == "cispo" else {x for x in METRICS if x.startswith("clip_ratio")}
     expected = {"entropy"} | clips | ({"kl"} if config.beta else set())

@@ -104,11 +104,11 @@ def softmax_weights(
     if rising:
         raw[-1, V // 3] = torch.inf
     targets, head = torch.arange(R).sub(1) * 37 % V, device.head(R, V, full=full)
-    weights, scale, known = device.passes.softmax_weights_(
+    weights, scale, statistics = device.passes.softmax_weights_(
         device.tile(raw), targets, entropy=full, dtype=device.dtype(dtype), **head
     )
-    results = {gradient_of(dtype): weights.double() * scale[:, None], "logprobs": known[0]}
-    return results | ({"entropy": known[1]} if full else {})
+    results = {gradient_of(dtype): weights.double() * scale[:, None], "logprobs": statistics[0]}
+    return results | ({"entropy": statistics[1]} if full else {})
 
 
 def weights_of_head(device: Device, N: int, D: int, V: int, *, full: bool = False) -> Results:
@@ -126,9 +126,9 @@ def weights_of_head(device: Device, N: int, D: int, V: int, *, full: bool = Fals
     else:
         tile = device.tile(torch.zeros(N, V, dtype=BF16))
         out = device.passes.softmax_weights_forward(hidden, weight, targets, out=tile, entropy=full, **head)
-    weights, scale, known = out
-    results = {gradient_of(BF16): weights.double() * scale[:, None], "logprobs": known[0]}
-    return results | ({"entropy": known[1]} if full else {})
+    weights, scale, statistics = out
+    results = {gradient_of(BF16): weights.double() * scale[:, None], "logprobs": statistics[0]}
+    return results | ({"entropy": statistics[1]} if full else {})
 
 
 def known_weights(device: Device, R: int, V: int) -> Results:
@@ -139,11 +139,11 @@ def known_weights(device: Device, R: int, V: int) -> Results:
         RowState(*device.passes.row_statistics(device.tile(x), t, entropy=True, temperature=temperature))
         for x, t in slices
     ]
-    known = Statistics(*device.passes.finish_rows(states, entropy=True))
-    results = {"logprobs": known[0], "entropy": known[1]}
+    statistics = Statistics(*device.passes.finish_rows(states, entropy=True))
+    results = {"logprobs": statistics[0], "entropy": statistics[1]}
     for i, (x, t) in enumerate(slices):
         weights, scale, _ = device.passes.softmax_weights_(
-            device.tile(x), t, statistics=known, temperature=temperature, dtype=device.dtype(BF16)
+            device.tile(x), t, statistics=statistics, temperature=temperature, dtype=device.dtype(BF16)
         )
         results[f"{gradient_of(BF16)} {i}"] = weights.double() * scale[:, None]
     return results
@@ -166,10 +166,10 @@ def logits_gradient(device: Device, R: int, V: int, *, dtype: torch.dtype = BF16
     raw, targets, head = device.normal(R, V, spread=4), torch.arange(R).sub(1) * 37 % V, device.head(R, V, full=full)
     same = {name: x.double() if isinstance(x, Tensor) else x for name, x in head.items()}
     state = RowState(*torch_passes.row_statistics(raw.double(), targets, entropy=True, **same))
-    known = Statistics(*(device.of(x.float()) for x in torch_passes.finish_rows([state], entropy=True)))
+    statistics = Statistics(*(device.of(x.float()) for x in torch_passes.finish_rows([state], entropy=True)))
     upstream = {"grad_logprobs": device.normal(R), "grad_entropy": device.normal(R) if full else None}
     gradient = device.passes.logits_gradient_(
-        device.tile(raw), targets, statistics=known, dtype=device.dtype(dtype), **upstream, **head
+        device.tile(raw), targets, statistics=statistics, dtype=device.dtype(dtype), **upstream, **head
     )
     return {gradient_of(dtype): gradient}
 
@@ -239,8 +239,8 @@ def entry_logits(device: Device, E: int, D: int) -> Results:
 def weighted_rows(device: Device, D: int, *, accumulate: bool) -> Results:
     out, matrix = device.normal(7, D, dtype=BF16), device.normal(19, D, dtype=BF16)
     entries, offsets, places = torch.arange(29) * 5 % 19, torch.tensor([0, 1, 1, 12, 29]), torch.tensor([4, 0, 6, 2])
-    how = {"cast": device.dtype(BF16), "accumulate": accumulate}
-    device.passes.weighted_rows_(out, places, offsets, entries, device.normal(29), matrix, **how)
+    options = {"cast": device.dtype(BF16), "accumulate": accumulate}
+    device.passes.weighted_rows_(out, places, offsets, entries, device.normal(29), matrix, **options)
     return {gradient_of(BF16): out}
 
 

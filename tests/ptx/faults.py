@@ -28,14 +28,14 @@ Edit = Callable[[Program, int], None]
 
 def repeated_cases(arch: str) -> dict[str, Case]:
     """Small ones, in which every barrier of their kernels is reached more than once."""
-    known = cases(arch)
+    by_name = cases(arch)
     D = 5 * (64 if arch == "sm_90" else 32)  # one block of features more than there are stages
     names = ("logprobs of unaligned rows", "logprobs in fp32", "softmax weights of rising logits", "logits gradient")
     names += ("divergence, jsd", "finish rows", "losses of one program", "scale", "entry logits")
     found: dict[str, Case] = {"logprobs": functools.partial(logprobs, N=9, D=D, V=600, full=True)}
     if arch == "sm_90":
         found["weights of a head"] = functools.partial(weights_of_head, N=9, D=D, V=600)
-    return found | {name: known[name] for name in names}
+    return found | {name: by_name[name] for name in names}
 
 
 def orders(instruction: Instruction) -> bool:

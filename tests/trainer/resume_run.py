@@ -151,7 +151,7 @@ QUEUE = {"steps_per_generation": 2, "generate_ahead": 2, "logprob_mismatch": "wa
 
 
 def make_trainer(
-    output_dir: str, engine: str = "transformers", how: str = "fresh", rows: list[Any] = ROWS
+    output_dir: str, engine: str = "transformers", start: str = "fresh", rows: list[Any] = ROWS
 ) -> GRPOTrainer:
     args = GRPOConfig(
         output_dir,
@@ -167,8 +167,8 @@ def make_trainer(
         use_vllm=engine == "vllm",
         vllm_max_model_length=64,
         save_total_limit=2,
-        resume_from_checkpoint=how == "resume",
-        overwrite_output_dir=how == "fresh",
+        resume_from_checkpoint=start == "resume",
+        overwrite_output_dir=start == "fresh",
         curriculum="unequal_rewards" if engine == "curriculum" else "off",
         **(QUEUE if engine == "queue" else BUFFER),
     )
@@ -179,11 +179,11 @@ def make_trainer(
     return GRPOTrainer(policy, scores, args, rows, **options)
 
 
-def main(output_dir: str, engine: str, how: str, where: str, number: str) -> None:
+def main(output_dir: str, engine: str, start: str, where: str, number: str) -> None:
     saves = Saves(then_wait=where == "wait")
     if where == "operation in a save":
         die_before_operation(int(number), output_dir, wanted=lambda: saves.running)
-    trainer = make_trainer(output_dir, engine, how)
+    trainer = make_trainer(output_dir, engine, start)
     die_when(trainer, where, int(number))
     trainer.train()
     trainer.save_checkpoint()

@@ -90,17 +90,17 @@ class EngineByPrompt(RolloutEngine):
             return None if kept is None else ListedTokens.of(kept)
         likely = [row.topk(sampling.top_k_listed or 14) for row in rows]
         steps = [zip(top.indices.tolist(), top.values.tolist(), strict=True) for top in likely]
-        known = [{token: logprob for token, logprob in step if logprob > -torch.inf} for step in steps]
-        return ListedTokens.of(known, is_top_k=sampling.top_k_listed > 0)
+        logprobs = [{token: logprob for token, logprob in step if logprob > -torch.inf} for step in steps]
+        return ListedTokens.of(logprobs, is_top_k=sampling.top_k_listed > 0)
 
     @torch.no_grad()
     def logprobs(self, pairs, kept) -> list[torch.Tensor]:
         """Of each pair [T, 14]: of the distributions that the tokens are drawn from."""
         ids = pad_sequence([torch.tensor(prompt + completion) for prompt, completion in pairs], batch_first=True)
         rows = []
-        for logits, (prompt, completion), some in zip(self.model(ids).logits, pairs, kept, strict=True):
+        for logits, (prompt, completion), kept_tokens in zip(self.model(ids).logits, pairs, kept, strict=True):
             row = logits[len(prompt) - 1 :][: len(completion)]
-            for of_token, tokens in zip(row, some or [[]] * len(row), strict=True):
+            for of_token, tokens in zip(row, kept_tokens or [[]] * len(row), strict=True):
                 of_token[[token for token in range(14) if tokens and token not in tokens]] = -torch.inf
             rows.append(row.log_softmax(-1))
         return rows

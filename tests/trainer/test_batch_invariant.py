@@ -45,12 +45,12 @@ def reference_logprobs(trainer: GRPOTrainer, batch: list[Sample]) -> list[Sample
 @pytest.mark.parametrize("computed", [old_logprobs, logprobs_of_the_loss, reference_logprobs])
 def test_the_company_of_a_sequence_changes_no_bit_of_its_logprobs(make_trainer, computed: Callable[..., Any]) -> None:
     trainer = make_trainer(batch_invariant=True, per_device_train_batch_size=8, beta=0.1, learning_rate=0.0)
-    batch, known = samples(), dict[int, Tensor]()
+    batch, logprobs = samples(), dict[int, Tensor]()
     for company in COMPANIES:
         for index, sample in zip(company, computed(trainer, [batch[index] for index in company]), strict=True):
             assert sample.old_logprobs is not None
             assert len(sample.old_logprobs) == len(COMPLETIONS[index])
-            assert torch.equal(known.setdefault(index, sample.old_logprobs), sample.old_logprobs), (company, index)
+            assert torch.equal(logprobs.setdefault(index, sample.old_logprobs), sample.old_logprobs), (company, index)
 
 
 @pytest.mark.parametrize(("invariant", "sizes"), [(True, [1] * 6), (False, [4, 2])])
@@ -86,8 +86,8 @@ def told(equal: float | None, tmp_path, capsys, *, invariant: bool = True) -> st
     args = GRPOConfig(str(tmp_path), batch_invariant=invariant)
     output = RunOutput(args, 9, is_main=True, facts={})
     for step in (1, 2, 3):
-        known = {} if equal is None or step == 1 else {"sampling/bit_equal_fraction": equal}
-        output.step({"step": step, "loss": 0.0, **known}, {})
+        metrics = {} if equal is None or step == 1 else {"sampling/bit_equal_fraction": equal}
+        output.step({"step": step, "loss": 0.0, **metrics}, {})
     return " ".join(capsys.readouterr().out.split())
 
 

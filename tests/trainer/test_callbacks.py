@@ -119,9 +119,9 @@ def test_what_a_callback_decides_is_done(make_trainer, tmp_path):
     options = {"max_steps": 6, "eval_strategy": "no", "logging_strategy": "no"}
     trainer = make_trainer(eval_dataset=EVAL_ROWS, callbacks=[decisions, recorder], **options)
     result = trainer.train()
-    done = [event for event in recorder.events if event[0] in ("on_log", "on_evaluate", "on_save")]
+    events = [event for event in recorder.events if event[0] in ("on_log", "on_evaluate", "on_save")]
     # The evaluation and the end of the run are in the log too.
-    assert done == [("on_log", 1), ("on_log", 2), ("on_evaluate", 2), ("on_save", 3), ("on_log", 4)]
+    assert events == [("on_log", 1), ("on_log", 2), ("on_evaluate", 2), ("on_save", 3), ("on_log", 4)]
     assert result.global_step == 4
     assert (result.eval_before, result.eval_after) == (None, None)
     assert (tmp_path / "run" / "checkpoint-3").is_dir()

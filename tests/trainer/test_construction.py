@@ -153,9 +153,9 @@ def test_an_engine_on_the_model_itself_is_sent_no_weights(make_trainer, monkeypa
 
 def test_a_type_checker_knows_the_options_that_a_trainer_has():
     names = ast.walk(ast.parse(inspect.getsource(TransformersFace)))
-    known = {node.id for node in names if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    fields = {node.id for node in names if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     copied = {name for name in vars(GRPOConfig()) if isinstance(vars(TransformersFace).get(name), property)}
-    assert {"num_generations", "beta", "temperature", "min_p", "shuffle_dataset"} <= copied <= {*known, "epsilon_high"}
+    assert {"num_generations", "beta", "temperature", "min_p", "shuffle_dataset"} <= copied <= {*fields, "epsilon_high"}
 
 
 class CallableEngine(TransformersEngine):

@@ -65,20 +65,20 @@ def divergence(p: torch.Tensor, q: torch.Tensor, kind: str) -> torch.Tensor:
 
 def replay(model, teacher, trainer, rollouts, *, kind: str, loss_type: str) -> list[tuple[float, float, float]]:
     """Train `model` on the rollouts; (loss, gradient norm, mean divergence) of every step."""
-    optimizer, done = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), []
+    optimizer, steps = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), []
     for step in range(RUN["max_steps"]):
-        some = rollouts[step // 2]
-        texts = trainer.processing_class.batch_decode(some.completion_ids, skip_special_tokens=True)
+        batch = rollouts[step // 2]
+        texts = trainer.processing_class.batch_decode(batch.completion_ids, skip_special_tokens=True)
         groups = torch.tensor(trainer.rewards.functions[0](completions=texts)).view(-1, 4)
         A = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
-        student = log_softmax(model, some)
+        student = log_softmax(model, batch)
         chosen = [
-            x.gather(1, torch.tensor(ids)[:, None])[:, 0] for x, ids in zip(student, some.completion_ids, strict=True)
+            x.gather(1, torch.tensor(ids)[:, None])[:, 0] for x, ids in zip(student, batch.completion_ids, strict=True)
         ]
         if step % 2 == 0:
             old = [x.detach() for x in chosen]
         with torch.no_grad():
-            of_teacher = log_softmax(teacher, some)
+            of_teacher = log_softmax(teacher, batch)
         apart = [divergence(p, q, kind) for p, q in zip(student, of_teacher, strict=True)]
         terms = []
         for new, before, a, d in zip(chosen, old, A, apart, strict=True):
@@ -90,8 +90,8 @@ def replay(model, teacher, trainer, rollouts, *, kind: str, loss_type: str) -> l
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
         optimizer.step()
-        done.append((loss.item(), norm.item(), torch.cat(apart).mean().item()))
-    return done
+        steps.append((loss.item(), norm.item(), torch.cat(apart).mean().item()))
+    return steps
 
 
 @pytest.fixture
@@ -225,8 +225,8 @@ def test_completions_without_an_advantage_learn_from_the_teacher(
     trainer = make_trainer(rewards, teacher_model=make_model(seed=3), dataset=rows * 8, **options)
     rollouts = recorded(trainer)
     trainer.train()
-    for line, some in zip(lines(trainer), rollouts, strict=True):
-        assert line["completion_tokens"] == sum(map(len, some.completion_ids))
+    for line, batch in zip(lines(trainer), rollouts, strict=True):
+        assert line["completion_tokens"] == sum(map(len, batch.completion_ids))
         assert line["loss"] == pytest.approx(line["distillation"], rel=1e-6)
         assert line["reward_std_within_groups"] == 0 or rewards is None
     found = numbers(trainer, "distillation")

@@ -35,11 +35,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def favour(model, trainer, rollouts) -> float:
     """The log-probs of completions, each times its reward above the mean of its step: what learning increases."""
     total = 0.0
-    for some in rollouts:
-        texts = trainer.processing_class.batch_decode(some.completion_ids, skip_special_tokens=True)
+    for batch in rollouts:
+        texts = trainer.processing_class.batch_decode(batch.completion_ids, skip_special_tokens=True)
         rewards = torch.tensor(trainer.rewards.functions[0](completions=texts))
-        for index, (ids, above) in enumerate(zip(some.completion_ids, rewards - rewards.mean(), strict=True)):
-            prompt = some.prompt_ids[index // some.num_generations]
+        for index, (ids, above) in enumerate(zip(batch.completion_ids, rewards - rewards.mean(), strict=True)):
+            prompt = batch.prompt_ids[index // batch.num_generations]
             logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
             total += float(above * logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).sum())
     return total

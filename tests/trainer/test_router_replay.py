@@ -162,9 +162,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("how", WRONG)
-def test_experts_that_the_model_does_not_have_are_refused(make_trainer, routed_engine, how):
-    change, message = WRONG[how]
+@pytest.mark.parametrize("case", WRONG)
+def test_experts_that_the_model_does_not_have_are_refused(make_trainer, routed_engine, case):
+    change, message = WRONG[case]
     trainer = make_trainer(engine=routed_engine, **REPLAY)
     trainer.engine.spoil = change
     with pytest.raises(UnavailableError, match=rf"got .*{message}.* from the routed engine"):

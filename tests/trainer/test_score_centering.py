@@ -97,10 +97,10 @@ def textbook(model: Any, rollouts: Rollouts, options: dict[str, Any]) -> tuple[t
         prompt, listed = rollouts.prompt_ids[index // 4], rollouts.listed_tokens[index]
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / options["temperature"]
         parts = (values.split(listed.sizes.tolist()) for values in (listed.ids, listed.logprobs))
-        for row, token, some, sampler in zip(logits, ids, *parts, strict=True):
-            within = some.long() if options["score_centering"] == "kept" else torch.arange(len(row))
+        for row, token, tokens, sampler in zip(logits, ids, *parts, strict=True):
+            within = tokens.long() if options["score_centering"] == "kept" else torch.arange(len(row))
             logprobs = torch.full_like(row, -torch.inf).index_put((within,), row[within].log_softmax(0))
-            p, q = logprobs[some.long()].detach().exp(), sampler.exp()
+            p, q = logprobs[tokens.long()].detach().exp(), sampler.exp()
             c = torch.minimum(p, 3.0 * q)
             if options["score_centering"] == "topk":
                 tail = (1 - q.sum()).clamp(min=0) / (1 - p.sum()).clamp(min=1e-6)
@@ -108,7 +108,7 @@ def textbook(model: Any, rollouts: Rollouts, options: dict[str, Any]) -> tuple[t
             else:
                 c = c - c.sum() * p
             own.append(logprobs[token])
-            corrections.append((c * logprobs[some.long()]).sum())
+            corrections.append((c * logprobs[tokens.long()]).sum())
     return torch.stack(own), torch.stack(corrections)
 
 

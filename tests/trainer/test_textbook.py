@@ -77,7 +77,7 @@ def replay(model, trainer, recorded, *, loss_type, max_grad_norm) -> list[tuple[
     # As transformers has it: matrices decay, biases and norms do not.
     groups = [{"params": [p for p in parameters if p.ndim > 1]}]
     groups += [{"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
-    optimizer, done = torch.optim.AdamW(groups, **ADAM), []
+    optimizer, steps = torch.optim.AdamW(groups, **ADAM), []
     for step in range(STEPS):
         rollouts = recorded[step // 3]
         logprobs = textbook_logprobs(model, rollouts)
@@ -94,8 +94,8 @@ def replay(model, trainer, recorded, *, loss_type, max_grad_norm) -> list[tuple[
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-        done.append((loss.item(), norm, rate))
-    return done
+        steps.append((loss.item(), norm, rate))
+    return steps
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])

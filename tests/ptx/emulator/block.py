@@ -70,8 +70,8 @@ class Block:
         self.active = self.everyone = np.ones(len(self.threads), bool)
         self.shared = Memory(np.zeros(self.shared_bytes, np.uint8), self.clock, written=False)
         # A descriptor is at the address of its number.
-        known = self.place | {"global_smem": 0} | {x: number for number, x in enumerate(self.parameters)}
-        self.registers = {name: np.full(len(self.threads), number, np.uint64) for name, number in known.items()}
+        addresses = self.place | {"global_smem": 0} | {x: number for number, x in enumerate(self.parameters)}
+        self.registers = {name: np.full(len(self.threads), number, np.uint64) for name, number in addresses.items()}
         self.registers["%tid.x"] = self.threads.astype(np.uint32)
         self._changing = Counter[str]()  # registers, by products in flight
         self._unfenced = set[str]()  # registers that were written after the last wgmma.fence

@@ -79,8 +79,8 @@ def test_experts_are_of_the_tokens_that_predict_and_none_without_rows(batch):
 def listed(is_top_k: bool) -> dict[str, list]:
     """A column of three completions: ids of each token, and log-probs that say which."""
     ids = [[[8, 9], [9], [3]], [[0, 1]], [[10], [2, 11], [], [1, 5, 6]]]
-    known = [[{token: -float(token) for token in step} for step in steps] for steps in ids]
-    return {"listed_tokens": [ListedTokens.of(steps, is_top_k=is_top_k) for steps in known]}
+    logprobs = [[{token: -float(token) for token in step} for step in steps] for steps in ids]
+    return {"listed_tokens": [ListedTokens.of(steps, is_top_k=is_top_k) for steps in logprobs]}
 
 
 def test_logprobs_of_likely_tokens_are_in_the_rows_of_predicted_tokens(batch):
@@ -267,20 +267,20 @@ def test_a_micro_batch_of_nothing_gives_every_parameter_a_gradient_of_zero(batch
 
 def test_sequences_that_are_not_learned_from_are_left_out(batch):
     for in_loss, expected in (([True, False, True], [[0], [2]]), ([False] * 3, [[]])):
-        some = with_fields(batch, {"in_loss": in_loss})
-        parts = micro_batches(some, Packing(one_row=False), device=CPU)
+        marked = with_fields(batch, {"in_loss": in_loss})
+        parts = micro_batches(marked, Packing(one_row=False), device=CPU)
         assert [part.sequence_index.tolist() for part in parts] == expected
         assert [len(part.targets) for part in parts] == [len(part.sampling_logprobs) for part in parts]
 
 
 def test_numbers_of_each_token_stay_with_it(batch):
-    known = [[0.1, 0.2, 0.3], [0.4], [0.5, 0.6, 0.7, 0.8]]
-    changes = {"old_logprobs": [torch.tensor(v) for v in known], "sampling_logprobs": [None] * 3}
+    logprobs = [[0.1, 0.2, 0.3], [0.4], [0.5, 0.6, 0.7, 0.8]]
+    changes = {"old_logprobs": [torch.tensor(v) for v in logprobs], "sampling_logprobs": [None] * 3}
     old = with_fields(batch, changes)
     for part in micro_batches(old, Packing(one_row=False, max_tokens=5), device=CPU):
         index = part.sequence_index.tolist()
         assert part.sampling_logprobs is part.ref_logprobs is None
-        assert part.old_logprobs.tolist() == pytest.approx([value for i in index for value in known[i]])
+        assert part.old_logprobs.tolist() == pytest.approx([value for i in index for value in logprobs[i]])
         assert part.targets.tolist() == [token for i in index for token in column(batch, "completion_ids")[i]]
         assert part.advantages.tolist() == [column(batch, "advantage")[i] for i in index]
 
@@ -294,8 +294,8 @@ def test_flash_attention_knows_where_sequences_end_without_asking_a_gpu(batch, m
         assert type(max_seqlen_q) is type(max_seqlen_k) is int
         parts = zip(*(x.transpose(0, 1).split(cu_seqlens_q.diff().tolist(), dim=1) for x in (q, k, v)), strict=True)
         options = {"is_causal": True, "scale": softmax_scale, "enable_gqa": True}
-        done = [torch.nn.functional.scaled_dot_product_attention(*part, **options) for part in parts]
-        return torch.cat(done, dim=1).transpose(0, 1)
+        outputs = [torch.nn.functional.scaled_dot_product_attention(*part, **options) for part in parts]
+        return torch.cat(outputs, dim=1).transpose(0, 1)
 
     def chosen(*, softmax_scale, max_seqlen_q, max_seqlen_k, **_):
         return {"softmax_scale": softmax_scale, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}

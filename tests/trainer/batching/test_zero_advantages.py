@@ -115,11 +115,11 @@ def without_zeros(batch: list[Sample]) -> list[Sample]:
 
 
 def assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]], *, bits: bool = False) -> None:
-    for left, right in zip(one, other, strict=True):
-        for name, gradient in left.items():
+    for gradients, expected in zip(one, other, strict=True):
+        for name, gradient in gradients.items():
             bound = 0.0 if bits else 3e-7  # of gradients that are clipped to a norm of 1
-            assert (gradient - right[name]).abs().max() <= bound, name
-        assert max(gradient.abs().max() for gradient in left.values()) > 1e-3
+            assert (gradient - expected[name]).abs().max() <= bound, name
+        assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
 
 
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
@@ -150,9 +150,9 @@ def test_gradients_are_the_same_for_every_loss(make_trainer, loss_type):
 
 def test_completions_without_an_advantage_do_not_go_through_the_model(make_trainer):
     lengths = [len(p) + len(c) for p, c in zip(column(HALF, "prompt_ids"), column(HALF, "completion_ids"), strict=True)]
-    left = sum(len(sample.prompt_ids + sample.completion_ids) for sample in HALF if sample.advantage)
-    assert left < 0.6 * sum(lengths)
-    for batch, tokens in ((HALF, sum(lengths)), (without_zeros(HALF), left)):
+    remaining = sum(len(sample.prompt_ids + sample.completion_ids) for sample in HALF if sample.advantage)
+    assert remaining < 0.6 * sum(lengths)
+    for batch, tokens in ((HALF, sum(lengths)), (without_zeros(HALF), remaining)):
         assert updates(make_trainer, batch, one_row=True)[2] == [tokens] * 2
         trainer = make_trainer(per_device_train_batch_size=16)
         with_old = column(trainer.learner.with_old_logprobs(batch), "old_logprobs")

@@ -160,12 +160,12 @@ def test_a_kill_between_two_renames_is_named_and_the_next_save_recovers(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename, before = os.rename, everything(checkpoint)
-    done: list[str] = []
+    renamed: list[str] = []
 
     def killed_after_one(source: Path, target: Path) -> None:
-        if done:
+        if renamed:
             raise KeyboardInterrupt
-        done.append(str(target))
+        renamed.append(str(target))
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", killed_after_one)

@@ -124,12 +124,12 @@ def test_a_teacher_and_a_reward_model_of_the_earlier_run_stay(make_trainer, tmp_
 
 @pytest.mark.parametrize("renames", range(12))
 def test_after_a_crash_between_two_renames_the_next_start_moves_the_rest(tmp_path, monkeypatch, renames):
-    first, rename, done = write_run(tmp_path, b"first"), Path.rename, []
+    first, rename, moved = write_run(tmp_path, b"first"), Path.rename, []
 
     def crash(self, target):
-        if len(done) == renames:
+        if len(moved) == renames:
             raise KeyboardInterrupt
-        done.append(self)
+        moved.append(self)
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", crash)
@@ -160,29 +160,29 @@ def test_a_rename_that_fails_undoes_those_before_it(tmp_path, monkeypatch):
     assert not (tmp_path / "former-run-1").exists()
 
 
-@pytest.mark.parametrize("how", ["moved", "removed", "resumed"])
-def test_a_run_that_is_alive_is_neither_moved_nor_removed_nor_resumed(fork_server, make_trainer, tmp_path, how):
+@pytest.mark.parametrize("action", ["moved", "removed", "resumed"])
+def test_a_run_that_is_alive_is_neither_moved_nor_removed_nor_resumed(fork_server, make_trainer, tmp_path, action):
     run, deadline = fork_server.start(RUN, tmp_path / "run", "transformers", "fresh", "wait", 0), time.monotonic() + 60
     while "a save is done" not in run.output:
         assert run.poll() is None, run.output
         assert time.monotonic() < deadline, run.output
         time.sleep(0.01)
     before = everything(tmp_path / "run")
-    options = {"overwrite_output_dir": how == "removed"}
+    options = {"overwrite_output_dir": action == "removed"}
     elsewhere = make_trainer(**options, output_dir=str(tmp_path / "elsewhere"))
     elsewhere.output_dir = elsewhere._made["output_dir"] = (
         tmp_path / "run"
     )  # as if that run had begun since this trainer was made
-    for train in (lambda: make_trainer(**options), lambda: elsewhere.train(resume_from_checkpoint=how == "resumed")):
+    for train in (lambda: make_trainer(**options), lambda: elsewhere.train(resume_from_checkpoint=action == "resumed")):
         with pytest.raises(CheckpointError, match="another run is being trained now"):
             train()
     assert everything(tmp_path / "run") == before
     run.kill()
     assert run.wait() == -9
-    if how == "resumed":
+    if action == "resumed":
         return
     make_trainer(**options).train()
-    assert (tmp_path / "run" / "former-run-1").exists() == (how == "moved")
+    assert (tmp_path / "run" / "former-run-1").exists() == (action == "moved")
 
 
 def test_a_second_run_of_a_script_keeps_the_first_and_is_resumed_alone(make_trainer, tmp_path):

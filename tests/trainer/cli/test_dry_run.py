@@ -17,8 +17,8 @@ from fused_grpo.trainer.models.memory_estimate import memory_terms, micro_batch_
 
 
 def sizes(shape, args, **options):
-    known = {"prompt_tokens": 10, "processes": 1, "engine": "server"}
-    return {term.name: term.size for term in memory_terms(shape, args, **known | options)}
+    facts = {"prompt_tokens": 10, "processes": 1, "engine": "server"}
+    return {term.name: term.size for term in memory_terms(shape, args, **facts | options)}
 
 
 def test_the_resolved_options_are_a_file_that_gives_the_same_options(tmp_path):

@@ -47,7 +47,7 @@ def reinforce_plus_plus(group, reward):
 
 def reinforce_plus_plus_baseline(group, reward):
     """REINFORCE++ eq. 11: the group's mean subtracted, then normalised over the global batch."""
-    centred = [other - statistics.mean(some) for some in REWARDS for other in some]
+    centred = [other - statistics.mean(rewards) for rewards in REWARDS for other in rewards]
     return (reward - statistics.mean(group)) / statistics.stdev(centred)
 
 
@@ -63,15 +63,15 @@ def opo(group, reward):
 
 def gpg(group, reward):
     """GPG: the centred reward, times B / (B - M), with M of B groups without a gradient."""
-    without = sum(len(set(some)) == 1 for some in REWARDS)
+    without = sum(len(set(rewards)) == 1 for rewards in REWARDS)
     return (reward - statistics.mean(group)) * len(REWARDS) / (len(REWARDS) - without)
 
 
 def pkpo(group, reward):
     """PKPO eq. 33, over n: sums over the sets of k of n that contain i, of their best less the best without i."""
     i, n = group.index(reward), len(group)
-    sets = [some for some in itertools.combinations(range(n), K) if i in some]
-    added = [max(group[j] for j in some) - max(group[j] for j in some if j != i) for some in sets]
+    sets = [subset for subset in itertools.combinations(range(n), K) if i in subset]
+    added = [max(group[j] for j in subset) - max(group[j] for j in subset if j != i) for subset in sets]
     return n * sum(added) / math.comb(n, K)
 
 

@@ -68,8 +68,8 @@ def test_the_reward_of_the_greedy_completion_is_subtracted(make_trainer):
     for sampled, greedy, batch in zip(recorded[::2], recorded[1::2], learned, strict=True):
         assert greedy.prompt_ids == sampled.prompt_ids
         own, base = (
-            reward(completions=trainer.processing_class.batch_decode(some.completion_ids, skip_special_tokens=True))
-            for some in (sampled, greedy)
+            reward(completions=trainer.processing_class.batch_decode(rollouts.completion_ids, skip_special_tokens=True))
+            for rollouts in (sampled, greedy)
         )
         expected = torch.tensor([r - base[place // 4] for place, r in enumerate(own)])
         torch.testing.assert_close(torch.as_tensor(column(batch, "advantage")), expected, rtol=0, atol=1e-7)
@@ -211,7 +211,7 @@ def test_a_batch_without_a_baseline_ends_the_run_with_the_reason(make_trainer):
         make_trainer(reward, **THREE, reward_failure="drop").train()
     trainer = make_trainer(**THREE)
     generate = trainer.engine.generate
-    trainer.engine.generate = lambda ids, some: generate(ids if some.temperature else ids[1:], some)
+    trainer.engine.generate = lambda ids, sampling: generate(ids if sampling.temperature else ids[1:], sampling)
     with pytest.raises(UnavailableError, match="got 2 completions"):
         trainer.train()
 

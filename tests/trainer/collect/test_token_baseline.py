@@ -29,9 +29,9 @@ def by_hand(group: Group, *, zero_tail: bool) -> list[list[float]]:
         for place, _ in tokens:
             # The weight of each completion that reaches the place: its path's norm so far.
             paths = [
-                (r, sum(norm for at, norm in some if at <= place))
-                for r, some in with_reward
-                if place in [at for at, _ in some]
+                (r, sum(norm for at, norm in norms if at <= place))
+                for r, norms in with_reward
+                if place in [at for at, _ in norms]
             ]
             total = sum(w for _, w in paths)
             baseline = sum(r * w for r, w in paths) / total if total else reward
@@ -73,13 +73,13 @@ def test_a_baseline_leaves_the_least_of_what_it_is_the_best_for():
     """No other number in its place has a smaller sum of W (r - b)^2."""
     tokens = [(0, 0.5), (1, 1.5)]
     group: Group = [(1.0, tokens), (0.0, [(0, 1.0), (1, 0.1)]), (0.5, [(0, 0.2), (1, 0.9)])]
-    ours, paths = of_ours(group, zero_tail=False), [sum(norm for _, norm in some) for _, some in group]
+    ours, paths = of_ours(group, zero_tail=False), [sum(norm for _, norm in norms) for _, norms in group]
     baseline = group[0][0] - ours[0][1]
 
-    def left(b: float) -> float:
+    def variance(b: float) -> float:
         return sum(w * (r - b) ** 2 for (r, _), w in zip(group, paths, strict=True))
 
-    assert all(left(baseline) < left(baseline + change) for change in (-0.01, 0.01))
+    assert all(variance(baseline) < variance(baseline + change) for change in (-0.01, 0.01))
     assert baseline != pytest.approx(0.5, abs=0.05)  # the mean
 
 
@@ -163,7 +163,7 @@ def test_places_count_the_tools_tokens_or_not(make_trainer, monkeypatch):
         for ids, mask, reward in (([6, 7], [True, True], 1.0), ([6, 8, 7], [True, False, True], 0.0))
     ]
     group += [replace(group[1], completion_ids=[6, 8, 9])] * 2
-    monkeypatch.setattr(collector, "token_advantages", lambda group, **how: [one.places.double() for one in group])
+    monkeypatch.setattr(collector, "token_advantages", lambda group, **options: [one.places.double() for one in group])
     places = {}
     for estimator in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         trainer.collector.args.advantage_estimator = estimator

@@ -101,7 +101,7 @@ def launch(fork_server, tmp_path_factory):
         (root / "plan.json").write_text(json.dumps(plan))
         fork_server.run(SCRIPT, root / "plan.json", processes=processes, env=env or {}, timeout=400)
         files = {entry["out"]: [f"{entry['out']}/rank-{rank}.pt" for rank in range(processes)] for entry in plan}
-        return {Path(out).name: [torch.load(file, weights_only=True) for file in some] for out, some in files.items()}
+        return {Path(out).name: [torch.load(file, weights_only=True) for file in paths] for out, paths in files.items()}
 
     return launch
 

@@ -141,8 +141,8 @@ def test_an_adapter_is_sent_again_where_the_answer_was_lost(connect, servers, mo
     engine, faults, post = connect(), {"load": [fault], "unload": [fault]}, servers[0].post
 
     def lost(path: str, body: dict[str, Any]) -> Any:
-        answer, left = post(path, body), faults.get(path.removeprefix("/v1/").removesuffix("_lora_adapter"))
-        return left.pop() if left else answer
+        answer, errors = post(path, body), faults.get(path.removeprefix("/v1/").removesuffix("_lora_adapter"))
+        return errors.pop() if errors else answer
 
     monkeypatch.setattr(servers[0], "post", lost)
     for version in range(2):

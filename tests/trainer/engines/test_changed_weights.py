@@ -97,12 +97,12 @@ def as_bytes(weight: torch.Tensor) -> torch.Tensor:
     return weight.contiguous().view(-1).view(torch.uint8)
 
 
-def same_bits(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
-    if {name: (one.dtype, one.shape) for name, one in some.items()} != {
+def same_bits(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    if {name: (one.dtype, one.shape) for name, one in weights.items()} != {
         name: (one.dtype, one.shape) for name, one in others.items()
     }:
         return False
-    return all(torch.equal(as_bytes(weight), as_bytes(others[name])) for name, weight in some.items())
+    return all(torch.equal(as_bytes(weight), as_bytes(others[name])) for name, weight in weights.items())
 
 
 def mixture(tokenizer: Any) -> Qwen3MoeForCausalLM:

@@ -193,7 +193,7 @@ def test_an_argument_of_vllm_may_be_more_than_an_option_needs() -> None:
 
 @pytest.mark.parametrize("name", ["port", "uds", "max-model-len", "trust-remote-code", "max_num", "max_num_sequences"])
 def test_what_is_no_argument_of_vllm_is_refused(monkeypatch, name) -> None:
-    fields = [(known, object, None) for known in ("max_num_seqs", "max_model_len", "trust_remote_code")]
+    fields = [(argument, object, None) for argument in ("max_num_seqs", "max_model_len", "trust_remote_code")]
     arguments = SimpleNamespace(EngineArgs=make_dataclass("EngineArgs", fields))
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", arguments)
     check_vllm_arguments({"max_num_seqs": 4})

@@ -219,8 +219,8 @@ def test_turns_of_episodes_are_those_that_the_engine_in_process_samples(
     for ids, mask, episode in zip(there.completion_ids, there.completion_masks, there.episodes, strict=True):
         parts = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
         read = [calling.decode([token for token, _ in part]) for is_own, part in parts if not is_own]
-        told = [list(some) for role, some in groupby(episode.messages, key=itemgetter("role")) if role == "tool"]
-        answers = ["".join(f"<|tool|>{one['content']}<|end|>" for one in some) for some in told]
+        told = [list(turn) for role, turn in groupby(episode.messages, key=itemgetter("role")) if role == "tool"]
+        answers = ["".join(f"<|tool|>{one['content']}<|end|>" for one in turn) for turn in told]
         assert read == [f"{answer}<|assistant|>" for answer in answers]
     # Each turn was sampled from all that stands before it.
     own = torch.tensor([*chain(*there.completion_masks)])

@@ -262,9 +262,9 @@ def wide() -> LlamaForCausalLM:
 
 
 def in_this_thread(work: Callable[[], Any], name: str) -> Future[Any]:
-    done: Future[Any] = Future()
-    done.set_result(work())
-    return done
+    future: Future[Any] = Future()
+    future.set_result(work())
+    return future
 
 
 @pytest.fixture(params=["files", pytest.param("nccl", marks=pytest.mark.engine)])

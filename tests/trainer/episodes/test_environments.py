@@ -476,8 +476,8 @@ def test_an_environment_whose_call_took_too_long_is_not_reset_again(make_trainer
 
     trainer = make_trainer(play, reward=None, environment_factory=Slow, rows=None, max_steps=1, tool_timeout=2.0)
     trainer.train()
-    left = trainer._environment_pool[None]
-    assert [any(environment is one for one in left) for environment in trainer.environments] == [
+    pooled = trainer._environment_pool[None]
+    assert [any(environment is one for one in pooled) for environment in trainer.environments] == [
         True,
         False,
         False,

@@ -148,7 +148,7 @@ def test_a_turn_is_the_message_that_trls_reward_functions_get(name, said):
 
 
 def kinds(
-    whole: int, number: float, truth: bool, maybe: int | None, either: int | str, some: list, pairs: dict, text: str
+    whole: int, number: float, truth: bool, maybe: int | None, either: int | str, many: list, pairs: dict, text: str
 ) -> str:
     """Take some of each kind.
 
@@ -158,7 +158,7 @@ def kinds(
         truth: One.
         maybe: One.
         either: One.
-        some: Some.
+        many: Some.
         pairs: Some.
         text: One.
     """

@@ -91,13 +91,13 @@ def returns(kind: str) -> object:
     return RESULTS[kind]
 
 
-def fails(how: str) -> str:
+def fails(error: str) -> str:
     """Fail.
 
     Args:
-        how: With what.
+        error: With what.
     """
-    raise ERRORS[how]
+    raise ERRORS[error]
 
 
 def answered(*calls, timeout=60.0, tools=(multiply, later, slow, returns, fails)):
@@ -197,14 +197,14 @@ def test_plain_functions_of_a_turn_are_called_one_after_the_other():
         (("multiply", {}), "missing 2 required positional arguments"),
         (("later", {"second": 1}), "unexpected keyword argument 'second'"),
         *(((name, odd), "must be a mapping, not") for name in ("multiply", "later") for odd in ([1], "x", 3, True)),
-        (("fails", {"how": "value"}), r"bad\\x1b[31m"),
-        (("fails", {"how": "exit"}), "3"),
-        (("fails", {"how": "empty"}), "KeyError"),
-        (("fails", {"how": "interrupt"}), "KeyboardInterrupt"),
-        (("fails", {"how": "cancelled"}), "CancelledError"),
-        (("fails", {"how": "unprintable"}), "Mute"),
-        (("fails", {"how": "surrogate"}), r"\\ud800"),
-        (("fails", {"how": "long"}), "yyyy"),
+        (("fails", {"error": "value"}), r"bad\\x1b[31m"),
+        (("fails", {"error": "exit"}), "3"),
+        (("fails", {"error": "empty"}), "KeyError"),
+        (("fails", {"error": "interrupt"}), "KeyboardInterrupt"),
+        (("fails", {"error": "cancelled"}), "CancelledError"),
+        (("fails", {"error": "unprintable"}), "Mute"),
+        (("fails", {"error": "surrogate"}), r"\\ud800"),
+        (("fails", {"error": "long"}), "yyyy"),
         (("returns", {"kind": "image"}), "the model reads text alone"),
         (("returns", {"kind": "unprintable"}), "no text"),
     ],

@@ -56,9 +56,11 @@ def test_metrics_of_experts_are_their_definitions(make_trainer, served_engine, n
     for (batch, policy, _), cut, record in zip(steps, cuts, found, strict=True):
         policy = policy.float()  # the weights are those of fp32, and experts are computed in no wider type
         ids = [sample.prompt_ids + sample.completion_ids for sample in batch]
-        some = sorted(number for part in cut for number in part)
-        assert some == [number for number, sample in enumerate(batch) if not sample.skipped]
-        wanted = independent.disagreement(policy, [ids[n] for n in some], [batch[n].routed_experts for n in some], K)
+        places = sorted(number for part in cut for number in part)
+        assert places == [number for number, sample in enumerate(batch) if not sample.skipped]
+        wanted = independent.disagreement(
+            policy, [ids[n] for n in places], [batch[n].routed_experts for n in places], K
+        )
         assert record["sampling/routing_disagreement"] == pytest.approx(wanted, rel=1e-6)
         changed = changed or wanted > 0
         if options["router_aux_loss_coef"]:

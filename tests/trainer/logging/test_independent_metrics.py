@@ -56,8 +56,8 @@ def reward(name: str, fails: Any = None) -> Any:
         if fails is not None and any(map(fails, prompts)):
             raise ConnectionError("no answer")
         values = list(map(SCORES[name], map(encode, prompts), completion_ids))
-        known = [value for value in values if value is not None]
-        log_metric("known_mean", sum(known) / len(known) if known else math.nan)
+        numbers = [value for value in values if value is not None]
+        log_metric("known_mean", sum(numbers) / len(numbers) if numbers else math.nan)
         return values
 
     function.__name__ = name
@@ -135,8 +135,8 @@ def known_mean(rounds: Any, names: list[str]) -> float | None:
         kept = [group for group in sound if not group[0].dropped]
         parts = kept if len(kept) < len(sound) else [list(chain(*sound))]
         scores = [[one.rewards[place] for one in part] for place in range(len(names)) for part in parts]
-        known = [[value for value in values if value is not None] for values in scores]
-        calls.append(([independent.mean(values) for values in known if values], sum(map(len, kept))))
+        numbers = [[value for value in values if value is not None] for values in scores]
+        calls.append(([independent.mean(values) for values in numbers if values], sum(map(len, kept))))
     mean = independent.logged_mean(calls)
     return None if math.isnan(mean) else mean
 
@@ -215,10 +215,10 @@ def test_metrics_of_a_generated_batch_are_their_definitions(make_trainer, served
     for number, rounds in enumerate(batches):
         tokens += independent.tokens_of(rounds)
         expected = independent.of_batch(rounds, names, weights, args) | {"num_tokens": tokens}
-        known = pytest.approx(known_mean(rounds, names), nan_ok=True)
+        mean_of_numbers = pytest.approx(known_mean(rounds, names), nan_ok=True)
         for step in range(number * uses, min((number + 1) * uses, len(found))):
             assert_same(found[step], expected, f"step {step + 1}")
-            assert found[step]["known_mean"] == known, f"step {step + 1}"
+            assert found[step]["known_mean"] == mean_of_numbers, f"step {step + 1}"
             drops = {one for one in found[step] if one.endswith("/dropped") or one.startswith("dynamic_sampling/")}
             assert drops <= expected.keys()
 

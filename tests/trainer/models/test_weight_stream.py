@@ -41,12 +41,12 @@ def test_matrices_are_cast_where_smaller_but_not_those_that_stay_fp32(make_model
 
 def test_what_an_engine_leaves_is_read_where_others_gather_too():
     weights = [(str(number), torch.zeros(1)) for number in range(3)]
-    for gathered, left in ((True, 0), (False, 2)):
+    for gathered, rest in ((True, 0), (False, 2)):
         stream = WeightStream(dict(weights), weights, is_gathered=gathered)
         changed = Tie("embedding", "head").undo(stream)
         next(changed)
         changed.finish()
-        assert len(list(stream)) == left
+        assert len(list(stream)) == rest
 
 
 def test_buckets_add_up_each_size_once():

@@ -79,12 +79,12 @@ def test_whatever_one_call_edits_every_other_call_is_given_the_same(seed):
 
 def test_members_of_a_group_have_copies_of_their_own():
     def pops(prompts, tests):
-        assert all(len(left) == 2 for left in tests)
+        assert all(len(cases) == 2 for cases in tests)
         lengths = []
-        for prompt, left in zip(prompts, tests, strict=True):
-            lengths.append(len(prompt) + len(left))
+        for prompt, cases in zip(prompts, tests, strict=True):
+            lengths.append(len(prompt) + len(cases))
             prompt.append({})
-            left.clear()
+            cases.clear()
         return lengths
 
     given = arguments()

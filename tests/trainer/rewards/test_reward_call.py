@@ -259,17 +259,17 @@ def test_a_coroutine_that_never_awaits_stops_no_later_call(reward):
 
 
 def test_a_call_that_was_given_up_ends_without_a_sound(reward, monkeypatch):
-    errors, done = [], threading.Event()
+    errors, ended = [], threading.Event()
     monkeypatch.setattr(threading, "excepthook", errors.append)
 
     def slow(completions):
         time.sleep(0.3)
-        done.set()
+        ended.set()
         return [0.0] * 4
 
     with pytest.raises(RewardError, match=r"'slow' took longer than 0.1 s"):
         reward(slow, timeout=0.1)
-    assert done.wait(10)
+    assert ended.wait(10)
     for thread in threading.enumerate():
         if thread.name == "reward" and thread.daemon:
             thread.join(0.1)

@@ -93,8 +93,8 @@ def shelf(tmp_path_factory) -> Path:
 def write_splits(folder: Path, rows: list[dict[str, Any]]) -> None:
     """17 rows to train on and 2 to evaluate."""
     folder.mkdir(parents=True)
-    for split, some in (("train", rows[:17]), ("test", rows[17:19])):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    for split, part in (("train", rows[:17]), ("test", rows[17:19])):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
 @pytest.fixture
