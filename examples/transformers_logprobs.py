@@ -28,9 +28,9 @@ FAMILIES = {
 
 def by_logits(model, ids, labels):
     logprobs, labels = model(ids, use_cache=False).logits[:, :-1].log_softmax(-1), labels[:, 1:]
-    of_labels = logprobs.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    label_logprobs = logprobs.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
     entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return [value.masked_fill(labels == -100, 0.0) for value in (of_labels, entropy)]
+    return [value.masked_fill(labels == -100, 0.0) for value in (label_logprobs, entropy)]
 
 
 def gradients(model, logprobs, entropy):

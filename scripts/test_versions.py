@@ -91,8 +91,8 @@ def versions(python: Path) -> list[str]:
     """The versions in the table; a dash for what is not installed."""
     listed = subprocess.run([UV, "pip", "freeze", "--python", python], capture_output=True, text=True, check=True)
     found = dict(line.split("==") for line in listed.stdout.splitlines() if "==" in line)
-    of_python = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[1]
-    return [of_python, *(found.get(name, "-") for name in SHOWN)]
+    python_version = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[1]
+    return [python_version, *(found.get(name, "-") for name in SHOWN)]
 
 
 if __name__ == "__main__":

@@ -311,10 +311,10 @@ def test_the_pages_lora_trains_the_adapter_against_the_base(monkeypatch):
     moved = partial(peft.LoraConfig, init_lora_weights=False)  # as if it had learnt something
     monkeypatch.setattr(peft, "LoraConfig", moved)
     model, batch = page_model(), page_batch()
-    of_base = torch.cat(textbook_logprobs(model, batch)).detach()
+    base_logprobs = torch.cat(textbook_logprobs(model, batch)).detach()
     found = page(0, 1, 2, model=model, batch=batch)["ref_logprobs"][batch["mask"]]
-    torch.testing.assert_close(found, of_base, rtol=0, atol=1e-5)
-    assert (torch.cat(textbook_logprobs(model, batch)) - of_base).abs().max() > 1e-2
+    torch.testing.assert_close(found, base_logprobs, rtol=0, atol=1e-5)
+    assert (torch.cat(textbook_logprobs(model, batch)) - base_logprobs).abs().max() > 1e-2
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert len(trained) == 2 * 2 * 7  # A and B of every linear layer
     assert all("lora_" in name for name in trained)

@@ -80,8 +80,8 @@ def test_the_run_ends_in_a_curve_of_ones_own(ran, learned):
 def test_the_notebook_has_no_outputs_and_the_code_of_the_page():
     cells = code_cells()
     assert [(cell["outputs"], cell["execution_count"]) for cell in cells] == [([], None)] * len(cells)
-    of_the_page = [name for name, source in sources().items() if source.removeprefix("print") in PAGE]
-    assert of_the_page == ["questions", "reward", "by-hand", "wrong"]
+    page_names = [name for name, source in sources().items() if source.removeprefix("print") in PAGE]
+    assert page_names == ["questions", "reward", "by-hand", "wrong"]
 
 
 def test_the_notebook_trains_what_the_commands_train():

@@ -47,15 +47,15 @@ OPTIONS["bias"] = {}  # made with the other tensors
 
 def head(dtype: str, options: str, **sizes: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     n, d, v = (sizes.get(name, size) for name, size in (("N", N), ("D", D), ("V", V)))
-    of_hidden, of_weight = DTYPES[dtype]
+    hidden_dtype, weight_dtype = DTYPES[dtype]
     tensors = {
-        "hidden": torch.empty(n, d, dtype=of_hidden, device="cuda"),
-        "weight": torch.empty(v, d, dtype=of_weight, device="cuda"),
+        "hidden": torch.empty(n, d, dtype=hidden_dtype, device="cuda"),
+        "weight": torch.empty(v, d, dtype=weight_dtype, device="cuda"),
         "targets": torch.empty(n, dtype=torch.int64, device="cuda"),
     }
     given = dict(OPTIONS[options])
     if options == "bias":
-        given["bias"] = torch.empty(v, dtype=of_weight, device="cuda")
+        given["bias"] = torch.empty(v, dtype=weight_dtype, device="cuda")
     return tensors, given
 
 

@@ -43,8 +43,8 @@ def test_a_loss_holds_a_chunk_and_gradients_with_their_accumulators(mib, plan):
     chunk = min(buffers.MOST_COLUMN_BYTES * V, total // buffers.MEMORY_SHARE) if mib is None else mib * MIB
     peak = peak_of(lambda: loss_of(problem, plan, chunk_bytes=None if mib is None else mib * MIB))
     # dW in fp32 beside a chunk, then beside dW in bf16; dH, hidden states gathered, scaled and in fp32.
-    of_weight = max(4 * head + chunk, 6 * head) if plan == "trainable" else chunk
-    allowed = of_weight + 12 * N * D + leaves_of(problem) + SLACK
+    head_bytes = max(4 * head + chunk, 6 * head) if plan == "trainable" else chunk
+    allowed = head_bytes + 12 * N * D + leaves_of(problem) + SLACK
     report(f"peak of loss, {plan}, chunk of {mib} MiB", peak / MIB, "MiB", promised=allowed / MIB)
     assert peak <= allowed
 

@@ -62,13 +62,13 @@ def moved_by_exp(inputs: dict[str, Tensor], g: Tensor, g_entropy: Tensor, **head
     p = log_p.exp()
     surprise = (log_p - (p * log_p).sum(1, keepdim=True)).abs()
     M = (p * surprise).sum(1, keepdim=True)
-    of_logits = 2 * g.abs()[:, None] + g_entropy.abs()[:, None] * (2 * surprise + 2 + M)
-    of_logits = of_logits * p * slope.abs()
+    logits_gradient = 2 * g.abs()[:, None] + g_entropy.abs()[:, None] * (2 * surprise + 2 + M)
+    logits_gradient = logits_gradient * p * slope.abs()
     moved = {
         "logprobs": 1 - p.gather(1, targets.clamp_min(0)[:, None])[:, 0],
         "entropy": M[:, 0],
-        "hidden": of_logits @ weight.abs(),
-        "weight": of_logits.t() @ hidden.abs(),
-        "bias": of_logits.sum(0),
+        "hidden": logits_gradient @ weight.abs(),
+        "weight": logits_gradient.t() @ hidden.abs(),
+        "bias": logits_gradient.sum(0),
     }
     return {name: 2 * ERROR * x for name, x in moved.items()}

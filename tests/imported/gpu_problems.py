@@ -111,8 +111,8 @@ def make_problem(N: int, D: int, V: int, dtypes: str = DTYPE, *, seed: int = 0, 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=DEVICE)
 
-    of_hidden, of_weight = SIZES.dtypes[dtypes]
-    hidden, weight = normal(N, D).to(of_hidden), normal(V, D).mul_(2.5 / D**0.5).to(of_weight)
+    hidden_dtype, weight_dtype = SIZES.dtypes[dtypes]
+    hidden, weight = normal(N, D).to(hidden_dtype), normal(V, D).mul_(2.5 / D**0.5).to(weight_dtype)
     targets = torch.randint(V, (N,), generator=generator, device=DEVICE)
     targets[0], targets[-1], targets[N // 3] = 0, V - 1, -100
     edges = torch.tensor([0, N // 5, N // 2, N // 2, N], dtype=torch.int32, device=DEVICE)
@@ -140,7 +140,7 @@ def loss_of(problem: Problem, plan: str = "trainable", **options: Any) -> dict[s
 def logprobs_of(problem: Problem, plan: str, *, entropy: bool = False, **options: Any) -> dict[str, Tensor]:
     """Log-probs, the entropy if asked for, and the gradients of the plan under upstream ones that differ by row."""
     leaves, steps = problem.leaves(plan), torch.arange(len(problem.targets), device=DEVICE)
-    of_targets = torch.arange(problem.targets.numel(), device=DEVICE).view(problem.targets.shape)
+    places = torch.arange(problem.targets.numel(), device=DEVICE).view(problem.targets.shape)
     if entropy:
         found = linear_logprobs_and_entropy(**leaves, targets=problem.targets, **options)._asdict()
     else:
@@ -148,7 +148,7 @@ def logprobs_of(problem: Problem, plan: str, *, entropy: bool = False, **options
     wanted = {name: leaves[name] for name in PLANS[plan]}
     if not wanted:
         return found
-    total = (found["logprobs"] * torch.sin(1 + of_targets)).sum()
+    total = (found["logprobs"] * torch.sin(1 + places)).sum()
     if entropy:
         total = total + (found["entropy"] * torch.cos(3 * steps)).sum()
     gradients = torch.autograd.grad(total, list(wanted.values()))
@@ -181,7 +181,7 @@ def assert_as_exact(
     assert ours.dtype == FP32
     error, plain_error = ((x.double() - exact).abs().max().item() for x in (ours, plain))
     D = problem.hidden.shape[1]
-    of_sums = D / 16 / 2 if rounds(problem.dtype) else D**0.5 / 4
-    allowed = 2 * plain_error + (4 + of_sums) * EPS * max(1.0, magnitude)
+    sum_errors = D / 16 / 2 if rounds(problem.dtype) else D**0.5 / 4
+    allowed = 2 * plain_error + (4 + sum_errors) * EPS * max(1.0, magnitude)
     print(f"{what}: error {error:.2e}, of plain torch {plain_error:.2e}, allowed {allowed:.2e}")
     assert error <= allowed, f"{what}: error {error:.2e}, of plain torch {plain_error:.2e}, allowed {allowed:.2e}"

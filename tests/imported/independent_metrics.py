@@ -119,8 +119,8 @@ def of_batch(
     found["groups_with_equal_rewards"] = mean(equal)
     many = [len(totals(group, weights)) > min(1, len(group) - 1) for group in kept]
     found["frac_reward_zero_std"] = mean([a and b for a, b in zip(equal, many, strict=True)])
-    if (of_all := scaled_by(groups, weights, args)) is not None and batch:
-        found["frac_reward_zero_std"] = float(len(of_all) > 1 and std(of_all) < EQUAL)
+    if (scaled := scaled_by(groups, weights, args)) is not None and batch:
+        found["frac_reward_zero_std"] = float(len(scaled) > 1 and std(scaled) < EQUAL)
     for place, name in enumerate(names):
         own = [one.rewards[place] for one in batch if not one.dropped and one.rewards[place] is not None]
         found |= {f"rewards/{name}/mean": mean(own), f"rewards/{name}/std": std(own)}

@@ -135,8 +135,8 @@ class Step:
         if one.sampling is None or self.correction is None or self.args.loss_type in OF_SAMPLER:
             return None
         log_rho = torch.where(one.sampling.isnan(), 0.0, one.old - one.sampling)
-        of_sequence = self.correction.startswith("sequence")
-        rho = (log_rho.sum()[None] if of_sequence else log_rho).exp()
+        is_per_sequence = self.correction.startswith("sequence")
+        rho = (log_rho.sum()[None] if is_per_sequence else log_rho).exp()
         least, most = self.args.vllm_importance_sampling_clip_min, self.args.vllm_importance_sampling_clip_max
         least, most = 0.0 if least is None else least, math.inf if most is None else most
         if self.correction.endswith("truncate"):

@@ -78,7 +78,7 @@ class FullStep(Step):
             of |= {"divergence": own, "rest": of["rest"] + args.distillation_coef * own}
         if one.listed is not None:
             c, of["sampler_mass"], of["trainer_mass"], of["l1"] = self._centering(one)
-            centred = torch.stack([(row * of_place).sum() for row, of_place in zip(c, one.every, strict=True)])
+            centred = torch.stack([(row * place).sum() for row, place in zip(c, one.every, strict=True)])
             of["rest"] = of["rest"] + one.advantage * self._of_sequence(one) * centred
             of["c"] = c
         return of
@@ -92,8 +92,8 @@ class FullStep(Step):
     def _of_sequence(self, one: FullSequence) -> Tensor:
         """The factor of the policy term without what is of a token's own importance: [n]."""
         factor = self._factor(one)
-        of_token = self.rho(one) is not None and not self.correction.startswith("sequence")
-        return factor / self.rho(one) if of_token else factor
+        is_per_token = self.rho(one) is not None and not self.correction.startswith("sequence")
+        return factor / self.rho(one) if is_per_token else factor
 
     def _weighted(self, p: float, q: float, advantage: float) -> float:
         """q f(p / q), with f the weight of a token by its importance; 0 for that of the tail."""

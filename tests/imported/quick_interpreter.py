@@ -120,10 +120,10 @@ def describe_tensors_once(core: Any) -> None:
     initialise = core.tensor.__init__
 
     def init(self: Any, handle: Any, type: Any) -> None:
-        attributes = vars(type).get("of_tensors")
+        attributes = vars(type).get("tensor_attributes")
         if attributes is None:
             initialise(self, handle, type)
-            type.of_tensors = {name: value for name, value in vars(self).items() if name != "handle"}
+            type.tensor_attributes = {name: value for name, value in vars(self).items() if name != "handle"}
         else:
             vars(self).update(attributes)
             self.handle = handle

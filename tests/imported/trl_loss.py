@@ -65,9 +65,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 def goes_with(loss_type: str, option: str) -> bool:
     changes = OPTIONS[option][0]
-    of_sequence = str(changes.get("sampling_correction")).startswith("sequence")
+    is_per_sequence = str(changes.get("sampling_correction")).startswith("sequence")
     if loss_type in ("sapo", "vespo"):
-        return not ({"epsilon", "delta"} & changes.keys() or (of_sequence and loss_type == "vespo"))
+        return not ({"epsilon", "delta"} & changes.keys() or (is_per_sequence and loss_type == "vespo"))
     return loss_type in CLIPPED or "delta" not in changes
 
 

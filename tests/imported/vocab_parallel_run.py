@@ -112,8 +112,8 @@ def solve(case: Case, group: Any = None, chunk_bytes: int | None = None) -> dict
     options = {"process_group": group, "impl": case.impl, "chunk_bytes": chunk_bytes}
     if case.config is None:
         values = linear_logprobs_and_entropy(**leaves, **head, **options)
-        of_targets = rest.get("of_targets", upstream[0])
-        found, loss = values._asdict(), (values.logprobs * of_targets).sum() + (values.entropy * upstream[1]).sum()
+        target_gradient = rest.get("of_targets", upstream[0])
+        found, loss = values._asdict(), (values.logprobs * target_gradient).sum() + (values.entropy * upstream[1]).sum()
     else:
         cu_seqlens = torch.tensor(STARTS, dtype=torch.int32).clamp_max(case.tokens)
         rest |= {"advantages": torch.tensor(ADVANTAGES), "cu_seqlens": cu_seqlens, **dict(case.options)}

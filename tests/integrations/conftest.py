@@ -104,8 +104,8 @@ def by_logits() -> Callable[..., Scores]:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         log_probs = (model(**inputs, use_cache=False).logits[:, :-1] / temperature).log_softmax(-1)
         labels = batch["labels"][:, 1:]
-        of_labels = log_probs.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+        label_logprobs = log_probs.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
         entropy = -(log_probs.exp() * log_probs).sum(-1)
-        return Scores(*(torch.where(labels != -100, x, 0.0) for x in (of_labels, entropy)))
+        return Scores(*(torch.where(labels != -100, x, 0.0) for x in (label_logprobs, entropy)))
 
     return score

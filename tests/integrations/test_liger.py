@@ -201,9 +201,9 @@ def test_the_numbers_cross_the_clip_from_both_sides():
     logits = batch["_input"] @ batch["lin_weight"].t()
     near = logits.log_softmax(-1).gather(-1, batch["selected_token_ids"][..., None])[..., 0]
     on, change = batch["attention_mask"].bool(), near - batch["old_per_token_logps"]
-    of_sequences = (change * on).sum(1, keepdim=True) / on.sum(1, keepdim=True).clamp_min(1)
+    mean_change = (change * on).sum(1, keepdim=True) / on.sum(1, keepdim=True).clamp_min(1)
     good, bad = (batch["advantages"] > 0)[:, None] & on, (batch["advantages"] < 0)[:, None] & on
-    for ratio in (change.exp(), of_sequences.exp().expand(B, T)):
+    for ratio in (change.exp(), mean_change.exp().expand(B, T)):
         assert (good & (ratio > 1.2)).any()
         assert (bad & (ratio < 0.8)).any()
         assert ((ratio > 0.8) & (ratio < 1.2) & on).any()

@@ -244,9 +244,9 @@ def with_one(hidden: Tensor, weight: Tensor, ids: Tensor, **inputs: Any) -> Tens
 
 
 def test_a_loss_scaler_keeps_small_fp16_gradients_of_two_ops_alone():
-    (of_two, _), (of_one, _) = (scaled_step(loss_of, num_tokens=2**20) for loss_of in (with_two_ops, with_one))
-    assert of_two < 1e-3
-    assert of_one > 10 * of_two
+    (two_ops, _), (one_op, _) = (scaled_step(loss_of, num_tokens=2**20) for loss_of in (with_two_ops, with_one))
+    assert two_ops < 1e-3
+    assert one_op > 10 * two_ops
 
 
 @pytest.mark.parametrize("loss_of", [with_two_ops, with_one])

@@ -108,13 +108,13 @@ def test_every_kernel_compiles_and_fits_shared_memory(compiled: list[Facts], arc
 
 def test_no_shipped_tile_spills_a_register(compiled: list[Facts]) -> None:
     """But one of two small kernels with Triton 3.6 or 3.7, whose ptxas spills it to stay within 48 registers."""
-    of_ptxas = [
+    ptxas_rows = [
         row
         for row in compiled
         if triton.__version__.startswith(("3.6.", "3.7.")) and row["stack"] == 8 and row["reg"] <= 48
         if row["name"] in ("_grpo_loss_kernel", "_weighted_rows_kernel")
     ]
-    assert not [row for row in compiled if row["stack"] and row not in of_ptxas], table(compiled)
+    assert not [row for row in compiled if row["stack"] and row not in ptxas_rows], table(compiled)
 
 
 def test_aligned_16_bit_heads_load_through_tma_where_there_is_one(compiled: list[Facts]) -> None:
@@ -180,7 +180,7 @@ def test_each_plan_has_one_binary_of_each_kernel_for_39_row_counts(fork_server: 
     binaries: dict[str, dict[str, set[str]]] = {}
     for launch in run_script(fork_server, LAUNCH_KEYS, arch, "plans", cache=tmp_path):
         binaries.setdefault(launch["plan"], {}).setdefault(launch["kernel"], set()).add(launch["key"])
-    counts = {plan: {kernel: len(keys) for kernel, keys in of_plan.items()} for plan, of_plan in binaries.items()}
+    counts = {plan: {kernel: len(keys) for kernel, keys in kernels.items()} for plan, kernels in binaries.items()}
     passes = {"_softmax_weights_kernel": 1, "_scale_hidden_kernel": 1}
     assert counts == {
         "loss": {**passes, "_grpo_loss_kernel": 1, "_token_statistics_kernel": 1, "_scale_kernel": 1},
@@ -193,10 +193,10 @@ def test_each_plan_has_one_binary_of_each_kernel_for_39_row_counts(fork_server: 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
 def test_neither_row_count_nor_alignment_of_a_slice_compiles_again(fork_server: Any, arch: str, tmp_path: Path) -> None:
     launches = run_script(fork_server, LAUNCH_KEYS, arch, cache=tmp_path)
-    of_weights = 7 if arch in tuning.WEIGHTS else 0
-    assert len(launches) == 4 * 4 * (2 * 14 + of_weights)
+    weight_launches = 7 if arch in tuning.WEIGHTS else 0
+    assert len(launches) == 4 * 4 * (2 * 14 + weight_launches)
     keys: dict[tuple[str, str, str], set[str]] = {}
     for launch in launches:
         keys.setdefault((launch["dtype"], launch["kernel"], launch["number"]), set()).add(launch["key"])
-    assert len(keys) == 28 + of_weights
+    assert len(keys) == 28 + weight_launches
     assert {name: found for name, found in keys.items() if len(found) > 1} == {}

@@ -70,13 +70,13 @@ def exact(inputs, change=None):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, under the interpreter, of the exp that is not used
-@pytest.mark.parametrize("of_sequence", [False, True])
+@pytest.mark.parametrize("per_sequence", [False, True])
 @pytest.mark.parametrize("compute", [by_formulas, by_kernel, by_liger])
-def test_a_policy_far_from_the_reference_has_every_digit(compute, of_sequence):
+def test_a_policy_far_from_the_reference_has_every_digit(compute, per_sequence):
     wrong = []
     for q, change in PLACES:
         inputs = problem(q, change)
-        given = torch.tensor([change]) if of_sequence else None
+        given = torch.tensor([change]) if per_sequence else None
         for name, found, (wanted, rounding) in zip(
             ("loss", "of log p", "of log r"), compute(inputs, given), exact(inputs, given), strict=False
         ):

@@ -119,21 +119,21 @@ VARIANTS = {
 }
 
 
-def of_every_kind(*, of_sequence: bool) -> dict[str, Tensor]:
+def of_every_kind(*, per_sequence: bool) -> dict[str, Tensor]:
     inputs, generator = problem(65), torch.Generator().manual_seed(1)
     inputs["sampling_logprobs"][3] = float("nan")
     inputs["policy_weights"] = torch.rand(65, generator=generator) * (torch.arange(65) % 4 > 0)
     inputs["entropy_weights"] = torch.rand(65, generator=generator)
     inputs["kl_cov_weights"] = torch.rand(65, generator=generator) * (torch.arange(65) % 3 > 0)
-    if of_sequence:
+    if per_sequence:
         inputs["log_ratio"] = 0.3 * torch.randn(65, generator=generator)
     return inputs
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("of_sequence", [False, True])
-def test_every_variant_matches_autograd(independent: Any, name: str, of_sequence: bool) -> None:
-    check(independent, of_every_kind(of_sequence=of_sequence), **VARIANTS[name])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_every_variant_matches_autograd(independent: Any, name: str, per_sequence: bool) -> None:
+    check(independent, of_every_kind(per_sequence=per_sequence), **VARIANTS[name])
 
 
 # NumPy, under the interpreter, warns of the infinity that this test is about.
@@ -166,9 +166,9 @@ def test_tokens_beyond_one_program_are_counted_once(independent: Any, N: int) ->
 @pytest.mark.parametrize("sign", SIGNS)
 def test_the_exp_of_a_gpu_is_no_other_loss(independent: Any, monkeypatch: pytest.MonkeyPatch, sign: str) -> None:
     make_exp_noisy(monkeypatch, sign)
-    for of_sequence in (False, True):
+    for per_sequence in (False, True):
         for variant in VARIANTS.values():
-            check(independent, of_every_kind(of_sequence=of_sequence), exp_of_a_gpu=True, **variant)
+            check(independent, of_every_kind(per_sequence=per_sequence), exp_of_a_gpu=True, **variant)
     for count in (1, 33, 1024, 2500):
         for bias_correction_kl in (False, True):
             check(independent, problem(count), exp_of_a_gpu=True, bias_correction_kl=bias_correction_kl)
@@ -242,14 +242,14 @@ def test_infinite_logprobs_and_nan_are_what_torch_makes_of_them(name: str, advan
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("of_sequence", [False, True])
+@pytest.mark.parametrize("per_sequence", [False, True])
 @pytest.mark.parametrize("name", WITHOUT_KL)
-def test_without_an_advantage_or_a_weight_there_is_no_term(name: str, of_sequence: bool) -> None:
+def test_without_an_advantage_or_a_weight_there_is_no_term(name: str, per_sequence: bool) -> None:
     """However far apart the policies are: nothing times infinity is nothing."""
     terms = WITHOUT_KL[name] | {"log_ratio_penalty": 0.0}
     for current, old, sampled in itertools.product((-200.0, -1.0), repeat=3):
         given = {"logprobs": current, "old_logprobs": old, "sampling_logprobs": sampled, "weights": 1.0}
-        given |= {"log_ratio": current - old} if of_sequence else {}
+        given |= {"log_ratio": current - old} if per_sequence else {}
         for left_out in ({"advantages": 0.0}, *({"advantages": A, "policy_weights": 0.0} for A in (1.0, -1.0))):
             token = {x: torch.tensor([value]) for x, value in (given | left_out).items()}
             token["mask"] = torch.ones(1, dtype=torch.bool)

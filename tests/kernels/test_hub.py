@@ -210,9 +210,9 @@ def test_build_toml_is_what_their_parser_takes() -> None:
 
 
 def test_the_declared_architectures_are_those_with_tile_tables() -> None:
-    of_cuda = {f"sm_{capability.replace('.', '')}" for capability in BUILD["torch-noarch"]["cuda_capabilities"]}
+    cuda_archs = {f"sm_{capability.replace('.', '')}" for capability in BUILD["torch-noarch"]["cuda_capabilities"]}
     tabled = set(ours.tuning.HALF) - {"default", "interpreter"}
-    assert of_cuda | set(BUILD["torch-noarch"]["rocm_archs"]) == tabled
+    assert cuda_archs | set(BUILD["torch-noarch"]["rocm_archs"]) == tabled
 
 
 def test_same_sources_same_bytes_and_other_sources_another_id(repository: Path, tmp_path: Path) -> None:

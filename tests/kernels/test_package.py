@@ -12,12 +12,12 @@ from device_under_test import NAME
 
 from fused_grpo import kernels
 
-of_files = pytest.mark.cpu_only(reason="it looks at files")
+reads_files = pytest.mark.cpu_only(reason="it looks at files")
 PROJECT = Path(kernels.__file__).resolve().parents[2]
 SOURCES = sorted(Path(kernels.__file__).resolve().parent.glob("*.py"))
 
 
-@of_files
+@reads_files
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_imports_are_torch_triton_standard_or_relative(source: Path) -> None:
     for node in ast.walk(ast.parse(source.read_text())):
@@ -27,7 +27,7 @@ def test_imports_are_torch_triton_standard_or_relative(source: Path) -> None:
             assert {alias.name.split(".")[0] for alias in node.names} <= {"torch", "triton"}
 
 
-@of_files
+@reads_files
 def test_kernels_folder_is_a_project_and_no_package() -> None:
     build = tomllib.loads((PROJECT / "build.toml").read_text())
     module = build["general"]["name"].replace("-", "_")

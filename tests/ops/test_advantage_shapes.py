@@ -40,15 +40,16 @@ def loss_of_hidden(advantages: torch.Tensor, cu_seqlens: torch.Tensor | None, co
 def test_each_shape_has_one_reading(name, impl, loss):
     lengths = torch.tensor(LENGTHS[name])
     cu_seqlens, count = torch.tensor([0, *lengths.cumsum(0).tolist()], dtype=torch.int32), int(lengths.sum())
-    of_tokens, of_sequences = numbers(count), numbers(len(lengths))
+    token_advantages, sequence_advantages = numbers(count), numbers(len(lengths))
     # The tokens as one padded row, whose advantages [1, N] can be read in one way alone.
     by_token, by_sequence = (
-        loss(advantages[None], None, count, impl) for advantages in (of_tokens, of_sequences.repeat_interleave(lengths))
+        loss(advantages[None], None, count, impl)
+        for advantages in (token_advantages, sequence_advantages.repeat_interleave(lengths))
     )
-    for advantages, expected in ((of_tokens[:, None], by_token), (of_sequences, by_sequence)):
+    for advantages, expected in ((token_advantages[:, None], by_token), (sequence_advantages, by_sequence)):
         torch.testing.assert_close(loss(advantages, cu_seqlens, count, impl), expected)
     if count != len(lengths):
-        torch.testing.assert_close(loss(of_tokens, cu_seqlens, count, impl), by_token)
+        torch.testing.assert_close(loss(token_advantages, cu_seqlens, count, impl), by_token)
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (2, 2), (4,), (1, 2), (2, 1, 1)])

@@ -248,8 +248,8 @@ def test_a_master_weight_is_rounded_once_and_its_gradient_never(inputs, impl):
 
 @pytest.mark.cpu_only(reason="it computes sizes, and asks no op")
 def test_a_tile_of_logits_is_256_mib_unless_told_otherwise():
-    of_two = (buffers.Sizes(8192, columns, torch.device("cuda"), 4) for columns in (8192, 16384))
-    assert [buffers.tile_shape(sizes) for sizes in of_two] == [(8192, 8192), (8192, 8192)]
+    both_sizes = (buffers.Sizes(8192, columns, torch.device("cuda"), 4) for columns in (8192, 16384))
+    assert [buffers.tile_shape(sizes) for sizes in both_sizes] == [(8192, 8192), (8192, 8192)]
 
 
 SHAPE = {

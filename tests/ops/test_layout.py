@@ -14,7 +14,7 @@ from fused_grpo.head.head import Head
 from fused_grpo.passes import buffers, torch_passes
 
 CPU = torch.device("cpu")
-of_sizes = pytest.mark.cpu_only(reason="it computes sizes, and asks no op")
+computes_sizes = pytest.mark.cpu_only(reason="it computes sizes, and asks no op")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def check_shape(rows: int, columns: int, *, num_rows: int, vocab_size: int, budg
     assert fits or (rows == 1 and columns in (1, vocab_size))
 
 
-@of_sizes
+@computes_sizes
 @settings(max_examples=300, deadline=None)
 @given(**SIZES)
 def test_chunks_fit_the_budget_and_leave_no_gap_between_columns(num_rows: int, vocab_size: int, mib: int) -> None:
@@ -43,7 +43,7 @@ def test_chunks_fit_the_budget_and_leave_no_gap_between_columns(num_rows: int, v
         assert buffers.column_stride(rows) == rows
 
 
-@of_sizes
+@computes_sizes
 @settings(max_examples=300, deadline=None)
 @given(**SIZES)
 def test_tiles_fit_the_budget(num_rows: int, vocab_size: int, mib: int) -> None:
@@ -58,7 +58,7 @@ ON_GPUS = [(8192, 151936, 141 * GIB, 4096), (1000, 151936, 141 * GIB, 1000), (50
 ON_GPUS += [(8192, 151936, 24 * GIB, 768), (8192, 151936, GIB, 36), (8192, 2**24, GIB, 1)]
 
 
-@of_sizes
+@computes_sizes
 @pytest.mark.parametrize(("num_rows", "vocab_size", "memory", "rows"), ON_GPUS)
 def test_on_a_gpu_rows_decide_and_its_memory_is_the_limit(monkeypatch, num_rows, vocab_size, memory, rows):
     monkeypatch.setattr(buffers, "total_memory", lambda device: memory)

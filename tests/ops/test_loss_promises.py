@@ -206,10 +206,10 @@ def test_padding_is_in_no_loss_where_bounds_leave_out_a_weight_of_1(loss_type, c
     config = GRPOLossConfig(**given, sampling_correction=correction, sampling_clip_min=least, sampling_clip_max=most)
     mask, (logprobs, old, sampling) = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]), -torch.rand(3, 2, 4)
     rows, lengths = mask != 0, torch.tensor([0, 2, 5], dtype=torch.int32)
-    of_tokens = {"old_logprobs": old, "sampling_logprobs": sampling}
+    token_inputs = {"old_logprobs": old, "sampling_logprobs": sampling}
     options = {"advantages": torch.tensor([1.0, -1.0]), "config": config}
-    padded = grpo_loss(logprobs, mask=mask, **of_tokens, **options)
-    packed = {name: x[rows] for name, x in of_tokens.items()}
+    padded = grpo_loss(logprobs, mask=mask, **token_inputs, **options)
+    packed = {name: x[rows] for name, x in token_inputs.items()}
     torch.testing.assert_close(padded.loss, grpo_loss(logprobs[rows], cu_seqlens=lengths, **packed, **options).loss)
 
 
@@ -235,11 +235,11 @@ def test_huge_advantages_and_policies_far_apart_stay_finite(leaves, rest, impl, 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_what_is_not_a_number_reaches_the_loss_whatever_selects(leaves, rest, impl):
     """A comparison with it is False, so that a selection would leave it out: a broken model would train on nothing."""
-    of_sampler = {"sequence_rejection": "k3", "sequence_rejection_max": 9.0, "sampling_correction": "sequence_mask"}
+    corrected = {"sequence_rejection": "k3", "sequence_rejection_max": 9.0, "sampling_correction": "sequence_mask"}
     share, far = {"top_entropy_quantile": 0.5}, {"off_policy_mask_threshold": -9.0}
     hidden = leaves[0].detach().clone()
     hidden[1, 2] = torch.nan
-    for options in ({}, share, far, of_sampler, {"clip_cov_ratio": 0.1}, share | {"kl_cov_ratio": 0.1}):
+    for options in ({}, share, far, corrected, {"clip_cov_ratio": 0.1}, share | {"kl_cov_ratio": 0.1}):
         arguments = {"config": GRPOLossConfig(**options), "impl": impl, "sampling_logprobs": rest["old_logprobs"]}
         assert run([hidden, leaves[1]], rest, **arguments).loss.isnan(), options
         if options is not share:  # which may leave out the tokens that this advantage is of
@@ -257,9 +257,11 @@ def test_hidden_states_of_masked_tokens_may_hold_anything(leaves, rest, impl, le
     out = run([hidden, leaves[1]], rest, impl=impl, config=config, mask=~masked)
     assert torch.equal(out.loss, clean.loss)
     assert (out.logprobs[masked] == 0).all()
-    of_dirty, of_clean = (torch.autograd.grad(x.loss, [h, leaves[1]]) for x, h in ((out, hidden), (clean, leaves[0])))
-    assert all(torch.equal(one, other) for one, other in zip(of_dirty, of_clean, strict=True))
-    assert (of_dirty[0][masked] == 0).all()
+    dirty_gradients, clean_gradients = (
+        torch.autograd.grad(x.loss, [h, leaves[1]]) for x, h in ((out, hidden), (clean, leaves[0]))
+    )
+    assert all(torch.equal(one, other) for one, other in zip(dirty_gradients, clean_gradients, strict=True))
+    assert (dirty_gradients[0][masked] == 0).all()
 
 
 @pytest.mark.parametrize("impl", FAST)
@@ -279,7 +281,7 @@ def test_rows_that_stay_in_place_change_nothing(leaves, rest, impl, options, mon
         found.append([values, *(torch.autograd.grad(value, [hidden, leaves[1]]) for value in values)])
     for usual, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, usual, rtol=1e-5, atol=1e-7)
-    assert all((of_hidden[masked] == 0).all() for of_hidden, _ in found[1][1:])
+    assert all((hidden_gradient[masked] == 0).all() for hidden_gradient, _ in found[1][1:])
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -202,8 +202,8 @@ def test_tokens_that_need_not_be_scored_change_nothing(config):
     everyone, metrics = solve(leaves, rest, config=config, chunk_bytes=8 * V * 24)
     needed, fewer = solve(leaves, rest, config=config, chunk_bytes=8 * V * 24, score="needed")
     assert_close(needed, everyone, 1e-14)
-    of_every_token = config.beta or config.entropy_coef or config.selects_by_covariance or config.log_ratio_penalty
-    if not (of_every_token or config.top_entropy_quantile < 1.0):
+    needs_every_token = config.beta or config.entropy_coef or config.selects_by_covariance or config.log_ratio_penalty
+    if not (needs_every_token or config.top_entropy_quantile < 1.0):
         assert fewer["loss_tokens"] == metrics["loss_tokens"] - rest["mask"][2].sum()
 
 

@@ -60,8 +60,8 @@ def check(inputs: Inputs, dtype: torch.dtype, assert_as_exact: Any, **options: A
     ours = solve(inputs, dtype, **options)
     plain, exact = (solve(held, to, impl="reference") for to in (torch.float32, torch.float64))
     for name in NUMBERS:
-        of_each = [getattr(out, name).detach() for out in (ours, plain, exact)]
-        assert_as_exact(of_each[0], of_each[1].to(of_each[0].dtype), of_each[2], what=name)
+        values = [getattr(out, name).detach() for out in (ours, plain, exact)]
+        assert_as_exact(values[0], values[1].to(values[0].dtype), values[2], what=name)
     assert torch.equal(ours.is_top1, exact.is_top1)
     assert 0 < ours.is_top1.sum() < len(ours.is_top1)
 

@@ -295,14 +295,14 @@ def test_no_tokens_and_rows_without_a_support_are_no_error(impl):
     nothing = {name: x[:, :0] if x.ndim > 1 else x for name, x in given.loss.items()}
     leaves = given.leaves | {"hidden": given.leaves["hidden"][:, :0]}
     none = Problem(leaves, given.head | {"targets": given.head["targets"][:, :0]}, nothing, given.sampler)
-    of_none = solve(none, config_of(), torch.float32, impl=impl)
-    assert of_none["loss"] == 0
+    empty = solve(none, config_of(), torch.float32, impl=impl)
+    assert empty["loss"] == 0
     unrestricted = {"sampling_topk_ids": None, "sampling_topk_logprobs": torch.zeros(0)}
     unrestricted |= {"support": (torch.zeros(0, dtype=torch.int64), torch.zeros(B * T + 1, dtype=torch.int64))}
     free = given._replace(loss=given.loss | unrestricted)
     plain = given._replace(loss={name: x for name, x in given.loss.items() if "topk" not in name})
     ours = solve(free, config_of("kept"), torch.float64, impl=impl)
-    assert ours.keys() == of_none.keys()
+    assert ours.keys() == empty.keys()
     names = ("centering_sampler_mass", "centering_trainer_mass", "centering_l1")
     ours["centering_l1"] += 1.0  # a metric is the caller's, and no other one
     assert [ours.pop(name) for name in names] == [0, 0, 1]

@@ -91,9 +91,9 @@ def test_the_numbers_cross_every_bound_from_both_sides():
     config, on = trl_loss.config_of("grpo", "token", "delta"), batch.mask.bool()
     low, high, delta = 1 - config.epsilon, 1 + config.epsilon_high, config.delta
     change = (trl_loss.head(batch.hidden, batch.weight, batch.targets)[0] - batch.old).detach() * batch.mask
-    of_sequences = (change.sum(-1) / batch.mask.sum(-1))[:, None].expand(B, T)
+    mean_change = (change.sum(-1) / batch.mask.sum(-1))[:, None].expand(B, T)
     good = (batch.advantages > 0)[:, None]
-    for ratio in (change.exp(), of_sequences.exp()):
+    for ratio in (change.exp(), mean_change.exp()):
         for where in (good & (ratio < low), good & (ratio > high), ~good & (ratio < low), ~good & (ratio > delta)):
             assert (where & on).any()
     correction = torch.nan_to_num((batch.old - batch.sampling) * batch.mask, nan=0.0)

@@ -71,13 +71,11 @@ class EngineByPrompt(RolloutEngine):
         pairs = [(list(prompt_ids[i // sampling.n]), ids) for i, ids in enumerate(completions)]
         kept = [kept_with(ids) if sampling.wants_support else None for ids in completions]
         rows = self.logprobs(pairs, kept)
-        of_tokens = [
-            row.gather(1, torch.tensor(ids)[:, None])[:, 0] for row, ids in zip(rows, completions, strict=True)
-        ]
+        logprobs = [row.gather(1, torch.tensor(ids)[:, None])[:, 0] for row, ids in zip(rows, completions, strict=True)]
         return Rollouts(
             prompt_ids=[list(ids) for ids in prompt_ids],
             completion_ids=completions,
-            sampling_logprobs=[[] if i in failed else values.tolist() for i, values in enumerate(of_tokens)],
+            sampling_logprobs=[[] if i in failed else values.tolist() for i, values in enumerate(logprobs)],
             finish_reasons=["stop" if ids[-1] % 2 else "length" for ids in completions],
             num_generations=sampling.n,
             weight_version=self.weight_version,
@@ -100,8 +98,8 @@ class EngineByPrompt(RolloutEngine):
         rows = []
         for logits, (prompt, completion), kept_tokens in zip(self.model(ids).logits, pairs, kept, strict=True):
             row = logits[len(prompt) - 1 :][: len(completion)]
-            for of_token, tokens in zip(row, kept_tokens or [[]] * len(row), strict=True):
-                of_token[[token for token in range(14) if tokens and token not in tokens]] = -torch.inf
+            for token_row, tokens in zip(row, kept_tokens or [[]] * len(row), strict=True):
+                token_row[[token for token in range(14) if tokens and token not in tokens]] = -torch.inf
             rows.append(row.log_softmax(-1))
         return rows
 

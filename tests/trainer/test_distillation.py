@@ -78,8 +78,8 @@ def replay(model, teacher, trainer, rollouts, *, kind: str, loss_type: str) -> l
         if step % 2 == 0:
             old = [x.detach() for x in chosen]
         with torch.no_grad():
-            of_teacher = log_softmax(teacher, batch)
-        apart = [divergence(p, q, kind) for p, q in zip(student, of_teacher, strict=True)]
+            teacher_logprobs = log_softmax(teacher, batch)
+        apart = [divergence(p, q, kind) for p, q in zip(student, teacher_logprobs, strict=True)]
         terms = []
         for new, before, a, d in zip(chosen, old, A, apart, strict=True):
             ratio = (new - before).exp()

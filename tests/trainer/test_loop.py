@@ -288,8 +288,8 @@ def test_rounding_moves_no_token_over_the_threshold_of_uncertain_ones(share, equ
     exact[:equal] = exact[:equal].mean()
     is_uncertain = exact >= torch.quantile(exact, 1 - share) - 1e-12
     for _ in range(20):
-        measured, of_the_loss = ((exact * (1 + 2e-7 * torch.randn(81, generator=generator))).float() for _ in range(2))
-        assert torch.equal(of_the_loss >= threshold_of_uncertain(measured, share), is_uncertain)
+        measured, loss_entropy = ((exact * (1 + 2e-7 * torch.randn(81, generator=generator))).float() for _ in range(2))
+        assert torch.equal(loss_entropy >= threshold_of_uncertain(measured, share), is_uncertain)
 
 
 def test_a_long_run_does_not_keep_every_step_in_memory(make_trainer):

@@ -80,7 +80,7 @@ def saved(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture
-def of_trl(monkeypatch) -> Any:
+def trained_by_trl(monkeypatch) -> Any:
     """Ten steps by TRL: (parameters, log). vLLM is hidden from TRL, because its import takes longer than the test."""
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     from trl import import_utils
@@ -126,9 +126,9 @@ def compare(trl_run: tuple, our_run: tuple, tolerance: float) -> None:
     [("Qwen3Moe", None), ("Qwen3Moe", 0.0), *((name, 0.1) for name in MODELS)]
     + [pytest.param(name, value, marks=pytest.mark.full) for name in ("Mixtral", "GptOss") for value in (None, 0.0)],
 )
-def test_ten_steps_are_trls(saved, of_trl, ours, name, coefficient):
+def test_ten_steps_are_trls(saved, trained_by_trl, ours, name, coefficient):
     options = {"router_aux_loss_coef": coefficient, "entropy_coef": 0.01 if coefficient else 0.0}
-    trl_run = of_trl(saved[name], **options)
+    trl_run = trained_by_trl(saved[name], **options)
     trainer, log = ours(saved[name], **options)
     assert trainer.learner.packing.share_rows is MODELS[name][1]
     assert all(("aux_loss" in line) is (coefficient != 0.0) for line in log)
@@ -136,11 +136,11 @@ def test_ten_steps_are_trls(saved, of_trl, ours, name, coefficient):
     assert any("policy_loss" in entry for entry in trl_run[1]) is bool(coefficient)
 
 
-def test_accumulated_recomputed_and_off_policy_it_is_trls_too(saved, of_trl, ours):
+def test_accumulated_recomputed_and_off_policy_it_is_trls_too(saved, trained_by_trl, ours):
     """TRL's micro-batches are in order here; it shuffles them otherwise."""
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
     options |= {"num_iterations": 2, "loss_type": "grpo", "beta": 0.04, "router_aux_loss_coef": 0.1}
-    compare(of_trl(saved["Qwen3Moe"], **options), ours(saved["Qwen3Moe"], **options), 1e-5)
+    compare(trained_by_trl(saved["Qwen3Moe"], **options), ours(saved["Qwen3Moe"], **options), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -233,12 +233,12 @@ def adapter() -> LoraConfig:
     return LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False)
 
 
-def test_an_adapter_on_experts_is_trained_as_by_trl(saved, of_trl, ours):
+def test_an_adapter_on_experts_is_trained_as_by_trl(saved, trained_by_trl, ours):
     options = {"router_aux_loss_coef": 0.1, "beta": 0.04}
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(saved["Qwen3Moe"], dtype=torch.float32), adapter())
-    trl_run = of_trl(copy.deepcopy(model), model_init_kwargs=None, **options)
+    trl_run = trained_by_trl(copy.deepcopy(model), model_init_kwargs=None, **options)
     trainer, log = ours(model, **options)
     compare(trl_run, (trainer, log), 5e-6)
 

@@ -29,7 +29,7 @@ def with_lora() -> torch.nn.Module:
 def groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[float, set[str]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = {group["weight_decay"]: {names[one] for one in group["params"]} for group in optimizer.param_groups}
-    return {decay: of_group for decay, of_group in found.items() if of_group}
+    return {decay: members for decay, members in found.items() if members}
 
 
 @pytest.mark.parametrize("make", [qwen, gpt_oss, with_lora])

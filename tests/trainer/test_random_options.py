@@ -44,10 +44,10 @@ APART = ("vllm", "log_level", "long_prompts", "rollout_failure", "logprob_mismat
 NOT_COMPARED = {"recomputed_fraction", "sampling/bit_equal_fraction", "rollout_engine"}
 
 
-def choices(of_type: Any) -> list[Any]:
-    if typing.get_origin(of_type) is typing.Literal:
-        return list(typing.get_args(of_type))
-    return [choice for part in typing.get_args(of_type) for choice in choices(part)]
+def choices(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(typing.get_args(annotation))
+    return [choice for part in typing.get_args(annotation) for choice in choices(part)]
 
 
 def drawn(draw: random.Random) -> dict[str, Any]:

@@ -176,10 +176,10 @@ def test_kept_tokens_are_the_nucleus_and_their_probabilities_sum_to_one(make_tra
         logprobs = textbook(model, sample)
         kept = [ids.long() for ids in sample.listed_tokens.ids.split(sample.listed_tokens.sizes.tolist())]
         for place, ids in enumerate(kept):
-            of_kept = logprobs[place, ids].exp()
-            assert of_kept.sum() > 0.9 - 1e-4
-            assert of_kept.sum() - of_kept.min() < 0.9 + 1e-4
-            expected = logprobs[place, sample.completion_ids[place]] - of_kept.sum().log()
+            kept_probabilities = logprobs[place, ids].exp()
+            assert kept_probabilities.sum() > 0.9 - 1e-4
+            assert kept_probabilities.sum() - kept_probabilities.min() < 0.9 + 1e-4
+            expected = logprobs[place, sample.completion_ids[place]] - kept_probabilities.sum().log()
             assert sample.sampling_logprobs[place] == pytest.approx(float(expected), abs=1e-3)
     assert max(map(len, kept)) < model.config.vocab_size // 10
     (step,) = steps(trainer)

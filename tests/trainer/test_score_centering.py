@@ -71,10 +71,10 @@ def test_on_policy_the_samplers_logprobs_are_those_of_the_policy(make_trainer, c
     assert sum(len(call["targets"]) for call in calls) > 20
     for call in calls:
         named = zip(rows_of(call), call["logits"], call["targets"], call["sampling_logprobs"], strict=True)
-        for (ids, logprobs), logits, target, of_target in named:
+        for (ids, logprobs), logits, target, target_logprob in named:
             within = ids if "top_p" in options or "top_k" in options else torch.arange(len(logits))
             torch.testing.assert_close(logprobs, logits[ids] - logits[within].logsumexp(0), atol=1e-4, rtol=0)
-            assert torch.equal(logprobs[ids == target], of_target.expand(int((ids == target).sum())))
+            assert torch.equal(logprobs[ids == target], target_logprob.expand(int((ids == target).sum())))
             if options["score_centering"] == "topk":
                 likely = min(len(logits), options.get("top_k", options.get("score_centering_topk", len(logits))))
                 assert ids.tolist() == sorted(logits.topk(likely).indices.tolist())

@@ -147,8 +147,8 @@ class Block:
         self.registers[register] = values
 
     def set_all(self, registers: str, values: Iterable[Values]) -> None:
-        for register, of_threads in zip(split(registers), values, strict=True):
-            self.set(register, of_threads.flatten())
+        for register, by_thread in zip(split(registers), values, strict=True):
+            self.set(register, by_thread.flatten())
 
     def locate(self, space: str, operand: str, width: int) -> tuple[Memory, Cells]:
         """The memory and the cells that active threads access at "[%r1 + 16]"."""

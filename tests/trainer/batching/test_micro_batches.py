@@ -56,14 +56,16 @@ def test_advantages_of_tokens_stay_those_of_tokens(batch):
 def test_each_token_keeps_its_support_however_sequences_are_packed(batch, options):
     kept = [[[8, 9], [9], []], [[0, 1]], [[10], [2, 11], [], [1, 5, 6]]]
     batch = with_fields(batch, {"listed_tokens": list(map(ListedTokens.of, kept)), "skipped": [False, True, False]})
-    of_sequence = []
+    support_of_sequences = []
     for part in micro_batches(batch, Packing(**{"one_row": False} | options), device=CPU):
         tokens, offsets = part.support
         supports = [tokens[start:end].tolist() for start, end in pairwise(offsets.tolist())]
         assert len(supports) == len(part.targets)
         ends = part.cu_seqlens.tolist()
-        of_sequence += zip(part.sequence_index.tolist(), [supports[a:b] for a, b in pairwise(ends)], strict=True)
-    assert sorted(of_sequence) == [(0, kept[0]), (2, kept[2])]
+        support_of_sequences += zip(
+            part.sequence_index.tolist(), [supports[a:b] for a, b in pairwise(ends)], strict=True
+        )
+    assert sorted(support_of_sequences) == [(0, kept[0]), (2, kept[2])]
     assert pack(batch, [], Packing(one_row=False), device=CPU).support[1].tolist() == [0]
 
 

@@ -307,14 +307,14 @@ def test_a_directory_with_other_files_may_hold_a_run_and_a_file_may_not(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("of_folder", "number", "is_raised"),
+    ("is_folder", "number", "is_raised"),
     [(True, errno.EINVAL, False), (True, errno.EIO, True), (False, errno.EINVAL, True)],
 )
-def test_a_folder_that_no_system_can_wait_for_is_no_failed_save(tmp_path, monkeypatch, of_folder, number, is_raised):
+def test_a_folder_that_no_system_can_wait_for_is_no_failed_save(tmp_path, monkeypatch, is_folder, number, is_raised):
     def fail(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))
 
     (tmp_path / "file").touch()
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match=os.strerror(number)) if is_raised else nullcontext():
-        fsync(tmp_path if of_folder else tmp_path / "file")
+        fsync(tmp_path if is_folder else tmp_path / "file")

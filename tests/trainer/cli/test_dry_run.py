@@ -126,19 +126,19 @@ def test_a_teacher_is_counted_with_its_chunk_and_the_reference_once(make_model):
     options = TrainOptions(
         teacher_model="self", distillation_coef=1.0, per_device_train_batch_size=1, num_generations=1
     )
-    of_self, of_wider = (sizes(shape, options, teacher=teacher) for teacher in ("self", wider))
-    assert of_self["reference model, fp32"] == of_self["weights, fp32"]
-    assert not any(name.startswith("teacher") for name in of_self)
-    assert of_wider["teacher, float32"] == sum(p.nbytes for p in make_model(hidden_size=64).parameters())
-    assert "reference model, fp32" not in of_wider
+    self_sizes, wider_sizes = (sizes(shape, options, teacher=teacher) for teacher in ("self", wider))
+    assert self_sizes["reference model, fp32"] == self_sizes["weights, fp32"]
+    assert not any(name.startswith("teacher") for name in self_sizes)
+    assert wider_sizes["teacher, float32"] == sum(p.nbytes for p in make_model(hidden_size=64).parameters())
+    assert "reference model, fp32" not in wider_sizes
     tokens = options.max_completion_length
-    assert (of_self["hidden states of the teacher"], of_wider["hidden states of the teacher"]) == (
+    assert (self_sizes["hidden states of the teacher"], wider_sizes["hidden states of the teacher"]) == (
         4 * tokens * 32,
         4 * tokens * 64,
     )
-    assert of_wider["one chunk of its logits"] == 4 * tokens * 22
+    assert wider_sizes["one chunk of its logits"] == 4 * tokens * 22
     wider = shape_of(make_model(hidden_size=64).config, dtype="bfloat16")
-    assert sizes(shape, options, teacher=wider)["teacher, bfloat16"] == of_wider["teacher, float32"] / 2
+    assert sizes(shape, options, teacher=wider)["teacher, bfloat16"] == wider_sizes["teacher, float32"] / 2
 
 
 def test_weights_count_in_the_dtype_that_they_are_loaded_in(make_model):

@@ -115,11 +115,11 @@ def test_a_dropped_group_reaches_neither_rewards_nor_loss(make_trainer):
     options = {"per_device_train_batch_size": 12, "max_steps": 1, "shuffle_dataset": False}
     sound, faulty = make_trainer(reward, **options), make_trainer(reward, rollout_failure="drop", **options)
     nan_for(faulty, {"0+1="})
-    of_sound, of_faulty = learned_by(sound), learned_by(faulty)
+    sound_batches, faulty_batches = learned_by(sound), learned_by(faulty)
     sound.train()
     asked.clear()
     metrics = faulty.train().metrics
-    (whole,), (batch,) = of_sound, of_faulty
+    (whole,), (batch,) = sound_batches, faulty_batches
     kept = [0, 1, 2, 3, 8, 9, 10, 11]
     expected = [whole[place] for place in kept]
     for name in ("prompt_ids", "completion_ids", "sampling_logprobs"):

@@ -203,7 +203,7 @@ def test_stale_rollouts_weigh_by_the_square_of_their_correction(make_trainer, mo
 
 
 @pytest.fixture(scope="module", params=["optimal_token_baseline", "tir_optimal_token_baseline"])
-def of_ranks(request, fork_server, tmp_path_factory):
+def rank_updates(request, fork_server, tmp_path_factory):
     """One group of episodes on one process, and split over two."""
     ranks, options = {}, json.dumps({"advantage_estimator": request.param, "variance_report": True})
     for processes, sequences in ((1, 4), (2, 2)):
@@ -213,8 +213,8 @@ def of_ranks(request, fork_server, tmp_path_factory):
     return ranks
 
 
-def test_a_group_on_two_processes_makes_the_update_of_one(of_ranks):
-    (one,), two = of_ranks[1], of_ranks[2]
+def test_a_group_on_two_processes_makes_the_update_of_one(rank_updates):
+    (one,), two = rank_updates[1], rank_updates[2]
     for name, weight in one["weights"].items():
         for rank in two:
             torch.testing.assert_close(rank["weights"][name], weight, rtol=0, atol=1e-4)  # it moved by 2e-3

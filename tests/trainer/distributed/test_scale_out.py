@@ -238,13 +238,13 @@ def test_an_adapter_is_gathered_alone_or_merged_and_saved(alone, shared, wrapper
     root, found = shared
     one, ranks = alone["an adapter"], found["an adapter"]
     saved = load_file(root / "an adapter" / "run" / "final" / "adapter_model.safetensors")
-    of_adapter, of_base = (sum(map(torch.numel, one[name].values())) for name in ("adapter", "merged"))
+    adapter_size, base_size = (sum(map(torch.numel, one[name].values())) for name in ("adapter", "merged"))
     for rank in ranks:
         for kind in ("merged", "adapter"):
             assert rank[kind].keys() == one[kind].keys()
             for key, tensor in one[kind].items():
                 torch.testing.assert_close(rank[kind][key], tensor, rtol=0, atol=1e-6)
-        assert rank["adapter_gathered"] == (of_adapter if wrapper else 0)
-        assert rank["merged_gathered"] == (of_base + of_adapter if wrapper else 0)
+        assert rank["adapter_gathered"] == (adapter_size if wrapper else 0)
+        assert rank["merged_gathered"] == (base_size + adapter_size if wrapper else 0)
         assert saved.keys() == rank["adapter"].keys()
         assert all(torch.equal(saved[key], tensor) for key, tensor in rank["adapter"].items())

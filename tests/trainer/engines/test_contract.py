@@ -115,7 +115,7 @@ def test_logprobs_of_likely_tokens_are_those_of_the_tempered_model(engine, model
         assert given.is_top_k is (kind == "topk")
         listed = zip(*(values.split(given.sizes.tolist()) for values in (given.ids, given.logprobs)), strict=True)
         logits = plain_logits(model, rollouts, index) / 0.5
-        for (ids, got), row, token, of_token in zip(
+        for (ids, got), row, token, logprob in zip(
             listed, logits, completion, rollouts.sampling_logprobs[index], strict=True
         ):
             within = kept_tokens(row, top_p=0.9, top_k=8, min_p=0.0) if kind == "kept" else row.topk(5).indices.tolist()
@@ -123,7 +123,7 @@ def test_logprobs_of_likely_tokens_are_those_of_the_tempered_model(engine, model
             expected = row[ids].log_softmax(-1) if kind == "kept" else row.log_softmax(-1)[ids]
             torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
             assert kind == "topk" or got.double().exp().sum().item() == pytest.approx(1.0, abs=1e-5)
-            assert torch.equal(got[ids == token], torch.full_like(got[ids == token], of_token))  # the same number
+            assert torch.equal(got[ids == token], torch.full_like(got[ids == token], logprob))  # the same number
             drawn.add(token in ids.tolist())
     assert drawn == ({True} if kind == "kept" else {True, False})
 

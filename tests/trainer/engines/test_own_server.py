@@ -385,9 +385,9 @@ def test_batches_in_flight_without_a_server_of_the_users(
         batches.append(whole.scored.samples)
         return learn(*arguments, **options)
 
-    with monkeypatch.context() as of_two:  # ranks, which have a server each, and wait for no other
-        of_two.setattr(torch.distributed, "is_initialized", lambda: True)
-        of_two.setattr(torch.distributed, "get_rank", lambda *group: 1)
+    with monkeypatch.context() as two_ranks:  # ranks, which have a server each, and wait for no other
+        two_ranks.setattr(torch.distributed, "is_initialized", lambda: True)
+        two_ranks.setattr(torch.distributed, "get_rank", lambda *group: 1)
         whole.engine.load_weights(whole.learner.served_weights(whole.engine), version=0)
     whole.learner.learn = learning
     whole.train()

@@ -103,9 +103,9 @@ def test_a_temperature_that_vllm_would_raise_is_refused_at_the_start(engine) -> 
 def test_the_cache_on_a_cpu_has_a_block_for_each_of_two_sequences_at_least(model, block) -> None:
     given = {} if block is None else {"block_size": block}
     options = VLLMOptions(max_model_len=6, dtype=torch.float32, max_sequences=1, engine_options=given).arguments(model)
-    of_token = 2 * 2 * 1 * 32 * 4  # keys and values, 2 layers, one head of 32, fp32
+    token_bytes = 2 * 2 * 1 * 32 * 4  # keys and values, 2 layers, one head of 32, fp32
     assert options["block_size"] == (block or 32)
-    assert options["kv_cache_memory_bytes"] == 2 * options["block_size"] * of_token
+    assert options["kv_cache_memory_bytes"] == 2 * options["block_size"] * token_bytes
 
 
 def test_sleep_mode_on_a_cpu_is_refused_before_vllm_starts(model, tokenizer) -> None:

@@ -111,8 +111,10 @@ def scored(calls: Any, names: list[str], weights: list[float], fails: Any, decod
             one.rewards = [SCORES[name](one.prompt, one.ids) for name in names]
             one.dropped |= fails is not None and fails(decode(one.prompt))
             if one.greedy_ids is not None:
-                of_greedy = [SCORES[name](one.prompt, one.greedy_ids) for name in names]
-                total = independent.total(independent.Completion(one.prompt, one.greedy_ids, True, of_greedy), weights)
+                greedy_rewards = [SCORES[name](one.prompt, one.greedy_ids) for name in names]
+                total = independent.total(
+                    independent.Completion(one.prompt, one.greedy_ids, True, greedy_rewards), weights
+                )
                 one.greedy = math.nan if total is None else total
 
 

@@ -56,7 +56,7 @@ def sequences(batch: list[Any], policy: Any, old: Any, reference: Any, args: Any
             continue
         given = sample.prompt_ids, sample.completion_ids, args.temperature
         with torch.no_grad():
-            before, of_reference = independent.measured(old, *given)[0], independent.measured(reference, *given)[0]
+            before, ref = independent.measured(old, *given)[0], independent.measured(reference, *given)[0]
         logprobs, entropy = independent.measured(policy, *given)
         assert not (sample.skipped and sample.advantage)
         rows.append(
@@ -65,7 +65,7 @@ def sequences(batch: list[Any], policy: Any, old: Any, reference: Any, args: Any
                 logprobs,
                 entropy,
                 before,
-                of_reference if args.beta else None,
+                ref if args.beta else None,
                 torch.tensor(sample.sampling_logprobs, dtype=torch.float64),
                 in_forward=not sample.skipped,
             )

@@ -61,8 +61,8 @@ def full_sequences(batch: list[Any], models: Any, teacher: Any, args: Any) -> li
             continue
         given = sample.prompt_ids, sample.completion_ids, args.temperature
         with torch.no_grad():
-            before, of_reference = (independent_step_metrics.measured(model, *given)[0] for model in (old, reference))
-            of_teacher = None if teacher is None else independent.distributions(teacher, *given)
+            before, ref = (independent_step_metrics.measured(model, *given)[0] for model in (old, reference))
+            teacher_logprobs = None if teacher is None else independent.distributions(teacher, *given)
         every = independent.distributions(policy, *given)
         listed = None
         if args.score_centering != "off":
@@ -75,11 +75,11 @@ def full_sequences(batch: list[Any], models: Any, teacher: Any, args: Any) -> li
                 every.gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0],
                 -(every.exp() * every).sum(1),
                 before,
-                of_reference if args.beta else None,
+                ref if args.beta else None,
                 torch.tensor(sample.sampling_logprobs, dtype=torch.float64),
                 in_forward=not sample.skipped,
                 every=every,
-                teacher=of_teacher,
+                teacher=teacher_logprobs,
                 listed=listed,
             )
         )
@@ -92,14 +92,14 @@ def test_metrics_of_further_terms_are_their_definitions(make_trainer, make_model
     engine = {"engine": SamplingEngine} if "centered" in name else {}
     trainer = make_trainer(reward, **BASE | CASES[name] | teacher | engine)
     reference = copy.deepcopy(trainer.model).double()
-    of_teacher = copy.deepcopy(teacher["teacher_model"]).double() if teacher else None
+    teacher_model = copy.deepcopy(teacher["teacher_model"]).double() if teacher else None
     steps = watched(trainer, noise=0.0 if engine else 0.2)
     trainer.train()
     lines = (trainer.output_dir / "metrics.jsonl").read_text().splitlines()
     found = [record for record in map(json.loads, lines) if "loss" in record]
     assert len(found) == len(steps) == BASE["max_steps"]
     for (batch, policy, old), record in zip(steps, found, strict=True):
-        rows = full_sequences(batch, (policy, old, reference), of_teacher, trainer.args)
+        rows = full_sequences(batch, (policy, old, reference), teacher_model, trainer.args)
         expected = independent.FullStep(rows, trainer.args, total=len(batch)).metrics()
         wrong = {
             key: (record.get(key), value)

@@ -62,9 +62,9 @@ def test_a_step_without_a_token_has_the_names_of_every_other(make_trainer, serve
         logged.append(trainer.state.log_history[0])
     nothing, other = logged
     assert nothing.keys() | {"ratio_min", "ratio_max"} == other.keys()  # extremes that TRL has not
-    of_ratio = [name for name in nothing if "clip_ratio" in name or name in ("kl", "vespo/phi_seq_mean")]
-    assert of_ratio
-    assert all(nothing[name] == other[name] for name in of_ratio)
+    ratio_names = [name for name in nothing if "clip_ratio" in name or name in ("kl", "vespo/phi_seq_mean")]
+    assert ratio_names
+    assert all(nothing[name] == other[name] for name in ratio_names)
 
 
 def test_the_names_of_trl_and_of_the_report_are_taken():

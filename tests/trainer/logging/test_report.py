@@ -130,8 +130,12 @@ def test_the_headline_compares_held_out_prompts_and_counts_steps_and_time(tmp_pa
 def test_eval_sets_with_names_have_headline_tiles_and_curves(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     for step in range(3):
-        of_sets = {"eval/easy_reward": 0.5 + step / 8, "eval/very_hard_reward": step / 8, "eval/rewards/f/mean": 1.0}
-        log.log_metrics({"step": step} | of_sets)
+        eval_metrics = {
+            "eval/easy_reward": 0.5 + step / 8,
+            "eval/very_hard_reward": step / 8,
+            "eval/rewards/f/mean": 1.0,
+        }
+        log.log_metrics({"step": step} | eval_metrics)
         log.log_metrics({"step": step + 1, "reward": step / 20})
     page = Page(write_report(tmp_path).read_text())
     assert "GRPO run: held-out easy_reward 0.500 → 0.750" in page.shown
