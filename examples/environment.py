@@ -25,7 +25,7 @@ TINY |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
 
 class Guess:
     def reset(self, number: int) -> str:
-        self.number, self.guesses, self.found, self.done = number, 0, False, False
+        self.number, self.guesses, self.is_right, self.done = number, 0, False, False
         return TASK
 
     def guess(self, number: int) -> str:
@@ -36,12 +36,12 @@ class Guess:
         """
         if self.done:
             raise ValueError("the game is over")  # the model reads it
-        self.guesses, self.found = self.guesses + 1, number == self.number
-        self.done = self.found or self.guesses == GUESSES
-        return "right" if self.found else "higher" if number < self.number else "lower"
+        self.guesses, self.is_right = self.guesses + 1, number == self.number
+        self.done = self.is_right or self.guesses == GUESSES
+        return "right" if self.is_right else "higher" if number < self.number else "lower"
 
     def get_reward(self) -> float:
-        return float(self.found)
+        return float(self.is_right)
 
 
 def tiny_model(tool: str = "guess") -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:

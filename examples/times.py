@@ -15,8 +15,8 @@ def questions(split: str) -> list[dict[str, Any]]:
 
 def near(completions: list[Messages], answer: list[int], **columns: Any) -> list[float]:
     """Partial credit: 1 if the last number is right, less the further away it is, 0 without one."""
-    found = [re.findall("[0-9]+", messages[-1]["content"]) for messages in completions]
-    pairs = zip(found, answer, strict=True)
+    written = [re.findall("[0-9]+", messages[-1]["content"]) for messages in completions]
+    pairs = zip(written, answer, strict=True)
     return [max(0.0, 1 - abs(int(numbers[-1]) - want) / want) if numbers else 0.0 for numbers, want in pairs]
 
 

@@ -38,7 +38,7 @@ def gradients(model, logprobs, entropy):
 
 
 def main(seed: int = 0) -> dict[str, list[float]]:
-    found = {}
+    differences = {}
     for name, config in FAMILIES.items():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
@@ -48,12 +48,12 @@ def main(seed: int = 0) -> dict[str, list[float]]:
             out = model(ids, labels=labels)
             written = model.generate(ids[:1, :8], attention_mask=torch.ones(1, 8), max_new_tokens=3, do_sample=False)
         ours, from_logits = (out.log_probs, out.entropy), by_logits(model, ids, labels)
-        found[name] = [(a - b).abs().max().item() for a, b in zip(ours, from_logits, strict=True)]
+        differences[name] = [(a - b).abs().max().item() for a, b in zip(ours, from_logits, strict=True)]
         pairs = zip(gradients(model, *ours), gradients(model, *from_logits), strict=True)
-        found[name].append(max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs))
-        figures = "log-probs {:.0e}, entropies {:.0e}, gradients {:.0e};".format(*found[name])
+        differences[name].append(max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs))
+        figures = "log-probs {:.0e}, entropies {:.0e}, gradients {:.0e};".format(*differences[name])
         print(f"{name:22}", figures, written[0, 8:].tolist())
-    return found
+    return differences
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def count(cases: list[ElementTree.Element]) -> tuple[int, int, int]:
     for case in cases:
         if case.find("skipped") is not None:
             continue
-        inputs = sum(int(found.attrib["value"]) for found in case.iter("property") if found.attrib["name"] == "tried")
+        inputs = sum(int(entry.attrib["value"]) for entry in case.iter("property") if entry.attrib["name"] == "tried")
         tried += inputs or 1
         bad += case.find("failure") is not None or case.find("error") is not None
     return tried, tried - bad, bad

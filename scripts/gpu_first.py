@@ -77,13 +77,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=int, default=400, help="time limit of all stages in sum (default: 400)")
     given = parser.parse_args(arguments)
     output, asked = given.output.resolve(), given.stages.split(",")
-    found = stages(output, tiny=given.tiny)
+    every = stages(output, tiny=given.tiny)
     if given.tiny:  # kernels are interpreted, maybe beside other work: only what hangs is ended
-        found = [replace(stage, seconds=5 * stage.seconds) for stage in found]
-    names = [x for stage in found for x in (stage.group, stage.name)]
+        every = [replace(stage, seconds=5 * stage.seconds) for stage in every]
+    names = [x for stage in every for x in (stage.group, stage.name)]
     if unknown := {*asked}.difference(names):
         parser.error(f"got --stages {','.join(sorted(unknown))}; fix: some of {', '.join(dict.fromkeys(names))}")
-    chosen = {stage.name: stage for x in asked for stage in found if x in (stage.name, stage.group)}
+    chosen = {stage.name: stage for x in asked for stage in every if x in (stage.name, stage.group)}
     return run_all([*chosen.values()], output, tiny=given.tiny, seconds=given.seconds)
 
 
@@ -133,7 +133,7 @@ def stages(output: Path, *, tiny: bool) -> list[Stage]:
         ],
         "trainers": [trained("longest", 150), trained("phase", 200), trained("published", 200)],
     }
-    return [replace(stage, group=group) for group, found in groups.items() for stage in found]
+    return [replace(stage, group=group) for group, members in groups.items() for stage in members]
 
 
 def has(module: str) -> bool:
@@ -291,9 +291,9 @@ def figures_in(line: str) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
     elif line.startswith(("FAILED ", "ERROR ")):
         yield {"figure": "failed", "note": line.strip()[:500]}
-    elif found := SANITIZED.search(line):
-        name = {"ERROR": "memcheck", "RACECHECK": "racecheck"}[found[1]]
-        yield {"figure": name, "value": int(found[2]), "unit": "errors", "note": line.strip("= ")}
+    elif match := SANITIZED.search(line):
+        name = {"ERROR": "memcheck", "RACECHECK": "racecheck"}[match[1]]
+        yield {"figure": name, "value": int(match[2]), "unit": "errors", "note": line.strip("= ")}
 
 
 def note(figure: dict[str, Any], stage: Stage, records: Records) -> None:

@@ -165,7 +165,7 @@ def kernel_breaches(node: ast.FunctionDef, where: str) -> Iterator[str]:
 def imports_of(paths: Iterable[Path]) -> dict[str, set[str]]:
     """By module of the package, the modules that it imports anywhere."""
     modules = {module_of(path): path for path in paths}
-    found: dict[str, set[str]] = {}
+    imports: dict[str, set[str]] = {}
     for module, path in modules.items():
         names = set[str]()
         for node in ast.walk(ast.parse(path.read_text())):
@@ -173,10 +173,10 @@ def imports_of(paths: Iterable[Path]) -> dict[str, set[str]]:
                 names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
             elif isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
-        found[module] = (names & modules.keys()) - {module}
+        imports[module] = (names & modules.keys()) - {module}
         # A package that is named for one of its modules is not imported for itself.
-        found[module] -= {name for name in found[module] if any(x.startswith(f"{name}.") for x in found[module])}
-    return found
+        imports[module] -= {name for name in imports[module] if any(x.startswith(f"{name}.") for x in imports[module])}
+    return imports
 
 
 def module_of(path: Path) -> str:

@@ -37,8 +37,8 @@ def main(arguments: Sequence[str]) -> None:
     (native, other) = (measured({**os.environ, **env}, seeds, arguments) for env, seeds in RUNS)
     today = datetime.date.today().isoformat()
     path = ROOT / "bench" / "results" / f"cpu-{os.cpu_count()}-cores" / f"learning-{today}.json"
-    found = {"made_by": "python scripts/learning_chances.py", "date": today, "environment": environment()}
-    path.write_text(json.dumps({**found, "native": native, "ATEN_CPU_CAPABILITY=default": other}, indent=1) + "\n")
+    header = {"made_by": "python scripts/learning_chances.py", "date": today, "environment": environment()}
+    path.write_text(json.dumps({**header, "native": native, "ATEN_CPU_CAPABILITY=default": other}, indent=1) + "\n")
     print(f"{path}\n\n| what | seeds | mean | sd | demanded | chance | another CPU |")
     print("|---|---:|---:|---:|---:|---:|---|")
     for what, (least, values) in native.items():
@@ -55,11 +55,11 @@ def measured(env: dict[str, str], seeds: int, arguments: Sequence[str]) -> dict[
         pytest += ["-o", "junit_family=xunit1", f"--junitxml={report}"]
         subprocess.run([*pytest, *TESTS, *arguments], cwd=ROOT, env={**env, "OMP_NUM_THREADS": "1"}, check=False)
         records = ElementTree.parse(report).iterfind(".//property[@name='learned']")
-        found = dict[str, tuple[float, list[float]]]()
+        values = dict[str, tuple[float, list[float]]]()
         for record in records:
             figures: dict[str, Any] = json.loads(record.attrib["value"])
-            found.setdefault(figures["what"], (figures["least"], []))[1].append(figures["found"])
-    return found
+            values.setdefault(figures["what"], (figures["least"], []))[1].append(figures["found"])
+    return values
 
 
 def chance(values: Sequence[float], least: float) -> float:

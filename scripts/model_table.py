@@ -49,10 +49,10 @@ def main(types: list[str]) -> None:
     if types:
         return print("\n".join(": ".join([name, *outcome]) for name, outcome in outcomes.items()))
     counts = Counter(word for word, _ in outcomes.values())
-    found = ", ".join(f"{count} {word}" for word, count in counts.most_common())
-    said = f"transformers {transformers.__version__}: {len(outcomes)} types, {found}."
+    summary = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    said = f"transformers {transformers.__version__}: {len(outcomes)} types, {summary}."
     PAGE.write_text("\n\n".join([PAGE.read_text().split(MARK)[0] + MARK, said, tables(outcomes)]) + "\n")
-    return print(found)
+    return print(summary)
 
 
 if __name__ == "__main__":

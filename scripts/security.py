@@ -25,9 +25,11 @@ SECRET = re.compile(
 def main() -> int:
     # Without the links fused_grpo/kernels, fused_grpo/trainer and fused_grpo/bench.
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if path == path.resolve()]
-    found = [f"{path.relative_to(ROOT)}:{line}: {what}" for path in paths for line, what in offences(path.read_text())]
-    print("\n".join(found) or f"security: no violation in {len(paths)} files")
-    return bool(found)
+    offenders = [
+        f"{path.relative_to(ROOT)}:{line}: {what}" for path in paths for line, what in offences(path.read_text())
+    ]
+    print("\n".join(offenders) or f"security: no violation in {len(paths)} files")
+    return bool(offenders)
 
 
 def offences(text: str) -> Iterator[tuple[int, str]]:

@@ -228,10 +228,10 @@ def left_over(processes: list[psutil.Process], folder: Path, shared_memory: set[
     }
 
 
-def broken(found: dict[str, Any]) -> list[str]:
+def broken(result: dict[str, Any]) -> list[str]:
     """The bars that failed."""
-    said = [f"{kind} left: {names}" for kind, names in found["left"].items() if names]
-    for name, track in found["tracks"].items():
+    said = [f"{kind} left: {names}" for kind, names in result["left"].items() if names]
+    for name, track in result["tracks"].items():
         said += [f"{name}: {failure}" for failure in track["failures"]]
         if track.get("growth", 0.0) > MAX_GROWTH:
             said.append(f"{name}: memory grew by {100 * track['growth']:.2f} % after the warm-up")
@@ -258,15 +258,15 @@ def soak(folder: Path, *, minutes: float, seed: int, vllm: bool) -> dict[str, An
             server = start(folder / "server.log", serve, port, seed := seed + 1)
     server.kill()
     server.join()
-    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in tracks}
+    results = {name: json.loads((folder / f"{name}.json").read_text()) for name in tracks}
     for name, series in memory.items():
-        found[name]["growth"] = growth(series)
+        results[name]["growth"] = growth(series)
     # Workers of a trainer that has ended have some time to notice it.
     _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=5.0)
     leftovers = left_over(alive, folder / "tmp", shared_memory)
     for process in alive:
         process.kill()
-    return {"tracks": found, "left": leftovers}
+    return {"tracks": results, "left": leftovers}
 
 
 def main() -> int:
@@ -286,14 +286,14 @@ def main() -> int:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     # Python would try the folder with a file of its own in each fork, and a kill between its two calls would leave it.
     tempfile.tempdir = os.environ["TMPDIR"]
-    found = environment() | soak(folder, minutes=options.minutes, seed=options.seed, vllm=options.vllm)
-    found["broken"] = broken(found)
+    result = environment() | soak(folder, minutes=options.minutes, seed=options.seed, vllm=options.vllm)
+    result["broken"] = broken(result)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(*(found["broken"] or ["all bars held"]), f"figures: {options.out}, logs: {folder}", sep="\n")
-    if not found["broken"]:
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(*(result["broken"] or ["all bars held"]), f"figures: {options.out}, logs: {folder}", sep="\n")
+    if not result["broken"]:
         shutil.rmtree(folder)
-    return int(bool(found["broken"]))
+    return int(bool(result["broken"]))
 
 
 if __name__ == "__main__":

@@ -132,8 +132,8 @@ def run_tests(
 
 def this_cpu() -> tuple[set[str], str]:
     """(the instruction sets, the name) of this CPU."""
-    found = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in found.items()}
+    lines = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in lines.items()}
     return set(fields.get("flags", "").split()), fields.get("model name", "a CPU without a name")
 
 

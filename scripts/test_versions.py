@@ -90,9 +90,9 @@ def install(row: Row, folder: Path) -> None:
 def versions(python: Path) -> list[str]:
     """The versions in the table; a dash for what is not installed."""
     listed = subprocess.run([UV, "pip", "freeze", "--python", python], capture_output=True, text=True, check=True)
-    found = dict(line.split("==") for line in listed.stdout.splitlines() if "==" in line)
+    installed = dict(line.split("==") for line in listed.stdout.splitlines() if "==" in line)
     python_version = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[1]
-    return [python_version, *(found.get(name, "-") for name in SHOWN)]
+    return [python_version, *(installed.get(name, "-") for name in SHOWN)]
 
 
 if __name__ == "__main__":

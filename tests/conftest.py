@@ -127,9 +127,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def learned(record_property: Callable[[str, object], None]) -> Callable[..., None]:
     """Demand that a run has learned at least so much. scripts/learning_chances.py reads what is recorded."""
 
-    def learned(what: str, *, found: float, least: float) -> None:
-        record_property("learned", json.dumps({"what": what, "found": found, "least": least}))
-        assert found >= least, what
+    def learned(what: str, *, measured: float, least: float) -> None:
+        record_property("learned", json.dumps({"what": what, "found": measured, "least": least}))
+        assert measured >= least, what
 
     return learned
 
@@ -300,14 +300,14 @@ class ForkServer:
         with self._lock:
             if stage not in self._stages:
                 before = STAGES[stage]
-                found = self.ask(before, {"stage": stage}) if before else self._first_stage()
-                while not Path(found["socket"]).exists():
-                    assert is_alive(found["pid"]), (
+                address = self.ask(before, {"stage": stage}) if before else self._first_stage()
+                while not Path(address["socket"]).exists():
+                    assert is_alive(address["pid"]), (
                         f"the fork server's stage {stage!r} did not come up: its traceback is above"
                     )
                     time.sleep(0.05)
                 self._stages[stage] = socket.socket(socket.AF_UNIX)
-                self._stages[stage].connect(found["socket"])
+                self._stages[stage].connect(address["socket"])
             self._stages[stage].sendall(json.dumps(request).encode() + b"\n")
             received = b""
             while not received.endswith(b"\n"):

@@ -87,9 +87,9 @@ def test_a_tensor_goes_with_its_strides_and_with_what_lies_around_it():
 
 def test_gradients_come_back_to_the_leaf():
     leaf = strided().clone().requires_grad_()
-    found = between(lambda x: (x.square(), {"y": [x * 3]}))(leaf)
-    assert found[0].data_ptr() != leaf.data_ptr()
-    (found[0].sum() + found[1]["y"][0].sum()).backward()
+    results = between(lambda x: (x.square(), {"y": [x * 3]}))(leaf)
+    assert results[0].data_ptr() != leaf.data_ptr()
+    (results[0].sum() + results[1]["y"][0].sum()).backward()
     torch.testing.assert_close(leaf.grad, 2 * leaf.detach() + 3)
 
 

@@ -90,7 +90,7 @@ def test_students_learn_from_rewards_and_from_a_teacher(ran, learning_seed, lear
     for (name, curve), least in zip(curves.items(), (0.15, 0.3), strict=True):
         start, *_, end = (float(value) for value in curve.split())
         assert start < 0.25
-        learned(f"examples/distill.py, {name}: gain of accuracy", found=end - start, least=least)
+        learned(f"examples/distill.py, {name}: gain of accuracy", measured=end - start, least=least)
     for name in curves:
         report = (folder / "runs" / f"distill-{name}" / "report.html").read_text()
         assert ("divergence from the teacher" in report) is (name == "teacher")
@@ -103,7 +103,7 @@ def test_a_game_of_several_turns_is_learned(ran, learning_seed, learned):
     printed, folder = ran(ROOT / "examples" / "environment.py", *[str(learning_seed)] * bool(learning_seed))
     shares = [float(share) for share in re.search(r"^numbers found: ([\d. ]+)$", printed, re.MULTILINE)[1].split()]
     assert len(shares) == 12
-    learned("examples/environment.py: gain of games won, five steps", found=shares[-1] - shares[0], least=0.1)
+    learned("examples/environment.py: gain of games won, five steps", measured=shares[-1] - shares[0], least=0.1)
     assert "higher" in (folder / "runs" / "environment" / "report.html").read_text()
 
 
@@ -162,7 +162,7 @@ def test_the_own_loop_learns(own_loop, capsys, learning_seed, learned):
     assert len(rewards) == 30
     assert f"reward {rewards[20]:.2f}" in capsys.readouterr().out
     gain = (sum(rewards[-3:]) - sum(rewards[:3])) / 3
-    learned("examples/own_loop.py: gain of reward, three steps", found=gain, least=0.25)
+    learned("examples/own_loop.py: gain of reward, three steps", measured=gain, least=0.25)
 
 
 def record(own_loop: ModuleType, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor], list[tuple[dict, Any]]]:
@@ -199,8 +199,8 @@ def test_the_own_loop_generates_once_and_compares_with_the_sampling_policy(own_l
     for step, logprobs in enumerate(sampled):
         first, second = losses[8 * step : 8 * step + 4], losses[8 * step + 4 : 8 * step + 8]
         mask = torch.cat([inputs["mask"] for inputs, _ in first])
-        found = torch.cat([output.logprobs for _, output in first])
-        torch.testing.assert_close(found[mask], logprobs[mask], rtol=0, atol=1e-5)
+        actual = torch.cat([output.logprobs for _, output in first])
+        torch.testing.assert_close(actual[mask], logprobs[mask], rtol=0, atol=1e-5)
         assert {int(inputs["num_tokens"]) for inputs, _ in first + second} == {int(mask.sum())}
         for (before, output), (after, moved) in zip(first, second, strict=True):
             assert before["old_logprobs"] is None
@@ -250,12 +250,12 @@ def page(*blocks: int, **names: Any) -> dict[str, Any]:
 
 def textbook_logprobs(model: PreTrainedModel, batch: dict[str, Tensor]) -> list[Tensor]:
     """One tensor per completion, from full logits of it alone: no padding on either side."""
-    found = []
+    logprobs = []
     for ids, attended, mask in zip(batch["ids"], batch["attention_mask"], batch["mask"], strict=True):
         tokens = torch.cat([ids[:P][attended[:P] == 1], ids[P:][mask]])
         logits = model(tokens[None]).logits[0, -1 - mask.sum() : -1]
-        found.append(logits.log_softmax(-1).gather(1, tokens[-mask.sum() :, None])[:, 0])
-    return found
+        logprobs.append(logits.log_softmax(-1).gather(1, tokens[-mask.sum() :, None])[:, 0])
+    return logprobs
 
 
 def textbook_gradients(model: PreTrainedModel, batch: dict[str, Tensor], old: list[Tensor]) -> dict[str, Tensor]:
@@ -301,8 +301,8 @@ def test_the_pages_hidden_states_do_not_see_the_padding(family):
     names, batch = page(0), page_batch()
     with torch.no_grad():
         inputs = names["head_inputs"](model, batch["ids"], batch["attention_mask"], T)
-        found, expected = names["linear_logprobs"](**inputs), torch.cat(textbook_logprobs(model, batch))
-    torch.testing.assert_close(found[batch["mask"]], expected, rtol=1e-5, atol=1e-4)
+        actual, expected = names["linear_logprobs"](**inputs), torch.cat(textbook_logprobs(model, batch))
+    torch.testing.assert_close(actual[batch["mask"]], expected, rtol=1e-5, atol=1e-4)
 
 
 def test_the_pages_lora_trains_the_adapter_against_the_base(monkeypatch):
@@ -312,8 +312,8 @@ def test_the_pages_lora_trains_the_adapter_against_the_base(monkeypatch):
     monkeypatch.setattr(peft, "LoraConfig", moved)
     model, batch = page_model(), page_batch()
     base_logprobs = torch.cat(textbook_logprobs(model, batch)).detach()
-    found = page(0, 1, 2, model=model, batch=batch)["ref_logprobs"][batch["mask"]]
-    torch.testing.assert_close(found, base_logprobs, rtol=0, atol=1e-5)
+    actual = page(0, 1, 2, model=model, batch=batch)["ref_logprobs"][batch["mask"]]
+    torch.testing.assert_close(actual, base_logprobs, rtol=0, atol=1e-5)
     assert (torch.cat(textbook_logprobs(model, batch)) - base_logprobs).abs().max() > 1e-2
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert len(trained) == 2 * 2 * 7  # A and B of every linear layer

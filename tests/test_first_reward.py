@@ -54,8 +54,8 @@ def test_what_goes_wrong_is_seen_where_the_page_says(ran, learned):
     first, *_, last = steps["hacked"]
     # With ten seeds 1.90, 1.82 and 0.36 on average, sd 0.36, 0.06 and 0.08.
     for name, least in {"reward": 0.5, "completions/mean_length": 1.0}.items():
-        learned(f"docs/first-reward.md, hacked: {name}", found=last[name] - first[name], least=least)
-    learned("docs/first-reward.md, hacked: fall of exact", found=first["exact"] - last["exact"], least=0.05)
+        learned(f"docs/first-reward.md, hacked: {name}", measured=last[name] - first[name], least=least)
+    learned("docs/first-reward.md, hacked: fall of exact", measured=first["exact"] - last["exact"], least=0.05)
     assert min(step["completions/clipped_ratio"] for step in steps["cut"]) > 0.5
     assert "were cut at max_completion_length=2" in " ".join(cut.split())
     report = {name: (folder / "runs" / name / "report.html").read_text() for name in steps}
@@ -69,7 +69,7 @@ def test_the_run_ends_in_a_curve_of_ones_own(ran, learned):
     held_out = [float(value) for text in (PAGE, run) for value in re.findall(r"held-out reward (\d\.\d+) on 384", text)]
     assert held_out[2] == pytest.approx(held_out[0], abs=0.03)  # greedy, before the first step
     # With 20 seeds 0.953 on average, sd 0.005: bench/results/cpu-2-cores/first-reward-2026-11-26.json.
-    learned("docs/first-reward.md", found=held_out[3] - held_out[2], least=0.7)
+    learned("docs/first-reward.md", measured=held_out[3] - held_out[2], least=0.7)
     assert "<polyline" in (folder / "runs" / "own" / "reward.svg").read_text()
     report = (folder / "runs" / "own" / "report.html").read_text()
     assert "right_digits" in report
@@ -154,6 +154,6 @@ def test_the_notebook_runs_and_its_lines_are_readable(tmp_path, learned):
     assert "all completions of each prompt got the same reward" in " ".join(lines["equal"])
     assert "were cut at max_completion_length=2" in " ".join(lines["cut"])
     held_out = [float(value) for value in re.findall(r"held-out reward (\d\.\d+) on 384", written["train"])]
-    learned("examples/first_reward.ipynb", found=held_out[1] - held_out[0], least=0.7)
+    learned("examples/first_reward.ipynb", measured=held_out[1] - held_out[0], least=0.7)
     assert "train_runtime" not in outputs["cut"][-1].data["text/plain"]
     assert "<polyline" in outputs["curve"][0].data["image/svg+xml"]

@@ -88,21 +88,21 @@ def test_tests_run_and_absent_peers_are_said_to_be(dry_run):
 
 
 def test_the_headline_has_ours_its_products_full_logits_and_trl(dry_run):
-    found = {line["figure"]: line["value"] for line in results_in(dry_run[1]) if line["stage"] == "headline"}
+    figures = {line["figure"]: line["value"] for line in results_in(dry_run[1]) if line["stage"] == "headline"}
     for name in ("fused-grpo", "full logits"):
-        assert found[f"{name}: loss, trainable: error of value"] < 1e-3
-        assert found[f"{name}: loss, trainable"] > 0
-    assert found["fused-grpo / products alone: loss, trainable"] > 0
-    assert found["TRL: loss, trainable"] is None  # which is not installed there
+        assert figures[f"{name}: loss, trainable: error of value"] < 1e-3
+        assert figures[f"{name}: loss, trainable"] > 0
+    assert figures["fused-grpo / products alone: loss, trainable"] > 0
+    assert figures["TRL: loss, trainable"] is None  # which is not installed there
 
 
 def test_peers_and_the_promised_ratios_are_measured(dry_run):
     lines = {line["figure"]: line for line in results_in(dry_run[1]) if line["stage"] == "peers"}
     assert lines["full logits: loss, trainable"]["value"] > 0
     ours, alone = (lines[f"{name}: logprobs, no_grad"]["value"] for name in ("fused-grpo", "products alone"))
-    found = lines["fused-grpo / products alone: logprobs, no_grad"]
-    assert found["value"] == ours / alone
-    assert found["promised"] == "<= 1.2"
+    ratio = lines["fused-grpo / products alone: logprobs, no_grad"]
+    assert ratio["value"] == ours / alone
+    assert ratio["promised"] == "<= 1.2"
     assert lines["fused-grpo, 50% idle / none: loss, trainable"]["value"] > 0
 
 
@@ -188,11 +188,11 @@ def test_tests_that_are_killed_keep_counts_and_figures(run, tmp_path, spread, mo
         pytest.importorskip("xdist")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "imported"))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # else the test below would end the worker that runs this
-    found = next(stage for stage in gpu_first.stages(tmp_path, tiny=True) if stage.name == "gpu")
+    gpu_stage = next(stage for stage in gpu_first.stages(tmp_path, tiny=True) if stage.name == "gpu")
     file = tmp_path / "test_of_a_stage.py"
     file.write_text(TESTS)
-    command = (*found.command[: found.command.index("tests/gpu")], *spread, "-p", "device_run", file)
-    _, last, _ = run(replace(found, command=command, seconds=120))
+    command = (*gpu_stage.command[: gpu_stage.command.index("tests/gpu")], *spread, "-p", "device_run", file)
+    _, last, _ = run(replace(gpu_stage, command=command, seconds=120))
     assert last["gpu"]["status"] == "failed with status -9"
     lines = results_in(tmp_path / "out")
     assert [line["value"] for line in lines if line["figure"] == "measured"] == [5.0]
@@ -231,8 +231,8 @@ def test_a_stage_ends_with_the_run_that_is_killed(tmp_path):
 
 def test_what_compute_sanitizer_found_is_a_figure():
     said = ["========= ERROR SUMMARY: 3 errors", "===== RACECHECK SUMMARY: 9 hazards displayed (2 errors, 7 warnings)"]
-    found = [figure for line in said for figure in gpu_first.figures_in(line)]
-    assert [(figure["figure"], figure["value"]) for figure in found] == [("memcheck", 3), ("racecheck", 2)]
+    figures = [figure for line in said for figure in gpu_first.figures_in(line)]
+    assert [(figure["figure"], figure["value"]) for figure in figures] == [("memcheck", 3), ("racecheck", 2)]
 
 
 def test_stages_that_are_not_alone_run_side_by_side(run, tmp_path):

@@ -24,7 +24,7 @@ def breaches(tmp_path, monkeypatch, capsys):
     spec.loader.exec_module(script)
     monkeypatch.setattr(script, "ROOT", tmp_path)
 
-    def found(**changed):
+    def breaches_of_house(**changed):
         for name, text in {**HOUSE, **changed}.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
@@ -32,7 +32,7 @@ def breaches(tmp_path, monkeypatch, capsys):
         said = capsys.readouterr().out
         return said if failed else ""
 
-    return found
+    return breaches_of_house
 
 
 def test_a_house_in_order_passes(breaches):
@@ -112,8 +112,8 @@ def test_a_word_that_is_not_the_fields_is_found(breaches, text):
 def test_a_test_name_that_is_too_long_is_found(breaches):
     for length, said in ((70, ""), (71, "has 71 characters, at most 70")):
         name = f"test_{'a' * (length - 5)}"
-        assert said in (found := breaches(**{"tests/test_a.py": f"def {name}(): ...\n"}))
-        assert bool(found) == bool(said)
+        assert said in (output := breaches(**{"tests/test_a.py": f"def {name}(): ...\n"}))
+        assert bool(output) == bool(said)
 
 
 @pytest.mark.parametrize("text", ["git push", "push_to_hub", "generate_ahead", "divided by 2", "handset"])

@@ -10,15 +10,15 @@ from learning_chances import TESTS, chance
 ROOT = Path(__file__).resolve().parent.parent
 # Of each test, what was measured last.
 RAW = sorted((ROOT / "bench" / "results").glob("*/learning-*.json"), key=lambda path: path.stem)
-NATIVE = {what: found for path in RAW for what, found in json.loads(path.read_text())["native"].items()}
+NATIVE = {what: values for path in RAW for what, values in json.loads(path.read_text())["native"].items()}
 
 
 @pytest.mark.parametrize("what", NATIVE)
 def test_a_test_of_learning_fails_by_chance_once_in_a_thousand_runs(what):
-    least, found = NATIVE[what]
-    assert len(found) >= 20
-    assert 0 < least < min(found)
-    assert chance(found, least) <= 1e-3
+    least, values = NATIVE[what]
+    assert len(values) >= 20
+    assert 0 < least < min(values)
+    assert chance(values, least) <= 1e-3
 
 
 def test_every_file_with_such_a_test_was_measured():

@@ -71,8 +71,8 @@ def test_the_type_checker_finds_it(house: Path, name: str) -> None:
     assert text.count(there) == 1
     path.write_text(text.replace(there, slip))
     try:
-        found = check(house)
-        assert found.returncode == 1, found.stdout
-        assert "error: " in found.stdout
+        checked = check(house)
+        assert checked.returncode == 1, checked.stdout
+        assert "error: " in checked.stdout
     finally:
         path.write_text(text)

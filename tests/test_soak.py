@@ -23,11 +23,11 @@ def soak():
 def test_a_soak_of_seconds_trains_under_faults_and_leaves_nothing(fork_server, tmp_path):
     process = fork_server.start(SOAK, "--minutes", "0.1", "--seed", "1", "--out", tmp_path / "soak.json")
     status = process.wait(timeout=240)
-    found = json.loads((tmp_path / "soak.json").read_text())
+    result = json.loads((tmp_path / "soak.json").read_text())
     # In seconds nothing is warm yet.
-    assert [bar for bar in found["broken"] if "memory grew" not in bar] == [], process.output
-    assert status == bool(found["broken"])
-    steady, killed = found["tracks"]["steady"], found["tracks"]["killed"]
+    assert [bar for bar in result["broken"] if "memory grew" not in bar] == [], process.output
+    assert status == bool(result["broken"])
+    steady, killed = result["tracks"]["steady"], result["tracks"]["killed"]
     assert steady["runs"] == 2
     assert steady["reward calls"] > 0
     assert steady["transformers checkpoints"] > 0
@@ -51,8 +51,8 @@ def test_growth_is_the_rise_after_the_warm_up_whatever_lies_on_it(soak, rise, sh
 
 def test_every_bar_that_fails_is_named(soak):
     track = {"failures": ["an error"], "growth": 0.021}
-    found = {"left": {"processes": ["sleep 60"], "shared memory": []}, "tracks": {"steady": track}}
-    assert soak.broken(found) == [
+    result = {"left": {"processes": ["sleep 60"], "shared memory": []}, "tracks": {"steady": track}}
+    assert soak.broken(result) == [
         "processes left: ['sleep 60']",
         "steady: an error",
         "steady: memory grew by 2.10 % after the warm-up",
@@ -64,10 +64,10 @@ def test_a_process_and_a_file_that_are_left_over_are_found(soak, tmp_path):
     with subprocess.Popen(["sleep", "60"]) as running:
         while not psutil.Process(running.pid).cmdline():  # for a moment a new process has none
             pass
-        found = soak.left_over([psutil.Process(running.pid)], tmp_path, set())
+        leftovers = soak.left_over([psutil.Process(running.pid)], tmp_path, set())
         running.kill()
-    assert found["processes"] == ["sleep 60"]
-    assert found["temporary files"] == ["left"]
+    assert leftovers["processes"] == ["sleep 60"]
+    assert leftovers["temporary files"] == ["left"]
 
 
 def test_runs_that_end_with_other_weights_differ(soak, tmp_path):

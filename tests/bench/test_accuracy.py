@@ -41,14 +41,14 @@ def test_a_missing_peer_has_the_command_that_installs_it(monkeypatch):
 def test_accuracy_stops_at_a_wrong_implementation_of_a_small_problem():
     work = Work(kind="logprobs", head="tiny", tokens=64, dtype="bfloat16")
     rows = [peers.named("fused-grpo"), accuracy.frozen(), accuracy.full_fp32(), accuracy.liger_grpo()]
-    found = accuracy.measure_one(work, 0, [*rows, peers.named("CCE")])
-    ours, frozen, fp32, liger, cce = found["results"]
+    measured = accuracy.measure_one(work, 0, [*rows, peers.named("CCE")])
+    ours, frozen, fp32, liger, cce = measured["results"]
     assert ours["logprobs"]["max"] <= 1e-5 <= liger["logprobs"]["max"] <= 0.15
     assert ours["hidden"]["worst_row"] <= 0.005 < fp32["hidden"]["worst_row"]
     assert frozen["weight"] is None
     assert cce["missing"] == "has kernels for GPUs only"
-    assert 10 < found["tokens_above_99_percent"] < 40
-    text = pages.accuracy_table({**work.described(), **found})
+    assert 10 < measured["tokens_above_99_percent"] < 40
+    text = pages.accuracy_table({**work.described(), **measured})
     assert text.startswith("## N=64 in 8 sequences, D=128, V=3001, bfloat16")
     wrong = replace(rows[0], logprobs=lambda hidden, weight, targets, work: hidden.sum(-1).float())
     with pytest.raises(AssertionError, match="from fused-grpo"):
@@ -58,8 +58,8 @@ def test_accuracy_stops_at_a_wrong_implementation_of_a_small_problem():
 def test_a_raw_file_of_a_machine_without_one_yet_can_be_written(tmp_path, monkeypatch):
     """Measurements take up to two hours, and write at the end."""
     monkeypatch.setattr(raw_file, "ROOT", tmp_path)
-    path, found = raw_file.raw_file("any", "python -m any", steps=3)
-    raw_file.write(path, found | {"runs": [1.5]})
+    path, content = raw_file.raw_file("any", "python -m any", steps=3)
+    raw_file.write(path, content | {"runs": [1.5]})
     written = json.loads(path.read_text())
     assert path.match(f"bench/results/cpu-*-cores/any-{written['date']}.json")
     assert written.keys() == {"made_by", "date", "commit", "environment", "steps", "runs"}

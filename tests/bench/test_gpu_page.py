@@ -27,23 +27,25 @@ def line(stage: str, figure: str, value: float | None = None, unit: str = "", **
 
 def lines() -> list[dict]:
     shape = figure_of("", None, "", None, **shape_of(WORK)).shape
-    found = [line("machine", "machine", facts=FACTS)]
-    found += [line("device", "tests", 12, "passed", note="== 1 failed, 12 passed, 3 skipped in 4.00s ==")]
-    found += [line("device", "failed", note="FAILED tests/x.py::test_y[a|b] - assert 1")]
-    found += [line("sanitizer", "memcheck", 0, "errors", note="status 0")]
+    results = [line("machine", "machine", facts=FACTS)]
+    results += [line("device", "tests", 12, "passed", note="== 1 failed, 12 passed, 3 skipped in 4.00s ==")]
+    results += [line("device", "failed", note="FAILED tests/x.py::test_y[a|b] - assert 1")]
+    results += [line("sanitizer", "memcheck", 0, "errors", note="status 0")]
     for name, ms in MS.items():
-        found += [line("peers", f"{name}: loss, trainable", 1.0, "ms", shape=shape)]  # of an earlier run
-        found += [line("peers", f"{name}: loss, trainable", ms, "ms", shape=shape, rounds=[ms, ms - 1, ms + 3])]
-        found += [line("peers", f"{name}: loss, trainable: peak", GIB[name], "GiB", shape=shape)] if name in GIB else []
-    found += [line("peers", "CCE: loss, trainable", None, "ms", shape=shape, note="absent: is not installed")]
-    found += [line("peers", "TRL / fused-grpo: loss, trainable", 0.9, "x", shape=shape, promised=">= 1.25")]
+        results += [line("peers", f"{name}: loss, trainable", 1.0, "ms", shape=shape)]  # of an earlier run
+        results += [line("peers", f"{name}: loss, trainable", ms, "ms", shape=shape, rounds=[ms, ms - 1, ms + 3])]
+        results += (
+            [line("peers", f"{name}: loss, trainable: peak", GIB[name], "GiB", shape=shape)] if name in GIB else []
+        )
+    results += [line("peers", "CCE: loss, trainable", None, "ms", shape=shape, note="absent: is not installed")]
+    results += [line("peers", "TRL / fused-grpo: loss, trainable", 0.9, "x", shape=shape, promised=">= 1.25")]
     sizes = {"model": "Qwen3-0.6B", "completions": 8, "longest": 8192}
     for name, seconds in {"fused-grpo trainer": 2.0, "TRL": 5.0}.items():
-        found += [line("phase", f"a step: {name}", seconds, "s", shape=sizes, rounds=[seconds, seconds])]
-        found += [line("phase", f"training phase: {name}", 1e4 / seconds, "tokens/s", shape=sizes)]
-        found += [line("phase", f"training phase: {name}, peak", seconds, "GiB", shape=sizes)]
-    found += [line("passes", "scale_", 3000.0, "GB/s", predicted=4300.0, shape={"R": 4096})]
-    return [*found, line("ceilings", "copy", 4200.0, "GB/s", predicted=4300.0)]
+        results += [line("phase", f"a step: {name}", seconds, "s", shape=sizes, rounds=[seconds, seconds])]
+        results += [line("phase", f"training phase: {name}", 1e4 / seconds, "tokens/s", shape=sizes)]
+        results += [line("phase", f"training phase: {name}, peak", seconds, "GiB", shape=sizes)]
+    results += [line("passes", "scale_", 3000.0, "GB/s", predicted=4300.0, shape={"R": 4096})]
+    return [*results, line("ceilings", "copy", 4200.0, "GB/s", predicted=4300.0)]
 
 
 @pytest.fixture

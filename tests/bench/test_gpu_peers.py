@@ -17,16 +17,16 @@ def measured(seconds: float, peak: int = 0) -> Measurement:
     return Measurement(seconds=[seconds], memory={"forward": peak, "backward": 0, "reserved": None})
 
 
-def ratios(work, found, times=None) -> dict:
-    figures = peers.ratios(FULL, work, found, {} if times is None else times)
+def ratios(work, rounds, times=None) -> dict:
+    figures = peers.ratios(FULL, work, rounds, {} if times is None else times)
     return {figure.figure.partition(":")[0]: figure for figure in figures}
 
 
 def test_every_bound_of_the_largest_loss_has_its_ratio():
     gradients = USUAL.gradient_bytes
-    found = {FLOOR: measured(4.0), OURS: measured(5.0, gradients + 10), "TRL": measured(10.0), "CCE": measured(6.0)}
-    found |= {"Liger GRPO": measured(40.0), "full logits": measured(8.0, gradients + 90)}
-    said = ratios(USUAL, found)
+    rounds = {FLOOR: measured(4.0), OURS: measured(5.0, gradients + 10), "TRL": measured(10.0), "CCE": measured(6.0)}
+    rounds |= {"Liger GRPO": measured(40.0), "full logits": measured(8.0, gradients + 90)}
+    said = ratios(USUAL, rounds)
     assert {name: (figure.value, figure.promised) for name, figure in said.items()} == {
         f"{OURS} / {FLOOR}": (1.25, "<= 1.15"),
         f"TRL / {OURS}": (2.0, ">= 1.25"),
@@ -67,7 +67,7 @@ def test_what_needs_long_to_prepare_is_left_out_of_later_works():
         None,
         "left out, because its preparations took 60 s",
     ]
-    assert all(found[name].absent is None for found in rounds for name in ("a", "full logits, compiled"))
+    assert all(each[name].absent is None for each in rounds for name in ("a", "full logits, compiled"))
     assert pool.asked == ["a", "full logits, compiled"]
 
 

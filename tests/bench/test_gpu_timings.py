@@ -24,9 +24,9 @@ PARTS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_measures_what_it_says(name):
     part, wanted = PARTS[name]
-    found = {figure.figure: figure.value for figure in part(TINY)}
-    assert wanted <= found.keys()
-    assert all(value is not None and 0 < value < math.inf for value in found.values())
+    figures = {figure.figure: figure.value for figure in part(TINY)}
+    assert wanted <= figures.keys()
+    assert all(value is not None and 0 < value < math.inf for value in figures.values())
 
 
 def test_a_tile_that_does_not_compile_is_named_and_the_next_one_measured():

@@ -28,11 +28,11 @@ pytest.importorskip("trl", reason="TRL is not installed")
 def test_a_part_measures_every_trainer(part, figures, capsys):
     training.main([part, "--tiny"])
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    found = {line["figure"]: line for line in map(json.loads, said)}
-    assert figures <= found.keys()
+    lines = {line["figure"]: line for line in map(json.loads, said)}
+    assert figures <= lines.keys()
     for name in figures:
-        assert found[name]["value"] > 0
-        assert found[name]["shape"]["longest" if part != "longest" else "model"]
+        assert lines[name]["value"] > 0
+        assert lines[name]["shape"]["longest" if part != "longest" else "model"]
 
 
 def test_the_first_step_of_a_trainer_is_not_timed(monkeypatch):
@@ -72,9 +72,9 @@ def test_without_time_there_are_bounds_of_the_first_try(fits, monkeypatch):
     clock = iter(range(0, 10**6, 50))
     monkeypatch.setattr(training.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(training, "succeeds", lambda make, problem, room: fits)
-    found = [(figure.figure, figure.value) for figure in training.longest(tiny=False)]
+    bounds = [(figure.figure, figure.value) for figure in training.longest(tiny=False)]
     suffix = "" if fits else ", less than"
-    assert found == [(f"longest completion: {name}{suffix}", 8192) for name in (training.OURS, training.TRL)]
+    assert bounds == [(f"longest completion: {name}{suffix}", 8192) for name in (training.OURS, training.TRL)]
 
 
 def test_a_step_that_needs_more_room_does_not_fit_and_leaves_nothing(monkeypatch):

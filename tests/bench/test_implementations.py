@@ -59,10 +59,10 @@ def test_kept_tokens_alone_are_in_the_softmax(name, kind):
 
 
 def works_of(implementation: Implementation) -> list[Work]:
-    found = [w for w in (FEW if implementation.name in COMPILED else WORKS) if implementation.why_not(w, "cpu") is None]
-    if not found:
+    works = [w for w in (FEW if implementation.name in COMPILED else WORKS) if implementation.why_not(w, "cpu") is None]
+    if not works:
         pytest.skip(implementation.why_not(WORKS[-1], "cpu"))
-    return found
+    return works
 
 
 # torch.compile reads `.grad` of every tensor, and hides the warning unless warnings are errors.
@@ -71,8 +71,8 @@ def works_of(implementation: Implementation) -> list[Work]:
 def test_installed_implementations_pass_the_check(name):
     implementation = named(name)
     assert implementation.name == name
-    found = {work.name: errors_of(implementation, work, "cpu") for work in works_of(implementation)}
-    assert not {work.name: found[work.name] for work in works_of(implementation) if found[work.name].too_large(work)}
+    errors = {work.name: errors_of(implementation, work, "cpu") for work in works_of(implementation)}
+    assert not {work.name: errors[work.name] for work in works_of(implementation) if errors[work.name].too_large(work)}
 
 
 def test_on_a_cpu_only_kernels_for_gpus_are_left_out():
@@ -225,9 +225,9 @@ def test_rows_are_selected_only_where_there_is_padding(more, uneven):
     work, mode = Work(head="tiny", tokens=96, sequences=4, uneven=uneven, **more), Names()
     batch, mode.seen = batch_of(work), set()
     with mode:
-        found = named("full logits").run(batch, work)
+        results = named("full logits").run(batch, work)
     assert bool(mode.seen & {"index", "masked_scatter", "nonzero"}) is uneven
-    for actual, right in zip(found, exact(batch, work), strict=True):
+    for actual, right in zip(results, exact(batch, work), strict=True):
         torch.testing.assert_close(actual, right.to(actual), atol=2e-5, rtol=1e-4)
 
 
@@ -283,21 +283,21 @@ def test_names_are_unique_and_the_floor_comes_first():
 def test_one_target_is_the_first_of_several():
     work = WORKS[0].small()
     batch, implementation = batch_of(work), named("fused-grpo, one target")
-    found = implementation.run(batch, work)
+    results = implementation.run(batch, work)
     alone = batch._replace(targets=batch.targets[..., 0], upstream=batch.upstream[..., 0])
     expected = named("fused-grpo").run(alone, work)
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
     assert implementation.why_not(TRAINABLE, "cpu") is not None
 
 
 def test_without_a_teacher_a_distillation_is_the_loss():
     work = replace(TRAINABLE, kind="distillation")
-    batch, found = batch_of(work), []
+    batch, results = batch_of(work), []
     for name in ("fused-grpo, no teacher", "fused-grpo"):
-        found.append(named(name).run(batch, work))
+        results.append(named(name).run(batch, work))
     loss = named("fused-grpo").run(batch, replace(work, kind="loss"))
-    assert all(torch.equal(*pair) for pair in zip(found[0], loss, strict=True))
-    assert found[1].value > found[0].value
+    assert all(torch.equal(*pair) for pair in zip(results[0], loss, strict=True))
+    assert results[1].value > results[0].value
     assert named("fused-grpo, no teacher").why_not(TRAINABLE, "cpu") is not None
 
 
@@ -305,8 +305,8 @@ def test_a_distillation_by_jsd_is_the_loss_and_that_divergence():
     work = replace(TRAINABLE, kind="distillation")
     batch = batch_of(work)
     parts = [named("fused-grpo, no teacher").run(batch, work), exact(batch, replace(work, kind="divergence"))]
-    found = named("fused-grpo, JSD").run(batch, work)
-    for actual, loss, divergence in zip(found, *parts, strict=True):
+    results = named("fused-grpo, JSD").run(batch, work)
+    for actual, loss, divergence in zip(results, *parts, strict=True):
         torch.testing.assert_close(actual, (loss + COEF * divergence).to(actual.dtype), atol=1e-6, rtol=1e-4)
 
 

@@ -28,58 +28,58 @@ def page(build, saved, tmp_path):
 
     def make(what="loss", path="../result.json"):
         (tmp_path / "docs").mkdir(exist_ok=True)
-        found = tmp_path / "docs" / "page.md"
-        found.write_text(f"Before.\n<!-- figures: {what} from {path} -->\nold\n{END}\nAfter.\n")
-        return found
+        file = tmp_path / "docs" / "page.md"
+        file.write_text(f"Before.\n<!-- figures: {what} from {path} -->\nold\n{END}\nAfter.\n")
+        return file
 
     return make
 
 
 def test_a_block_is_rewritten_and_nothing_else(page):
-    found = page()
-    assert main([str(found)]) == 0
-    text = found.read_text()
+    file = page()
+    assert main([str(file)]) == 0
+    text = file.read_text()
     assert re.match(r"Before\.\n<!-- figures: loss from \.\./result\.json -->\n", text)
     assert "| fused-grpo 1.2.3 | **1.10** | 1.10 | **250** | 4.0e-07 |" in text
     assert "Raw file: [result.json](../result.json).\n<!-- end of figures -->\nAfter.\n" in text
     assert "old" not in text
-    assert main([str(found)]) == 0
-    assert found.read_text() == text
+    assert main([str(file)]) == 0
+    assert file.read_text() == text
 
 
 def test_check_changes_nothing_and_fails_until_it_is_current(page, capsys):
-    found = page()
-    before = found.read_text()
-    assert main(["--check", str(found)]) == 1
-    assert f"fix: python -m fused_grpo.bench.pages {found}" in capsys.readouterr().out
-    assert found.read_text() == before
-    main([str(found)])
-    assert main(["--check", str(found)]) == 0
+    file = page()
+    before = file.read_text()
+    assert main(["--check", str(file)]) == 1
+    assert f"fix: python -m fused_grpo.bench.pages {file}" in capsys.readouterr().out
+    assert file.read_text() == before
+    main([str(file)])
+    assert main(["--check", str(file)]) == 0
 
 
 def test_every_block_of_a_page_is_rewritten(page):
-    found = page()
-    found.write_text(found.read_text() + f"\n<!-- figures: machine from ../result.json -->\n{END}\n")
-    main([str(found)])
-    assert found.read_text().count("Raw file") == 2
-    assert "Measured on cpu-2-cores (Intel Xeon, 2 CPU cores" in found.read_text()
+    file = page()
+    file.write_text(file.read_text() + f"\n<!-- figures: machine from ../result.json -->\n{END}\n")
+    main([str(file)])
+    assert file.read_text().count("Raw file") == 2
+    assert "Measured on cpu-2-cores (Intel Xeon, 2 CPU cores" in file.read_text()
 
 
 def test_a_block_may_select_a_group(build, saved, page):
     work = build.WORK.__class__(kind="logprobs", head="GPT-2", tokens=128)
     saved(build.result([build.head("fused-grpo"), build.head("fused-grpo", work)]))
-    found = page("logprobs of GPT-2, N=128")
-    assert main([str(found)]) == 0
-    assert f"{work.name}:\n\n" in found.read_text()
+    file = page("logprobs of GPT-2, N=128")
+    assert main([str(file)]) == 0
+    assert f"{work.name}:\n\n" in file.read_text()
 
 
 def test_a_table_over_n_has_each_group_and_what_was_left_out(build, saved, page):
     works = [build.WORK.__class__(kind="loss", head="GPT-2", tokens=tokens) for tokens in (1024, 4096)]
     rows = [build.head(name, work) for work in reversed(works) for name in ("products alone", "fused-grpo")]
     saved(build.result([*rows, build.head("TRL", works[0], peak_bytes=None)]))
-    found = page("over of loss, GPT-2")
-    assert main([str(found)]) == 0
-    text = found.read_text()
+    file = page("over of loss, GPT-2")
+    assert main([str(file)]) == 0
+    text = file.read_text()
     assert "| s (MiB) | N=1,024 | N=4,096 |\n" in text
     assert "| products alone | 0.500 (400) | 2.00 (400) |\n" in text
     assert "| fused-grpo | **0.550** (250) | **2.20** (250) |\n| TRL | 1.35 | - |\n" in text
@@ -89,11 +89,11 @@ def test_peers_that_win_and_those_that_are_absent_show(build, saved, page):
     fast = build.head("Liger GRPO", seconds=1.02, peak_bytes=2**20)
     absent = [{"group": build.WORK.name, "implementation": "verl", "why": "not installed"}]
     saved(build.result([build.head("fused-grpo"), fast], absent=absent))
-    found = page()
-    main([str(found)])
-    assert "| Liger GRPO 1.2.3 | **1.02** | - | **1.00** | 9.0e-06 |" in found.read_text()
-    assert "| fused-grpo 1.2.3 | 1.10 | - | 250 | 4.0e-07 |" in found.read_text()
-    assert "Not measured here: verl." in found.read_text()
+    file = page()
+    main([str(file)])
+    assert "| Liger GRPO 1.2.3 | **1.02** | - | **1.00** | 9.0e-06 |" in file.read_text()
+    assert "| fused-grpo 1.2.3 | 1.10 | - | 250 | 4.0e-07 |" in file.read_text()
+    assert "Not measured here: verl." in file.read_text()
 
 
 def test_trainers_have_their_speed(build, saved):
@@ -124,17 +124,17 @@ def test_trainers_have_their_speed(build, saved):
     ],
 )
 def test_a_block_that_cannot_be_filled_is_an_error_and_not_a_gap(page, capsys, what, path, says):
-    found = page(what, path)
-    before = found.read_text()
-    assert main([str(found)]) == 2
+    file = page(what, path)
+    before = file.read_text()
+    assert main([str(file)]) == 2
     assert says in capsys.readouterr().err
-    assert found.read_text() == before
+    assert file.read_text() == before
 
 
 def test_a_block_without_an_end_is_refused(page, capsys):
-    found = page()
-    found.write_text(found.read_text().replace(END, ""))
-    assert main([str(found)]) == 2
+    file = page()
+    file.write_text(file.read_text().replace(END, ""))
+    assert main([str(file)]) == 2
     assert "without its end" in capsys.readouterr().err
 
 

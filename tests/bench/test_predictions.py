@@ -78,11 +78,11 @@ def test_a_program_walks_the_tiles_of_its_row(columns, programs, tiles):
 
 
 def test_what_was_measured_is_beside_its_prediction():
-    found = {(row["plan"], row["D"], row["N"]): row for row in predicted.content()["measured"]}
-    row = found["fused-grpo: loss, trainable", 1024, 64]
+    measured = {(row["plan"], row["D"], row["N"]): row for row in predicted.content()["measured"]}
+    row = measured["fused-grpo: loss, trainable", 1024, 64]
     assert row["ms"] == 2.4  # of the interleaved rounds, not the 3.06 of the other stage
     assert row["predicted"] == predicted.predicted("fused-grpo: loss, trainable", 1024, 64, "H200")
-    few = [row for row in found.values() if row["N"] < MANY]
+    few = [row for row in measured.values() if row["N"] < MANY]
     assert len(few) >= 15
     assert all(abs(row["ms"] / row["predicted"] - 1) <= 0.25 for row in few)
 
@@ -145,8 +145,8 @@ def test_the_graph_is_walked_as_autograd_walks_it():
     wanted = [hidden.grad, weight.grad]
     hidden.grad = weight.grad = None
     cuda_trace.backward(value())
-    for found, exact in zip((hidden.grad, weight.grad), wanted, strict=True):
-        torch.testing.assert_close(found, exact)
+    for gradient, exact in zip((hidden.grad, weight.grad), wanted, strict=True):
+        torch.testing.assert_close(gradient, exact)
 
 
 def test_the_file_is_read_with_the_standard_library_alone():
@@ -157,8 +157,8 @@ def test_the_file_is_read_with_the_standard_library_alone():
         "print(json.dumps([m.predicted(plan, 4096, n, machine) for n in (8192, 3)]))"
     )
     command = [sys.executable, "-I", "-S", "-c", code, str(ROOT / "bench" / "predictions" / "predicted.py")]
-    found, unknown = json.loads(subprocess.check_output(command))
-    assert 38.7 < found < 60
+    known_bytes, unknown = json.loads(subprocess.check_output(command))
+    assert 38.7 < known_bytes < 60
     assert unknown is None
 
 

@@ -76,9 +76,9 @@ class Scripted(WorkerPool):
 
 @pytest.fixture(scope="module")
 def pool(fork_server, tmp_path_factory):
-    found = Scripted(fork_server, tmp_path_factory.mktemp("pool"))
-    yield found
-    found.close()
+    scripted = Scripted(fork_server, tmp_path_factory.mktemp("pool"))
+    yield scripted
+    scripted.close()
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +145,8 @@ def test_full_logits_hold_the_logits_and_ours_do_not():
     peaks = {}
     for name in ("full logits", "fused-grpo"):
         worker = Worker(named(name), "cpu")
-        found = worker.prepare(vars(work), memory=True)["memory"]
-        peaks[name] = max(found["forward"], found["backward"])
+        memory = worker.prepare(vars(work), memory=True)["memory"]
+        peaks[name] = max(memory["forward"], memory["backward"])
     assert peaks["full logits"] >= 512 * work.shape.vocab * 4
     assert peaks["fused-grpo"] < peaks["full logits"]
 

@@ -21,13 +21,13 @@ def seen(fork_server: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     rows = run_script(
         fork_server, Path(__file__).with_name("walk.py"), "--compile", cache=tmp_path_factory.mktemp("triton")
     )
-    found = {row.pop("call"): row for row in rows}
-    for name, facts in found.items():
+    by_call = {row.pop("call"): row for row in rows}
+    for name, facts in by_call.items():
         shown = (
             facts.get("error") or f"{facts['launches']} launches, {facts['peak'] / GIB:.2f} GiB, waits {facts['waits']}"
         )
         print(f"{name}: {shown}")
-    return found
+    return by_call
 
 
 def test_every_call_goes_through_and_its_kernels_compile(seen: dict[str, Facts]) -> None:

@@ -160,10 +160,10 @@ def call_support(dtype: str, wanted: str, options: str = "plain", *, loss: str |
         return lambda: fused_linear_grpo_loss(**tensors, **rest, config=config, num_tokens=1e4, num_sequences=64.0)
 
     def call() -> Any:
-        found = linear_logprobs_and_entropy(**tensors, **rest)
+        output = linear_logprobs_and_entropy(**tensors, **rest)
         if wanted != "no_grad":
-            found.logprobs.backward(torch.empty_like(found.logprobs))
-        return found
+            output.logprobs.backward(torch.empty_like(output.logprobs))
+        return output
 
     return call
 

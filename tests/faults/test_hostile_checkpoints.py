@@ -140,20 +140,20 @@ def outcome(trainer, checkpoint, monkeypatch):
         trainer.learner.restart()
         said.clear()
         try:
-            found = restore(directory, trainer.learner, trainer.collector)
+            resumed = restore(directory, trainer.learner, trainer.collector)
         except CheckpointError:
             return "refused"
         if normal and said != normal[0]:
             return "said"
         normal[:] = [list(said)]
-        state = training_state(trainer.learner, trainer.collector, found.buffer, wait=True)
+        state = training_state(trainer.learner, trainer.collector, resumed.buffer, wait=True)
         for buffer in state.numbers["buffers"].values():
             del buffer["metrics"]
         del state.numbers["collector"]["num_tokens"]
         tensors = {
             f"{file} {name}": value.tolist() for file, named in state.tensors.items() for name, value in named.items()
         }
-        return state.numbers, tensors, found.state.epoch
+        return state.numbers, tensors, resumed.state.epoch
 
     normal: list[list[str]] = []  # what is said of the checkpoint as it was saved
     clean = restored(checkpoint)

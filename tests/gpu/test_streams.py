@@ -84,7 +84,7 @@ def waits_of(call: Callable[[], Any]) -> list[str]:
 
 def reads_of(call: Callable[[], Any]) -> list[str]:
     """Its dry run: where plans read values. Checks of arguments, elsewhere or in CHECKS, read none on a GPU."""
-    found: list[str] = []
+    reads: list[str] = []
 
     def counting(name: str) -> Any:
         original = getattr(torch.Tensor, name)
@@ -92,7 +92,7 @@ def reads_of(call: Callable[[], Any]) -> list[str]:
         def read(*args: Any, **kwargs: Any) -> Any:
             reader = sys._getframe(1).f_code
             if "/fused_grpo/head/" in reader.co_filename and reader.co_name not in CHECKS:
-                found.append(name)
+                reads.append(name)
             return original(*args, **kwargs)
 
         return mock.patch.object(torch.Tensor, name, read)
@@ -101,7 +101,7 @@ def reads_of(call: Callable[[], Any]) -> list[str]:
         for name in ("__bool__", "item", "nonzero", "tolist"):
             patches.enter_context(counting(name))
         call()
-    return found
+    return reads
 
 
 @pytest.mark.dry_run
@@ -109,9 +109,9 @@ def reads_of(call: Callable[[], Any]) -> list[str]:
 def test_a_call_waits_for_the_device_as_often_as_is_promised(name):
     call, promised = WAITS[name]
     problem = make_problem(N, D, V)
-    found = (waits_of if NAME == "cuda" else reads_of)(lambda: call(problem))
-    report(f"waits of {name}", len(found), "waits", promised=promised)
-    assert len(found) == promised, found
+    waits = (waits_of if NAME == "cuda" else reads_of)(lambda: call(problem))
+    report(f"waits of {name}", len(waits), "waits", promised=promised)
+    assert len(waits) == promised, waits
 
 
 @pytest.mark.gpu
@@ -201,13 +201,13 @@ def test_a_compiled_call_equals_an_eager_one_and_is_not_compiled_again():
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
     for count in (N, N - 3, N // 2 + 1):
         problem = make_problem(count, D, V, off_policy=False)
-        found = []
+        results = []
         with torch._dynamo.config.patch(error_on_recompile=count != N):
             for function in (step, compiled):
                 leaves = problem.leaves("trainable")
                 value = function(*leaves.values(), problem.targets)
-                found.append([value.detach(), *torch.autograd.grad(value, list(leaves.values()))])
-        for name, eager, ours in zip(("value", *PLANS["trainable"]), *found, strict=True):
+                results.append([value.detach(), *torch.autograd.grad(value, list(leaves.values()))])
+        for name, eager, ours in zip(("value", *PLANS["trainable"]), *results, strict=True):
             assert_gradient(ours, eager.double(), problem, what=name)
 
 

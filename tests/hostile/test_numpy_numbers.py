@@ -91,8 +91,8 @@ def test_each_option_that_is_a_number_takes_one_of_numpy(cls, python, numpy):
     for name in names:
         if has_type(True, option_types(cls)[name]) and not has_type(7, option_types(cls)[name]):
             continue
-        if (found := with_value(cls, name, (python,))) is not None:
-            value, expected = found
+        if (pair := with_value(cls, name, (python,))) is not None:
+            value, expected = pair
             options, walked = cls(**{name: numpy(value)}), walked + 1
             assert options == expected, name
             assert type(getattr(options, name)) is type(getattr(expected, name)), name

@@ -22,16 +22,16 @@ def site_packages(folder: Path) -> Path:
 
 def needed_by(*names: str) -> set[str]:
     """Distributions, and what they require, with the extras that they ask for."""
-    found, queue = set[tuple[str, str]](), [(name, "") for name in names]
+    needed, queue = set[tuple[str, str]](), [(name, "") for name in names]
     while queue:
         name, extra = queue.pop()
-        if (name, extra) in found:
+        if (name, extra) in needed:
             continue
-        found.add((name, extra))
+        needed.add((name, extra))
         for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
             if not requirement.marker or requirement.marker.evaluate({"extra": extra}):
                 queue += [(canonicalize_name(requirement.name), each) for each in ("", *requirement.extras)]
-    return {name for name, _ in found}
+    return {name for name, _ in needed}
 
 
 def link(name: str, site: Path) -> None:

@@ -70,10 +70,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
     calls, without = Counter[str](), Counter[str]()
     for report in reports:
-        found = dict(report.user_properties).get(CALLS)
-        if report.when == "call" and found is not None:
-            calls.update(found)
-            without.update({report.nodeid.partition("[")[0]: int(not found)})
+        counts = dict(report.user_properties).get(CALLS)
+        if report.when == "call" and counts is not None:
+            calls.update(counts)
+            without.update({report.nodeid.partition("[")[0]: int(not counts)})
     shown = ", ".join(f"{name} {count}" for name, count in sorted(calls.items()))
     terminalreporter.write_line(f"calls on {dut.NAME}: {shown or 'none'}")
     names = [name for name, count in without.items() if count]

@@ -131,12 +131,12 @@ class _Abroad:
         self._itself, self._trip = itself, trip
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._itself, name)
-        if not callable(found):
-            return self._trip.back(found)
+        attribute = getattr(self._itself, name)
+        if not callable(attribute):
+            return self._trip.back(attribute)
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            return self._trip.back(found(*self._trip.there(args), **self._trip.there(kwargs)))
+            return self._trip.back(attribute(*self._trip.there(args), **self._trip.there(kwargs)))
 
         return method
 
@@ -175,8 +175,8 @@ def over_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        found = {name: over_tensors(function, x) for name, x in fields.items()}
-        changed = {name: x for name, x in found.items() if x is not fields[name]}
+        results = {name: over_tensors(function, x) for name, x in fields.items()}
+        changed = {name: x for name, x in results.items() if x is not fields[name]}
         return dataclasses.replace(value, **changed) if changed else value
     return value
 

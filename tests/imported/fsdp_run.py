@@ -117,20 +117,20 @@ def gradients(case: Case, rank: int) -> dict[str, Tensor]:
         else:
             loss = outer(part, num_tokens)
         (PROCESSES * loss).backward()  # of which DDP and FSDP take the mean over processes
-    found = {name: x.grad for name, x in model.named_parameters()}
-    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+    sharded = {name: x.grad for name, x in model.named_parameters()}
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in sharded.items()}
 
 
 def refusals() -> dict[str, str]:
     """What our ops say to a sharded weight."""
     head, hidden, ids = fully_shard(nn.Linear(8, VOCAB_SIZE, bias=False)), torch.ones(1, 3, 8), torch.ones(1, 3).long()
-    found = {}
+    errors = {}
     for op, options in ((linear_logprobs, {}), (fused_linear_grpo_loss, {"advantages": torch.ones(1)})):
         try:
             op(hidden, head.weight, ids, **options)
         except InputError as error:
-            found[op.__name__] = str(error)
-    return found
+            errors[op.__name__] = str(error)
+    return errors
 
 
 def main(rank: int, folder: str) -> None:

@@ -142,17 +142,17 @@ def logprobs_of(problem: Problem, plan: str, *, entropy: bool = False, **options
     leaves, steps = problem.leaves(plan), torch.arange(len(problem.targets), device=DEVICE)
     places = torch.arange(problem.targets.numel(), device=DEVICE).view(problem.targets.shape)
     if entropy:
-        found = linear_logprobs_and_entropy(**leaves, targets=problem.targets, **options)._asdict()
+        outputs = linear_logprobs_and_entropy(**leaves, targets=problem.targets, **options)._asdict()
     else:
-        found = {"logprobs": linear_logprobs(**leaves, targets=problem.targets, **options)}
+        outputs = {"logprobs": linear_logprobs(**leaves, targets=problem.targets, **options)}
     wanted = {name: leaves[name] for name in PLANS[plan]}
     if not wanted:
-        return found
-    total = (found["logprobs"] * torch.sin(1 + places)).sum()
+        return outputs
+    total = (outputs["logprobs"] * torch.sin(1 + places)).sum()
     if entropy:
-        total = total + (found["entropy"] * torch.cos(3 * steps)).sum()
+        total = total + (outputs["entropy"] * torch.cos(3 * steps)).sum()
     gradients = torch.autograd.grad(total, list(wanted.values()))
-    return {name: x.detach() for name, x in found.items()} | dict(zip(wanted, gradients, strict=True))
+    return {name: x.detach() for name, x in outputs.items()} | dict(zip(wanted, gradients, strict=True))
 
 
 def report(figure: str, value: float, unit: str, *, promised: float) -> None:

@@ -103,44 +103,44 @@ def of_batch(
 ) -> dict[str, float]:
     """The metrics of a batch that so many calls of `generate` made: of all of it, but with dynamic sampling."""
     sampled = [one for groups in rounds for group in groups for one in group]
-    groups, found = [group for groups in rounds for group in groups], dict[str, float]()
+    groups, metrics = [group for groups in rounds for group in groups], dict[str, float]()
     if args.dynamic_sampling and not evaluated:
         groups, count = kept_of(rounds, weights, len(rounds[0]), args.dynamic_sampling)
         assert count == len(rounds)
-        found["dynamic_sampling/rounds"] = count
-        found["dynamic_sampling/reward"] = mean([value for one in sampled for value in totals([one], weights)])
+        metrics["dynamic_sampling/rounds"] = count
+        metrics["dynamic_sampling/reward"] = mean([value for one in sampled for value in totals([one], weights)])
     batch, kept = [one for group in groups for one in group], [group for group in groups if not group[0].dropped]
     rewards = [value for group in groups for value in totals(group, weights)]
-    found |= {"reward": mean(rewards), "reward_std": std(rewards)}
+    metrics |= {"reward": mean(rewards), "reward_std": std(rewards)}
     spreads = [std(totals(group, weights)) for group in groups if len(totals(group, weights)) > 1]
     alone = [0.0 for group in groups if len(group) == 1 and totals(group, weights)]
-    found["reward_std_within_groups"] = mean(spreads + alone)
+    metrics["reward_std_within_groups"] = mean(spreads + alone)
     equal = [distance(group, weights) < EQUAL for group in kept]
-    found["groups_with_equal_rewards"] = mean(equal)
+    metrics["groups_with_equal_rewards"] = mean(equal)
     many = [len(totals(group, weights)) > min(1, len(group) - 1) for group in kept]
-    found["frac_reward_zero_std"] = mean([a and b for a, b in zip(equal, many, strict=True)])
+    metrics["frac_reward_zero_std"] = mean([a and b for a, b in zip(equal, many, strict=True)])
     if (scaled := scaled_by(groups, weights, args)) is not None and batch:
-        found["frac_reward_zero_std"] = float(len(scaled) > 1 and std(scaled) < EQUAL)
+        metrics["frac_reward_zero_std"] = float(len(scaled) > 1 and std(scaled) < EQUAL)
     for place, name in enumerate(names):
         own = [one.rewards[place] for one in batch if not one.dropped and one.rewards[place] is not None]
-        found |= {f"rewards/{name}/mean": mean(own), f"rewards/{name}/std": std(own)}
+        metrics |= {f"rewards/{name}/mean": mean(own), f"rewards/{name}/std": std(own)}
     sound = [one for one in batch if not one.failed]
     lengths = {"length": sound, "terminated_length": [one for one in sound if one.ended]}
     for kind, ones in lengths.items():
         counts = [len(one.ids) for one in ones] or [0]
-        found |= {f"completions/mean_{kind}": mean(counts)}
-        found |= {f"completions/min_{kind}": min(counts), f"completions/max_{kind}": max(counts)}
-    found["completions/clipped_ratio"] = mean([not one.ended for one in sound])
+        metrics |= {f"completions/mean_{kind}": mean(counts)}
+        metrics |= {f"completions/min_{kind}": min(counts), f"completions/max_{kind}": max(counts)}
+    metrics["completions/clipped_ratio"] = mean([not one.ended for one in sound])
     if "drop" in (args.reward_failure, args.rollout_failure):
-        found["rewards/dropped"] = mean([one.dropped for one in sampled])
+        metrics["rewards/dropped"] = mean([one.dropped for one in sampled])
     if args.rollout_failure == "drop":
-        found["rollouts/dropped"] = sum(one.failed for one in sampled)
+        metrics["rollouts/dropped"] = sum(one.failed for one in sampled)
     sizes = [size for one in batch for size in one.kept or ()]
     if sizes:
-        found |= {"sampling/kept_tokens/mean": mean(sizes), "sampling/kept_tokens/max": max(sizes)}
+        metrics |= {"sampling/kept_tokens/mean": mean(sizes), "sampling/kept_tokens/max": max(sizes)}
     if batch and batch[0].greedy is not None:
-        found["remax/greedy_reward"] = mean([group[0].greedy for group in kept if group[0].greedy == group[0].greedy])
-    return found
+        metrics["remax/greedy_reward"] = mean([group[0].greedy for group in kept if group[0].greedy == group[0].greedy])
+    return metrics
 
 
 def tokens_of(rounds: Sequence[Groups]) -> int:

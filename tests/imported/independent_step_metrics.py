@@ -207,7 +207,7 @@ class Step:
             for one, slope in zip(self.forward, slopes, strict=True)
         ]
         still = self.tokens - sum(int(of.sum()) for of in moved)
-        found = {
+        values = {
             "completion_tokens": self.tokens,
             "loss": self.loss.detach(),
             "policy_term": policy.detach(),
@@ -219,7 +219,9 @@ class Step:
             "effective_weight": mean(every),
             "zero_gradient_fraction": still / self.tokens,
         }
-        return {name: float(value) for name, value in (found | self._clips(own, is_sequence) | self._sampler()).items()}
+        return {
+            name: float(value) for name, value in (values | self._clips(own, is_sequence) | self._sampler()).items()
+        }
 
     def _clips(self, own: Any, is_sequence: bool) -> dict[str, float]:
         """Shares of what is clipped: of tokens, or of sequences; a completion without a gradient has none."""
@@ -233,27 +235,27 @@ class Step:
             return {"cispo_clip_ratio": high}
         if self.args.loss_type not in (*CLIPPED, "gmpo", "dppo_tv", "dppo_kl", "ipo"):
             return {}
-        found = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
-        return found | {"clip_ratio/low_min": min(shares["low"]), "clip_ratio/high_max": max(shares["high"])}
+        clips = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
+        return clips | {"clip_ratio/low_min": min(shares["low"]), "clip_ratio/high_max": max(shares["high"])}
 
     def _sampler(self) -> dict[str, float]:
-        found = dict[str, float]()
+        metrics = dict[str, float]()
         if self.forward and self.forward[0].ref is not None:
             ones = [(one, self.own(one)["ratio"].detach()) for one in self.forward]
-            found["kl"] = mean(v for one, ratio in ones for v in self._kl(one, ratio).detach())
+            metrics["kl"] = mean(v for one, ratio in ones for v in self._kl(one, ratio).detach())
         if self.args.loss_type == "vespo":
-            found["vespo/phi_seq_mean"] = mean(self.phi(one) for one in self.forward)
+            metrics["vespo/phi_seq_mean"] = mean(self.phi(one) for one in self.forward)
         if self.forward[0].sampling is None:
-            return found
+            return metrics
         apart = [v for one in self.forward for v in (one.old - one.sampling) if not v.isnan()]
-        found["sampling/sampling_logp_difference/mean"] = mean(abs(v) for v in apart)
-        found["sampling/sampling_logp_difference/max"] = max((abs(float(v)) for v in apart), default=0.0)
-        found["sampling/mismatch_kl"] = mean(v.exp() - v - 1 for v in apart)
+        metrics["sampling/sampling_logp_difference/mean"] = mean(abs(v) for v in apart)
+        metrics["sampling/sampling_logp_difference/max"] = max((abs(float(v)) for v in apart), default=0.0)
+        metrics["sampling/mismatch_kl"] = mean(v.exp() - v - 1 for v in apart)
         rhos = [self.rho(one) for one in self.forward]
         if rhos[0] is not None:
             rho = [float(v) for row in rhos for v in row]
             squares = sum(v**2 for v in rho)
-            found["sampling/effective_sample_size"] = sum(rho) ** 2 / (len(rho) * squares) if squares else 0.0
+            metrics["sampling/effective_sample_size"] = sum(rho) ** 2 / (len(rho) * squares) if squares else 0.0
             name = "sampling/importance_sampling_ratio"
-            found |= {f"{name}/mean": mean(rho), f"{name}/min": min(rho), f"{name}/max": max(rho)}
-        return found
+            metrics |= {f"{name}/mean": mean(rho), f"{name}/min": min(rho), f"{name}/max": max(rho)}
+        return metrics

@@ -63,10 +63,10 @@ class FullStep(Step):
             inside = [row for row in rows if args.clip_cov_lb < row[0] < args.clip_cov_ub and not row[1]]
             count = min(max(1, int(args.clip_cov_ratio * len(rows))), len(inside))
             chosen = [inside[int((k + 0.5) * len(inside) / count)] for k in range(count)]
-        found = {id(one): [False] * len(one.old) for one in self.forward}
+        selected = {id(one): [False] * len(one.old) for one in self.forward}
         for *_, number, place in chosen:
-            found[id(self.forward[number])][place] = True
-        return found
+            selected[id(self.forward[number])][place] = True
+        return selected
 
     def own(self, one: FullSequence) -> dict[str, Tensor]:
         of, args = super().own(one), self.args
@@ -126,19 +126,19 @@ class FullStep(Step):
         return table, *masses
 
     def metrics(self) -> dict[str, float]:
-        found, own = super().metrics(), [(one, self.own(one)) for one in self.forward]
+        values, own = super().metrics(), [(one, self.own(one)) for one in self.forward]
 
         def over_tokens(name: str) -> float:
             total = sum(float(torch.as_tensor(of[name]).detach().sum()) for _, of in own)
             return total / sum(len(one.old) for one, _ in own)
 
         if own[0][0].teacher is not None:
-            found["distillation"] = over_tokens("divergence")
+            values["distillation"] = over_tokens("divergence")
         for name in ("sampler_mass", "trainer_mass", "l1") if own[0][0].listed is not None else ():
-            found[f"centering_{name}"] = over_tokens(name)
+            values[f"centering_{name}"] = over_tokens(name)
         if self.args.score_centering != "off" or own[0][0].teacher is not None:
-            found["zero_gradient_fraction"] = self._still(own)
-        return found
+            values["zero_gradient_fraction"] = self._still(own)
+        return values
 
     def _still(self, own: Any) -> float:
         """The share of tokens none of whose log-probs has a gradient."""

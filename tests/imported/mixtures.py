@@ -54,8 +54,8 @@ def mixture(name: str, *, seed: int = 0, **options: Any) -> Any:
 def routers(model: nn.Module) -> dict[int, nn.Module]:
     """The router of each layer that has one."""
     mlps = {layer: block.mlp for layer, block in enumerate(model.model.layers)}
-    found = {layer: getattr(mlp, "gate", getattr(mlp, "router", None)) for layer, mlp in mlps.items()}
-    return {layer: router for layer, router in found.items() if router is not None and hasattr(router, "weight")}
+    by_layer = {layer: getattr(mlp, "gate", getattr(mlp, "router", None)) for layer, mlp in mlps.items()}
+    return {layer: router for layer, router in by_layer.items() if router is not None and hasattr(router, "weight")}
 
 
 def hooked(model: nn.Module, hook: Callable[..., Any]) -> list[Any]:

@@ -49,7 +49,7 @@ def patch_helpers_once(tl: Any, interpreter: Any) -> None:
 def patch_builtins_once(core: Any, interpreter: Any) -> None:
     """At every launch, all members of the language are looked through for builtins, and each gets a new replacement
     around a function that asks for `_semantic`, which the replacement always gives."""
-    patch_each, found = interpreter._patch_builtin, dict[Any, list[tuple[str, Any, Any]]]()
+    patch_each, replacements = interpreter._patch_builtin, dict[Any, list[tuple[str, Any, Any]]]()
     if len(inspect.signature(patch_each).parameters) != 3:  # another version of Triton
         return
 
@@ -63,14 +63,14 @@ def patch_builtins_once(core: Any, interpreter: Any) -> None:
         return call
 
     def patch(package: Any, builder: Any, scope: Any) -> None:
-        if package not in found:
+        if package not in replacements:
             builtins = [pair for pair in inspect.getmembers(package) if core.is_builtin(pair[1])]
-            found[package] = [(name, member, direct(member)) for name, member in builtins]
-        members = [getattr(package, name) for name, *_ in found[package]]
-        if all(member is builtin for member, (_, builtin, _) in zip(members, found[package], strict=True)):
-            for name, _, replacement in found[package]:
+            replacements[package] = [(name, member, direct(member)) for name, member in builtins]
+        members = [getattr(package, name) for name, *_ in replacements[package]]
+        if all(member is builtin for member, (_, builtin, _) in zip(members, replacements[package], strict=True)):
+            for name, _, replacement in replacements[package]:
                 scope.set_attr(package, name, replacement)
-        elif any(member is not new for member, (*_, new) in zip(members, found[package], strict=True)):
+        elif any(member is not new for member, (*_, new) in zip(members, replacements[package], strict=True)):
             patch_each(package, builder, scope)  # a test has changed one
 
     interpreter._patch_builtin = patch

@@ -16,9 +16,9 @@ NOT_COMPARED = (*trl_runs.CLOCKED, "total_flos")
 
 def with_tools(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """The same completions, of which every third token from the second on is of an environment."""
-    found = trl_runs.completions(prompts, trainer)
-    masks = [[int(place % 3 != 1) for place in range(len(ids))] for ids in found["completion_ids"]]
-    return {**found, "env_mask": masks}
+    rollouts = trl_runs.completions(prompts, trainer)
+    masks = [[int(place % 3 != 1) for place in range(len(ids))] for ids in rollouts["completion_ids"]]
+    return {**rollouts, "env_mask": masks}
 
 
 def compare(

@@ -113,16 +113,19 @@ def solve(case: Case, group: Any = None, chunk_bytes: int | None = None) -> dict
     if case.config is None:
         values = linear_logprobs_and_entropy(**leaves, **head, **options)
         target_gradient = rest.get("of_targets", upstream[0])
-        found, loss = values._asdict(), (values.logprobs * target_gradient).sum() + (values.entropy * upstream[1]).sum()
+        results, loss = (
+            values._asdict(),
+            (values.logprobs * target_gradient).sum() + (values.entropy * upstream[1]).sum(),
+        )
     else:
         cu_seqlens = torch.tensor(STARTS, dtype=torch.int32).clamp_max(case.tokens)
         rest |= {"advantages": torch.tensor(ADVANTAGES), "cu_seqlens": cu_seqlens, **dict(case.options)}
         out = FusedLinearGRPOLoss(GRPOLossConfig(**case.config), **options)(**leaves, **head, **rest)
-        found, loss = {"loss": out.loss, "logprobs": out.logprobs, **out.metrics}, 3.0 * out.loss
+        results, loss = {"loss": out.loss, "logprobs": out.logprobs, **out.metrics}, 3.0 * out.loss
     if loss.requires_grad:
         loss.backward()
-    found |= {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    return {name: x.detach() for name, x in found.items()}
+    results |= {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {name: x.detach() for name, x in results.items()}
 
 
 def quarrel(group: Any) -> str:

@@ -108,7 +108,7 @@ def test_log_probs_and_gradients_are_those_of_the_models_own_logits(
         assert ours[-1].keys() == plain[-1].keys() == exact[-1].keys()
     head = next(n for n, x in model.named_parameters() if x is model.get_output_embeddings().weight)
     for which in ("log_probs", "entropy", head):
-        assert_as_exact(*(torch.stack([x[which] for x in found]) for found in (ours, plain, exact)), what=which)
+        assert_as_exact(*(torch.stack([x[which] for x in results]) for results in (ours, plain, exact)), what=which)
     assert_as_exact(*(joined(values, exact) for values in (ours, plain, exact)), what="gradients")
 
 
@@ -207,7 +207,7 @@ KNOWN = {model: name for name, models in _OF_MODELS.items() for model in models}
 
 def changed_logits(source: str) -> dict[str, set[str]]:
     """For each class ...ForCausalLM, the names in statements of its forward that are more than `logits = head(...)`."""
-    found: dict[str, set[str]] = {}
+    words: dict[str, set[str]] = {}
     for made in ast.parse(source).body:
         if not isinstance(made, ast.ClassDef) or not made.name.endswith(("ForCausalLM", "LMHeadModel")):
             continue
@@ -216,17 +216,17 @@ def changed_logits(source: str) -> dict[str, set[str]]:
             text = ast.unparse(node) if isinstance(node, ast.Assign) else ""
             plain = re.fullmatch(r"(lm_)?logits = (self(\.\w+)+\(.*\)|logits)(\.float\(\)|\.contiguous\(\))?", text)
             if re.match(r"(lm_)?logits\b", text) and not plain:
-                found.setdefault(made.name, set()).update(re.findall(r"\w+", text))
-    return found
+                words.setdefault(made.name, set()).update(re.findall(r"\w+", text))
+    return words
 
 
 def test_the_table_knows_every_causal_lm_of_transformers():
-    found: dict[str, set[str]] = {}
+    changes: dict[str, set[str]] = {}
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         source = path.read_text()
         if re.search(r"^ {8,}(lm_)?logits\b[^=\n]* = (?!self\.\w+\([^*\n]*\)$)", source, flags=re.MULTILINE):
-            found |= changed_logits(source)
-    assert {"Gemma2ForCausalLM", "FalconH1ForCausalLM", "GraniteForCausalLM"} <= found.keys()
-    for model, names in found.items():
+            changes |= changed_logits(source)
+    assert {"Gemma2ForCausalLM", "FalconH1ForCausalLM", "GraniteForCausalLM"} <= changes.keys()
+    for model, names in changes.items():
         entry = KNOWN.get(model.removesuffix("ForCausalLM"), "nothing")
         assert entry in names, f"{model} does something to its logits: {sorted(names)}, and the table says {entry}"

@@ -45,15 +45,15 @@ def from_logits(model, labels, temperature, **inputs):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_log_probs_entropy_and_gradients_are_those_of_the_logits(log_probs_from_hidden, model, packed):
-    inputs, found = batch(packed=packed), []
+    inputs, results = batch(packed=packed), []
     labels = torch.roll(inputs["input_ids"], shifts=-1, dims=1)
     g, g_entropy = torch.randn(2, *labels.shape, dtype=torch.float64)
     for function in (log_probs_from_hidden, from_logits):
         model.zero_grad()
         _, logprobs, entropy = function(model, labels, TEMPERATURE, **inputs)
         torch.autograd.backward([logprobs, entropy], [g, g_entropy])
-        found.append([logprobs, entropy, *(parameter.grad for parameter in model.parameters())])
-    for one, other in zip(*found, strict=True):
+        results.append([logprobs, entropy, *(parameter.grad for parameter in model.parameters())])
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 

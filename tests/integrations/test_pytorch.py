@@ -53,8 +53,8 @@ def test_processes_that_share_parameters_find_the_gradients_of_one(shared, name)
 
 def test_a_bare_full_tensor_drops_what_other_processes_found(shared):
     """PyTorch's own behaviour, for which the page names the cure; each keeps its part of its own gradient."""
-    found = shared["gradients"]["bare full_tensor, head"]
-    errors = {name: error(x, alone(False)[name]) for name, x in found.items()}
+    gradients = shared["gradients"]["bare full_tensor, head"]
+    errors = {name: error(x, alone(False)[name]) for name, x in gradients.items()}
     assert errors.pop("lm_head.weight") > 0.1
     assert max(errors.values()) <= 1e-6
 
@@ -230,9 +230,9 @@ def scaled_step(loss_of: Callable[..., Tensor], num_tokens: int) -> tuple[float,
     exact = states.detach().double().requires_grad_()
     wide = weight.detach().double()
     loss_of(exact, wide, ids, advantages=inputs["advantages"].double(), num_tokens=num_tokens).backward()
-    found = error(states.grad.double() / scaler.get_scale(), exact.grad)
+    gradient_error = error(states.grad.double() / scaler.get_scale(), exact.grad)
     scaler.step(optimizer)
-    return found, [layer, weight]
+    return gradient_error, [layer, weight]
 
 
 def with_two_ops(hidden: Tensor, weight: Tensor, ids: Tensor, **inputs: Any) -> Tensor:

@@ -41,9 +41,9 @@ def scored(model: nn.Module, scores: Any) -> Any:
 def gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
     """All of them, of a value; none is left behind."""
     value.backward()
-    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    by_name = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return by_name
 
 
 @pytest.fixture
@@ -408,9 +408,9 @@ def test_the_example_says_what_it_should(capsys):
     spec = importlib.util.spec_from_file_location("transformers_logprobs", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    found = example.main()
-    assert found.keys() == example.FAMILIES.keys()
-    assert max(max(differences) for differences in found.values()) < 2e-5
+    by_family = example.main()
+    assert by_family.keys() == example.FAMILIES.keys()
+    assert max(max(differences) for differences in by_family.values()) < 2e-5
     assert "Gemma 2: 5 tanh(x / 5) log-probs" in capsys.readouterr().out
 
 

@@ -193,9 +193,9 @@ def add_instructions(arch: str, built: list[tuple[Launch, dict[str, Any]]]) -> N
         start, end = end, end + len(facts.pop("code"))
         own = [(place, text) for place, text in code if start <= place < end]
         assert own, f"no listing of {len(built)} kernels for {arch}"
-        facts["hgmma"] = sorted({found for _, text in own for found in re.findall(r"HGMMA\.[\w.]+", text)})
-        if found := shortest_loop(own):
-            rows, (instructions, barriers) = options.get("BLOCK_N", 1), found
+        facts["hgmma"] = sorted({instruction for _, text in own for instruction in re.findall(r"HGMMA\.[\w.]+", text)})
+        if loop := shortest_loop(own):
+            rows, (instructions, barriers) = options.get("BLOCK_N", 1), loop
             facts["per_logit"] = round(32 * options["num_warps"] * instructions / (rows * options["BLOCK_V"]), 1)
             facts |= {"per_tile": barriers} if rows == 1 else {}
 
@@ -206,8 +206,8 @@ def shortest_loop(code: list[tuple[int, str]]) -> tuple[int, int] | None:
     at = {place: number for number, (place, _) in enumerate(code)}
     jumps = {}
     for number, (_, text) in enumerate(code):
-        if (found := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) and int(found[1], 16) in at:
-            jumps[number] = at[int(found[1], 16)]
+        if (match := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) and int(match[1], 16) in at:
+            jumps[number] = at[int(match[1], 16)]
     # What follows the last exit is run by few or none, such as a branch for warps that have diverged.
     end_of_path = max(number for number, (_, text) in enumerate(code) if "EXIT" in text)
     loops = [(to, number) for number, to in jumps.items() if to < number < end_of_path]
@@ -260,14 +260,14 @@ def jobs(arch: str, which: str) -> Iterator[tuple[dict[str, Any], Launch]]:
 def main(which: str, *arches: str) -> None:
     for arch in arches or TARGETS:
         measured: dict[tuple[str, str], tuple[Launch, dict[str, Any]]] = {}
-        found = list[tuple[dict[str, Any], tuple[str, str]]]()
+        compiled = list[tuple[dict[str, Any], tuple[str, str]]]()
         for facts, launch in jobs(arch, which):
-            found.append((facts, (launch[0].__name__, specialise(launch, arch)[2])))
-            if found[-1][1] not in measured:
-                measured[found[-1][1]] = launch, measure(launch, arch)
+            compiled.append((facts, (launch[0].__name__, specialise(launch, arch)[2])))
+            if compiled[-1][1] not in measured:
+                measured[compiled[-1][1]] = launch, measure(launch, arch)
         if listed := [each for each in measured.values() if "code" in each[1]]:
             add_instructions(arch, listed)
-        for facts, key in found:
+        for facts, key in compiled:
             print(json.dumps(facts | {"name": key[0]} | measured[key][1]), flush=True)
 
 

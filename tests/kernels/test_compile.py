@@ -199,4 +199,4 @@ def test_neither_row_count_nor_alignment_of_a_slice_compiles_again(fork_server: 
     for launch in launches:
         keys.setdefault((launch["dtype"], launch["kernel"], launch["number"]), set()).add(launch["key"])
     assert len(keys) == 28 + weight_launches
-    assert {name: found for name, found in keys.items() if len(found) > 1} == {}
+    assert {name: kernel_keys for name, kernel_keys in keys.items() if len(kernel_keys) > 1} == {}

@@ -62,11 +62,11 @@ def exact(inputs, change=None):
     r, beta = exp(log_ratio), mpf(CONFIG["beta"])
     value = beta * r * (exp(q) - 1 - q)
     own = -beta * r * q if change is None else beta * r * (1 - exp(q))
-    found = [value, own] if change is None else [value, own, value]
+    values = [value, own] if change is None else [value, own, value]
     # Differences of log-probs are rounded once, and the exponential of one is as far off as that. Autograd has exp(q)
     # where q is small, too, rounded to a number near 1.
     rounding = (4 + abs(q) + abs(log_ratio) + abs(q + log_ratio)) * SPACING
-    return [(float(one), float(abs(one) * rounding + beta * r * SPACING)) for one in found]
+    return [(float(one), float(abs(one) * rounding + beta * r * SPACING)) for one in values]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy, under the interpreter, of the exp that is not used
@@ -77,11 +77,11 @@ def test_a_policy_far_from_the_reference_has_every_digit(compute, per_sequence):
     for q, change in PLACES:
         inputs = problem(q, change)
         given = torch.tensor([change]) if per_sequence else None
-        for name, found, (wanted, rounding) in zip(
+        for name, actual, (wanted, rounding) in zip(
             ("loss", "of log p", "of log r"), compute(inputs, given), exact(inputs, given), strict=False
         ):
-            if not abs(found - wanted) <= 6 * rounding + TINY:
-                wrong.append((q, change, name, found, wanted))
+            if not abs(actual - wanted) <= 6 * rounding + TINY:
+                wrong.append((q, change, name, actual, wanted))
     assert not wrong, f"{len(wrong)} of {len(PLACES)}: {wrong[:8]}"
 
 

@@ -104,11 +104,11 @@ def test_statistics_of_the_sweep_are_as_exact_as_autograd(
         logits = problem(R, V, confident=confident)
         for targets in (given["targets"], *(x.argmax(1) for x in logits)):
             pair = torch_passes.Divergence(*(x.clone() for x in logits), targets=targets, entropy=True, **options)
-            found, ways = pair.statistics(), []
+            statistics, ways = pair.statistics(), []
             for dtype in (torch.float32, torch.float64):
                 z = distributions.transform_logits(logits[0].to(dtype), **blank | heads["student_head"]).log_softmax(-1)
                 ways.append((z.gather(1, targets[:, None])[:, 0], -(z.exp() * z).sum(1)))
-            for actual, plain, exact in zip(found[:2], *ways, strict=True):
+            for actual, plain, exact in zip(statistics[:2], *ways, strict=True):
                 independent.assert_as_exact_as_torch(actual, plain, exact)
 
 

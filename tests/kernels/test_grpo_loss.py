@@ -238,7 +238,7 @@ def test_infinite_logprobs_and_nan_are_what_torch_makes_of_them(name: str, advan
     for current, old, sampled in itertools.product(LOGPROBS, repeat=3):
         token = {"logprobs": current, "old_logprobs": old, "sampling_logprobs": sampled, "advantages": advantage}
         wrong[current, old, sampled] = differences(WITHOUT_KL[name], **token)
-    assert not {values: found for values, found in wrong.items() if found}
+    assert not {values: names for values, names in wrong.items() if names}
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -257,8 +257,8 @@ def test_without_an_advantage_or_a_weight_there_is_no_term(name: str, per_sequen
             current_and_ratio = {x: values.pop(x) for x in ("logprobs", "log_ratio") if x in values}
             *plain, sums = torch_passes.grpo_token_loss(**current_and_ratio, inputs=values, terms=TokenTerms(**terms))
             for *gradients, statistics in (kernel, (*plain, formulas.token_statistics([sums]))):
-                found = [x for x in (*gradients, statistics["loss"], statistics["policy_term"]) if x is not None]
-                assert all((x == 0).all() for x in found), (current, old, sampled, left_out, found)
+                results = [x for x in (*gradients, statistics["loss"], statistics["policy_term"]) if x is not None]
+                assert all((x == 0).all() for x in results), (current, old, sampled, left_out, results)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -268,7 +268,7 @@ def test_an_infinite_reference_and_nan_are_what_torch_makes_of_them(name: str) -
     for current, old, ref in itertools.product(LOGPROBS, repeat=3):
         token = {"logprobs": current, "old_logprobs": old, "ref_logprobs": ref, "advantages": 1.0}
         wrong[current, old, ref] = differences(WITHOUT_KL[name] | {"beta": 0.1}, **token)
-    assert not {values: found for values, found in wrong.items() if found}
+    assert not {values: names for values, names in wrong.items() if names}
 
 
 @pytest.mark.parametrize("N", [0, 5])

@@ -79,12 +79,12 @@ def test_what_is_loaded_has_every_launcher(loaded: ModuleType) -> None:
 
 def test_loaded_log_probs_are_those_of_plain_torch(loaded: ModuleType, independent: Any, head_options: Any) -> None:
     (hidden, weight, targets), options = problem(), head_options(R, V, "bias softcap scale temperature")
-    found = loaded.logprob_forward(hidden, weight, targets, entropy=True, **options)[:2]
+    ours = loaded.logprob_forward(hidden, weight, targets, entropy=True, **options)[:2]
     plain, exact = (
         independent.statistics(x @ w.T, targets, **options)
         for x, w in ((hidden, weight), (hidden.double(), weight.double()))
     )
-    for actual, torchs, wanted in zip(found, plain, exact, strict=True):
+    for actual, torchs, wanted in zip(ours, plain, exact, strict=True):
         independent.assert_as_exact_as_torch(actual, torchs, wanted, magnitude=10)
 
 

@@ -114,14 +114,14 @@ def test_moments_are_as_exact_as_torch(
         )
     assert torch.equal(logits, before)
     moments, local = merge_moments(parts), targets.clamp_max(V - 1)[:, None]
-    found = []
+    expected = []
     for x in (before, before.double()):
         z = distributions.transform_logits(x, bias=bias, **options)
         others = z.scatter(1, local, torch.where(targets[:, None] < V, -torch.inf, z.gather(1, local)))
         shift = moments.shift.to(x.dtype)[:, None]
         squares = (2 * (others - shift.masked_fill(shift == -torch.inf, 0.0))).exp().sum(1)
-        found.append((squares, z.sum(1) / V))
-    for actual, plain, exact in zip((moments.squares, moments.logits / V), *found, strict=True):
+        expected.append((squares, z.sum(1) / V))
+    for actual, plain, exact in zip((moments.squares, moments.logits / V), *expected, strict=True):
         independent.assert_as_exact_as_torch(actual, plain, exact)
     leads = (moments.target_logit >= moments.largest) & (moments.target_logit > moments.before)
     # Where the cap saturates, logits that differ are equal in fp32.

@@ -253,15 +253,15 @@ def covariances(given):
 def test_kl_cov_penalises_the_tokens_of_largest_covariance(impl):
     """Of k = share * N tokens; the policy term is not clipped in the paper."""
     given = numbers()
-    found = covariances(given)
-    chosen = sorted(found, key=found.__getitem__)[-int(0.2 * len(found)) :]
+    by_token = covariances(given)
+    chosen = sorted(by_token, key=by_token.__getitem__)[-int(0.2 * len(by_token)) :]
 
     def authors(logprobs):
         total = 0.0
-        for i, t in found:
+        for i, t in by_token:
             change = logprobs[i][t] - given["old"][i, t]
             total = total - change.exp() * ADVANTAGES[i] + ((i, t) in chosen) * 0.7 * change.abs()
-        return total / len(found)
+        return total / len(by_token)
 
     options = {"epsilon": 1.0, "epsilon_high": 1e6, "sampling_correction": None}
     check(given, GRPOLossConfig(kl_cov_ratio=0.2, kl_cov_coef=0.7, **options), authors, impl)
@@ -270,20 +270,20 @@ def test_kl_cov_penalises_the_tokens_of_largest_covariance(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_clip_cov_takes_the_policy_term_from_tokens_within_its_bounds(impl):
     given, low, high = numbers(), 0.0, 2.0
-    found = covariances(given)
+    by_token = covariances(given)
     ratio, A = (given["policy"] - given["old"]).exp(), torch.tensor(ADVANTAGES)[:, None]
     clipped = ((A > 0) & (ratio > 1.2)) | ((A < 0) & (ratio < 0.8))
-    inside = sorted((c, token) for token, c in found.items() if low < c < high and not clipped[token])
-    count = int(0.1 * len(found))
+    inside = sorted((c, token) for token, c in by_token.items() if low < c < high and not clipped[token])
+    count = int(0.1 * len(by_token))
     assert 1 < count < len(inside) - 2
     chosen = {inside[int((k + 0.5) * len(inside) / count)][1] for k in range(count)}
 
     def authors(logprobs):
         total = 0.0
-        for i, t in found.keys() - chosen:
+        for i, t in by_token.keys() - chosen:
             r = (logprobs[i][t] - given["old"][i, t]).exp()
             total = total - torch.minimum(r * ADVANTAGES[i], r.clamp(0.8, 1.2) * ADVANTAGES[i])
-        return total / len(found)
+        return total / len(by_token)
 
     options = {"clip_cov_lb": low, "clip_cov_ub": high, "sampling_correction": None}
     check(given, GRPOLossConfig(clip_cov_ratio=0.1, **options), authors, impl)

@@ -112,11 +112,11 @@ def test_a_compiled_call_equals_an_eager_one(assert_as_exact, backend, frozen, i
     inputs = leaves(frozen=frozen)
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
-    found = []
+    results = []
     for function, given in ((compiled, inputs), (step, inputs), (step, wide)):
         value = function(*given, ids)
-        found.append([value.detach(), *torch.autograd.grad(value, [x for x in given if x.requires_grad])])
-    for ours, eager, exact in zip(*found, strict=True):
+        results.append([value.detach(), *torch.autograd.grad(value, [x for x in given if x.requires_grad])])
+    for ours, eager, exact in zip(*results, strict=True):
         assert_as_exact(ours, eager, exact, what=str(tuple(exact.shape)))
 
 

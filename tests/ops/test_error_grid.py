@@ -138,8 +138,8 @@ def floors(inputs: Inputs, *, entropy: bool) -> dict[str, Tensor]:
     g, g_entropy = (x.where(needed, 0.0).double() for x in upstream(inputs["targets"]))
     rest = {"temperature": torch.ones(len(needed)), **upcast(inputs, torch.float64)}
     tensors = {name: rest.pop(name) for name in (*LEAVES, "targets") if name in rest}
-    found = moved_by_exp(tensors, g, g_entropy * entropy, **rest)
-    return found | {name: found[name].where(needed, 0.0) for name in ("logprobs", "entropy")}
+    moved = moved_by_exp(tensors, g, g_entropy * entropy, **rest)
+    return moved | {name: moved[name].where(needed, 0.0) for name in ("logprobs", "entropy")}
 
 
 def upcast(inputs: Inputs, dtype: torch.dtype) -> Inputs:

@@ -49,7 +49,7 @@ def assert_all_as_exact(assert_as_exact, ours, plain, exact) -> None:
     for name in exact[0]:
         values = [[answer[name] for answer in answers] for answers in (ours, plain, exact)]
         if exact[0][name].ndim:
-            values = [[torch.cat([x.flatten() for x in found])] for found in values]
+            values = [[torch.cat([x.flatten() for x in tensors])] for tensors in values]
         for one, other, right in zip(*values, strict=True):
             assert_as_exact(one, other, right, what=name)
 

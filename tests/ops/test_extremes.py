@@ -171,15 +171,15 @@ def test_a_banned_target_has_no_probability_and_a_gradient(impl):
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_kl_is_infinite_only_where_its_sum_is_no_number_of_fp32(impl, corrected, q, count):
     """And the gradient of a bias-corrected loss, -r q, is finite at any q."""
-    config, found = GRPOLossConfig(beta=0.04, use_bias_correction_kl=corrected), {}
+    config, results = GRPOLossConfig(beta=0.04, use_bias_correction_kl=corrected), {}
     for name, dtype in ((impl, torch.float32), ("reference", torch.float64)):
         logprobs = torch.full((1, count), -300.0, dtype=dtype, requires_grad=True)
         given = {"advantages": torch.ones(1, dtype=dtype), "impl": name}
         given["ref_logprobs"] = torch.full((1, count), -300.0 + q).to(dtype)
         out = grpo_loss(logprobs, config=config, **given)
         out.loss.backward()
-        found[dtype] = out.metrics["kl"].double(), logprobs.grad.double()
-    (kl, gradient), (exact_kl, exact) = found.values()
+        results[dtype] = out.metrics["kl"].double(), logprobs.grad.double()
+    (kl, gradient), (exact_kl, exact) = results.values()
     is_too_large = exact_kl * count > torch.finfo(torch.float32).max
     torch.testing.assert_close(kl, torch.where(is_too_large, torch.inf, exact_kl), rtol=2e-5, atol=0.0)
     if corrected or not is_too_large:

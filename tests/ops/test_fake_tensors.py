@@ -95,11 +95,11 @@ def test_fake_tensors_give_the_shape_or_a_clear_error(name):
         given = {key: torch.empty_like(value, device="cpu") for key, value in tensors().items()}
         given["hidden"].requires_grad_()
         try:
-            found = compute(given)
-            if found.requires_grad:
-                found.sum().backward()
+            result = compute(given)
+            if result.requires_grad:
+                result.sum().backward()
                 assert given["hidden"].grad.shape == given["hidden"].shape
-            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
             error = ""
         except UnsupportedError as refused:
             error = str(refused)

@@ -129,14 +129,14 @@ def test_an_entropy_with_a_gradient_recomputes_logits(products, unlikely):
     """From statistics relative to the target, which other tokens may be much more likely than."""
     hidden, weight, bias, targets, upstream = problem(ignored=5)
     bias[targets[10]] -= unlikely
-    found = []
+    gradients = []
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, bias)]
         logprobs, entropy = linear_logprobs_and_entropy(*leaves[:2], targets, bias=leaves[2], impl=impl)
         loss = (logprobs * upstream.to(dtype)).sum() + 0.1 * entropy.sum()
-        found.append(torch.autograd.grad(loss, leaves))
+        gradients.append(torch.autograd.grad(loss, leaves))
     assert products == []
-    for actual, wanted in zip(*found, strict=True):
+    for actual, wanted in zip(*gradients, strict=True):
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=2e-5)
 
 

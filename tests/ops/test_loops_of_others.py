@@ -162,8 +162,8 @@ def test_a_region_that_forbids_hooks_of_saved_tensors_is_no_obstacle():
     inputs = {name: x.requires_grad_(name in NAMES[:3]) for name, x in made().items()}
     wanted = gradients(one_op, inputs)
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
-        found = gradients(one_op, inputs)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        actual = gradients(one_op, inputs)
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
 
 
 FLOATS, COUNTS = (np.float32, np.float64, np.float16), (np.int64, np.int32, np.uint8, np.float32)

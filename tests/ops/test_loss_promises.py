@@ -191,8 +191,8 @@ def test_the_entropy_is_measured_unless_told_otherwise(leaves, rest, assert_as_e
     plain, exact = (
         run([x.to(dtype) for x in leaves], rest, impl="reference").loss for dtype in (torch.float32, torch.float64)
     )
-    for found in (with_it, without):
-        assert_as_exact(found.loss, plain, exact, what="loss")
+    for output in (with_it, without):
+        assert_as_exact(output.loss, plain, exact, what="loss")
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -270,7 +270,7 @@ def test_rows_that_stay_in_place_change_nothing(leaves, rest, impl, options, mon
     """As few rows on a GPU do, where none is counted: those that need nothing may hold anything all the same."""
     masked, config = torch.arange(T).expand(B, T) > 3, GRPOLossConfig(**options)
     hidden = leaves[0].detach().masked_fill(masked[..., None], torch.nan).requires_grad_()
-    found = []
+    results = []
     for leaves_out in (True, False):
         for module in (chunked_loss, logprob_plans, registered_ops):
             monkeypatch.setattr(module, "leaves_out_rows", lambda tensor, leaves_out=leaves_out: leaves_out)
@@ -278,10 +278,10 @@ def test_rows_that_stay_in_place_change_nothing(leaves, rest, impl, options, mon
         targets = rest["targets"].masked_fill(masked, -100)
         logprobs = linear_logprobs(hidden, leaves[1], targets, impl=impl)
         values = [loss, (logprobs * torch.linspace(-1, 1, T)).sum()]
-        found.append([values, *(torch.autograd.grad(value, [hidden, leaves[1]]) for value in values)])
-    for usual, ours in zip(*found, strict=True):
+        results.append([values, *(torch.autograd.grad(value, [hidden, leaves[1]]) for value in values)])
+    for usual, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, usual, rtol=1e-5, atol=1e-7)
-    assert all((hidden_gradient[masked] == 0).all() for hidden_gradient, _ in found[1][1:])
+    assert all((hidden_gradient[masked] == 0).all() for hidden_gradient, _ in results[1][1:])
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -196,10 +196,10 @@ def test_of_kept_tokens_they_are_those_of_full_logits_without_the_others(plan, i
 
 
 def moments_of(logits: Tensor, targets: Tensor) -> Moments:
-    found: list[Moments] = []
-    passed = {"temperature": torch.ones(len(logits)), "moments": lambda fields, columns: found.append(fields)}
+    moments: list[Moments] = []
+    passed = {"temperature": torch.ones(len(logits)), "moments": lambda fields, columns: moments.append(fields)}
     torch_passes.row_statistics(logits.clone(), targets, entropy=True, **passed)
-    return found[0]
+    return moments[0]
 
 
 def test_tiles_merge_to_the_moments_of_whole_rows():

@@ -261,8 +261,8 @@ def test_nor_where_almost_all_of_the_mass_is_known(gap, impl):
     loss = {"sampling_topk_ids": top.indices, "sampling_topk_logprobs": top.values}
     given = given._replace(loss=given.loss | loss | {"sampling_logprobs": top.values[..., 1]})
     for correction in (None, "token_truncate"):
-        found = solve(given, config_of(sampling_correction=correction), torch.float32, impl=impl)
-        assert found["centering_l1"] < 0.3
+        results = solve(given, config_of(sampling_correction=correction), torch.float32, impl=impl)
+        assert results["centering_l1"] < 0.3
 
 
 def test_a_token_that_is_almost_certain_keeps_the_gradients_of_the_others():

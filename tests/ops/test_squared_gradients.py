@@ -92,8 +92,8 @@ def test_they_are_those_of_autograd(config, plan, impl, dtype):
     problem, limit = make_problem(CONFIGS[config], dtype), 1e-10 if dtype == torch.float64 else 2e-5
     expected = of_autograd(problem)
     assert (expected == 0).sum() >= 2
-    found = solve(problem, impl=impl, **PLANS[plan]).double()
-    torch.testing.assert_close(found, expected, rtol=limit, atol=limit * float(expected.max()))
+    actual = solve(problem, impl=impl, **PLANS[plan]).double()
+    torch.testing.assert_close(actual, expected, rtol=limit, atol=limit * float(expected.max()))
 
 
 @pytest.mark.parametrize(("impl", "dtype"), PATHS)
@@ -101,8 +101,8 @@ def test_they_are_those_of_autograd(config, plan, impl, dtype):
 def test_over_kept_tokens_too(config, impl, dtype):
     problem, limit = make_problem(CONFIGS[config], dtype, supports=True), 1e-10 if dtype == torch.float64 else 2e-5
     expected = of_autograd(problem)
-    found = solve(problem, impl=impl).double()
-    torch.testing.assert_close(found, expected, rtol=limit, atol=limit * float(expected.max()))
+    actual = solve(problem, impl=impl).double()
+    torch.testing.assert_close(actual, expected, rtol=limit, atol=limit * float(expected.max()))
 
 
 @given(st.sampled_from(LOSS_TYPES), st.sampled_from([None, 5, 50]), st.booleans())
@@ -110,8 +110,8 @@ def test_over_kept_tokens_too(config, impl, dtype):
 def test_every_loss_type_has_them(loss_type, rows, supports):
     needed = {"dr_grpo": {"max_completion_length": 30}, "dro": {"log_ratio_penalty": 0.05}}
     problem = make_problem({"loss_type": loss_type, **needed.get(loss_type, {})}, supports=supports)
-    found = solve(problem, chunk_bytes=None if rows is None else rows * V * 8, impl="torch")
-    torch.testing.assert_close(found, of_autograd(problem), rtol=1e-9, atol=1e-16)
+    actual = solve(problem, chunk_bytes=None if rows is None else rows * V * 8, impl="torch")
+    torch.testing.assert_close(actual, of_autograd(problem), rtol=1e-9, atol=1e-16)
 
 
 def test_padded_tokens_have_the_shape_of_the_targets():
@@ -131,9 +131,9 @@ def test_norms_of_almost_certain_tokens_do_not_cancel():
     """In fp32, 1 - 2 p + sum p^2 would be off by 1e-7 either way."""
     others = torch.tensor([1e-3, 1e-5, 1e-9, 1e-15]).double()  # shared by two tokens
     exact, squares = 1.5 * others.square(), (1 - others).square() + others.square() / 2
-    found = score_norms(torch.log1p(-others).float(), squares.float()).double()
-    assert (found >= others.square() * (1 - 1e-5)).all()
-    assert (found <= exact + 2e-7).all()
+    norms = score_norms(torch.log1p(-others).float(), squares.float()).double()
+    assert (norms >= others.square() * (1 - 1e-5)).all()
+    assert (norms <= exact + 2e-7).all()
 
 
 @pytest.mark.parametrize(

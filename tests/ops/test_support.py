@@ -269,8 +269,8 @@ def test_padded_tokens_are_those_of_the_flat_rows():
 def test_log_probs_without_a_gradient_are_those_with_one(impl, entropy):
     """Rows without a restriction take another plan then."""
     inputs, op = make_inputs(MIXED), linear_logprobs_and_entropy if entropy else linear_logprobs
-    found = [op(**{**inputs, "hidden": inputs["hidden"].requires_grad_(grad)}, impl=impl) for grad in (False, True)]
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    results = [op(**{**inputs, "hidden": inputs["hidden"].requires_grad_(grad)}, impl=impl) for grad in (False, True)]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.cpu_only(reason="the ops are given copies there")

@@ -153,17 +153,17 @@ def test_every_public_op_is_walked():
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("op", OPS)
 def test_a_derivative_is_right_or_refused(op, transform):
-    found, plainly = TRANSFORMS[transform]
+    transformed, plainly = TRANSFORMS[transform]
     for x, other in ((HIDDEN, WEIGHT), (WEIGHT, HIDDEN))[: 2 if transform in ("jvp", "grad") else 1]:
         swap = 1 if x is HIDDEN else -1
         for impl in IMPLS:
             dtype = torch.float32 if impl == "triton" else torch.float64
             call = lambda x, impl=impl, other=other, swap=swap: OPS[op](*(x, other.to(x))[::swap], impl)  # noqa: E731
             if impl == "reference" and plainly is not None:
-                torch.testing.assert_close(found(call, x), plainly(call, x))
+                torch.testing.assert_close(transformed(call, x), plainly(call, x))
             else:
                 with pytest.raises(UnsupportedError, match=r"^got .*, want .*; fix: "):
-                    found(call, x.to(dtype))
+                    transformed(call, x.to(dtype))
 
 
 @pytest.mark.parametrize("op", ["linear_logprobs", "fused_linear_grpo_loss"])

@@ -76,13 +76,13 @@ CASES = [(call, name) for call, names in CALLS.items() for name in names]
 def test_a_wrapped_tensor_counts_as_what_it_wraps_or_is_refused(call, name, wrap):
     given = {one: tensors()[one] for one in CALLS[call]}
     expected = call(**given)
-    found, error = expected, "got fused_linear_ with a tensor of a class that wraps others"
+    result, error = expected, "got fused_linear_ with a tensor of a class that wraps others"
     try:
-        found = inner_of(call(**given | {name: wrap(given[name])}))
+        result = inner_of(call(**given | {name: wrap(given[name])}))
     except UnsupportedError as refused:
         error = str(refused)
     assert re.match("got fused_linear_.* with a tensor of a class that wraps others", error)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 class Quantized(Wrapper):

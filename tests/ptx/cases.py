@@ -156,10 +156,10 @@ def moments(device: Device, R: int, V: int, *, full: bool = False) -> Results:
     taken: list[Moments] = []
     passed = {"entropy": True, "moments": lambda fields, columns: taken.append(Moments(*fields))}
     device.passes.row_statistics(device.tile(raw), targets, **passed, **head)
-    (found,) = taken
-    leads = (found.target_logit >= found.largest) & (found.target_logit > found.before)
-    numbers = {"largest": found.largest, "squares": found.squares, "mean": found.logits / V}
-    return numbers | {"target logit": found.target_logit, "leads": leads.double()}
+    (row_moments,) = taken
+    leads = (row_moments.target_logit >= row_moments.largest) & (row_moments.target_logit > row_moments.before)
+    numbers = {"largest": row_moments.largest, "squares": row_moments.squares, "mean": row_moments.logits / V}
+    return numbers | {"target logit": row_moments.target_logit, "leads": leads.double()}
 
 
 def logits_gradient(device: Device, R: int, V: int, *, dtype: torch.dtype = BF16, full: bool = False) -> Results:
@@ -251,7 +251,7 @@ def cases(arch: str) -> dict[str, Case]:
     """By name. Rows end soon after the start of a tile, so that each access of the last tile is masked somewhere."""
     V = 3 + 2 * (4096 if arch == "sm_90" else 1024)  # of the row passes
     call = functools.partial
-    found: dict[str, Case] = {
+    by_name: dict[str, Case] = {
         # Five blocks of features in four stages, two row tiles, and several splits.
         "logprobs": call(logprobs, N=130, D=320, V=600),
         "logprobs of all options": call(logprobs, N=9, D=72, V=600, full=True),
@@ -276,14 +276,14 @@ def cases(arch: str) -> dict[str, Case]:
         "weighted rows": call(weighted_rows, D=600, accumulate=False),
         "weighted rows, accumulated": call(weighted_rows, D=601, accumulate=True),
     }
-    found |= {f"divergence, {x}": call(divergence, R=2, V=2051, kind=x) for x in ("reverse_kl", "forward_kl", "jsd")}
-    found |= {f"loss, {x}": call(loss, N=700, form=x, correction="truncate") for x in ("cispo", "sapo")}
+    by_name |= {f"divergence, {x}": call(divergence, R=2, V=2051, kind=x) for x in ("reverse_kl", "forward_kl", "jsd")}
+    by_name |= {f"loss, {x}": call(loss, N=700, form=x, correction="truncate") for x in ("cispo", "sapo")}
     one_program = call(loss, N=400, form="clipped", correction="mask")
-    found |= {"loss of one program": call(one_program, calls=1), "losses of one program": call(one_program, calls=50)}
+    by_name |= {"loss of one program": call(one_program, calls=1), "losses of one program": call(one_program, calls=50)}
     if arch == "sm_90":  # no other has tiles for them
-        found["weights of a head"] = call(weights_of_head, N=130, D=320, V=600)
-        found["weights of a head of all options"] = call(weights_of_head, N=9, D=320, V=600, full=True)
-    return found | {"loss, dppo_kl": call(loss, N=700, form="dppo_kl", correction="sampler")}
+        by_name["weights of a head"] = call(weights_of_head, N=130, D=320, V=600)
+        by_name["weights of a head of all options"] = call(weights_of_head, N=9, D=320, V=600, full=True)
+    return by_name | {"loss, dppo_kl": call(loss, N=700, form="dppo_kl", correction="sampler")}
 
 
 @functools.cache

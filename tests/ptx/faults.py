@@ -32,10 +32,10 @@ def repeated_cases(arch: str) -> dict[str, Case]:
     D = 5 * (64 if arch == "sm_90" else 32)  # one block of features more than there are stages
     names = ("logprobs of unaligned rows", "logprobs in fp32", "softmax weights of rising logits", "logits gradient")
     names += ("divergence, jsd", "finish rows", "losses of one program", "scale", "entry logits")
-    found: dict[str, Case] = {"logprobs": functools.partial(logprobs, N=9, D=D, V=600, full=True)}
+    repeated: dict[str, Case] = {"logprobs": functools.partial(logprobs, N=9, D=D, V=600, full=True)}
     if arch == "sm_90":
-        found["weights of a head"] = functools.partial(weights_of_head, N=9, D=D, V=600)
-    return found | {name: by_name[name] for name in names}
+        repeated["weights of a head"] = functools.partial(weights_of_head, N=9, D=D, V=600)
+    return repeated | {name: by_name[name] for name in names}
 
 
 def orders(instruction: Instruction) -> bool:
@@ -111,9 +111,9 @@ def plant(arch: str, name: str, case: Case, where: Callable[[Instruction], bool]
         os.write(report[0], finding.encode())
         os._exit(0)
     assert not finding, "without a fault, and with those that are not found"
-    for kernel, found in facts.items():
-        found = {"arch": arch, "case": name, "kernel": kernel, "kind": where.__name__, **found}
-        print(json.dumps(found | {"silent": list(found["silent"].values())}), flush=True)
+    for kernel, findings in facts.items():
+        findings = {"arch": arch, "case": name, "kernel": kernel, "kind": where.__name__, **findings}
+        print(json.dumps(findings | {"silent": list(findings["silent"].values())}), flush=True)
 
 
 if __name__ == "__main__":

@@ -73,8 +73,8 @@ def cases(printed: Rows) -> Rows:
 def faults(printed: Rows) -> Rows:
     rows = [row for row in printed if "kind" in row]
     for row in rows:
-        kind, found = row["kind"].replace("_", " "), ", ".join(f"{n} {x}" for x, n in row["found"].items())
-        print(f"{row['arch']}  {row['kernel']:24} {kind:16} {row['planted']:3} planted, found: {found}")
+        kind, findings = row["kind"].replace("_", " "), ", ".join(f"{n} {x}" for x, n in row["found"].items())
+        print(f"{row['arch']}  {row['kernel']:24} {kind:16} {row['planted']:3} planted, found: {findings}")
     return rows
 
 

@@ -56,11 +56,11 @@ def read(path: Path) -> bytes:
 def still_there(folder: Path) -> list[Path]:
     """Processes that were started from there and are still alive after 10 s."""
     for _ in range(100):
-        found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(folder).encode() in read(path)]
-        if not found:
+        processes = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(folder).encode() in read(path)]
+        if not processes:
             break
         time.sleep(0.1)
-    return found
+    return processes
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -124,11 +124,11 @@ def test_the_worker_has_no_secret_no_open_file_and_no_core_dump(judge, monkeypat
         judge(FACTS, timeout=30, secrets=["OPENAI_API_KEY"])(
             completions=["good"], log_extra=lambda name, values: facts.extend(values)
         )
-    (found,) = facts
-    assert [name for name, value in found["env"].items() if value == "planted-secret"] == ["OPENAI_API_KEY"]
-    assert found["limits"] == [[0, 0], [1 << 30, 1 << 30]]
-    assert len(found["files"]) == 6  # three streams, the two pipes, and the folder that is being listed
-    assert found["alone"]
+    (worker,) = facts
+    assert [name for name, value in worker["env"].items() if value == "planted-secret"] == ["OPENAI_API_KEY"]
+    assert worker["limits"] == [[0, 0], [1 << 30, 1 << 30]]
+    assert len(worker["files"]) == 6  # three streams, the two pipes, and the folder that is being listed
+    assert worker["alone"]
     assert resource.getrlimit(resource.RLIMIT_FSIZE) != (1 << 30, 1 << 30)
 
 

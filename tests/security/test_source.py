@@ -34,8 +34,8 @@ def test_ruff_finds_every_planted_offender():
     command += ["--stdin-filename", "trainer/planted.py", "-"]
     source = "\n".join(("re.compile(text), model.eval(), yaml.safe_load(text)", *FOR_RUFF))
     said = subprocess.run(command, cwd=ROOT, input=source, capture_output=True, text=True).stdout
-    found = re.findall(r"^trainer/planted\.py:(\d+):\d+: (?:S\d|TID)", said, re.MULTILINE)
-    assert {int(line) for line in found} == set(range(2, 2 + len(FOR_RUFF))), said
+    lines = re.findall(r"^trainer/planted\.py:(\d+):\d+: (?:S\d|TID)", said, re.MULTILINE)
+    assert {int(line) for line in lines} == set(range(2, 2 + len(FOR_RUFF))), said
 
 
 @pytest.mark.parametrize(

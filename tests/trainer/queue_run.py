@@ -60,21 +60,21 @@ def main(out: Path, k: int, pauses: str, fails_at: int = -1) -> None:
     rows = [{"prompt": f"{a}+1="} for a in range(8)]
     reward = lambda completion_ids, **_: [float(ids[-1]) for ids in completion_ids]  # noqa: E731
     trainer = GRPOTrainer(model, reward, args, rows, processing_class=tokenizer, rollout_engine=engine)
-    found = {"versions": [], "error": ""}
+    result = {"versions": [], "error": ""}
     record = trainer._record
     trainer._record = lambda metrics, phases: (
-        found["versions"].append(metrics["weight_version"]),
+        result["versions"].append(metrics["weight_version"]),
         record(metrics, phases),
     )
     try:
         trainer.train()
     except Exception as error:
-        found["error"] = f"{type(error).__name__}: {error}"
+        result["error"] = f"{type(error).__name__}: {error}"
     weights = b"".join(weight.detach().numpy().tobytes() for weight in model.parameters())
-    found |= {"calls": engine.calls, "step": trainer.step, "weights": hashlib.sha256(weights).hexdigest()}
-    found["sync"] = dict(engine.sync_metrics)
-    (out / f"rank-{RANK}.json").write_text(json.dumps(found))
-    if not found["error"]:
+    result |= {"calls": engine.calls, "step": trainer.step, "weights": hashlib.sha256(weights).hexdigest()}
+    result["sync"] = dict(engine.sync_metrics)
+    (out / f"rank-{RANK}.json").write_text(json.dumps(result))
+    if not result["error"]:
         trainer.end()
 
 

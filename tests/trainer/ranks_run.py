@@ -77,8 +77,8 @@ def main() -> None:
     logged = {name: value for name, value in result.metrics.items() if isinstance(value, float) and "time" not in name}
     told = [[one.prompt_ids, one.completion_ids, one.completion_mask] for one in trainer.scored.samples]
     weights = {name: value.detach() for name, value in trainer.model.named_parameters()}
-    found = {"weights": weights, "logged": logged, "told": json.dumps(told)}
-    torch.save(found, OUT / f"rank-{RANK}.pt")
+    report = {"weights": weights, "logged": logged, "told": json.dumps(told)}
+    torch.save(report, OUT / f"rank-{RANK}.pt")
     trainer.end()
 
 

@@ -162,9 +162,9 @@ def watch(policy: PolicyLoss) -> list[dict[str, Any]]:
 
     def loss(batch, **step):
         weight, output = policy.model.get_output_embeddings().weight, inner(batch, **step)
-        found = {name: getattr(batch, name) for name in ("advantages", "old_logprobs", "sampling_logprobs")}
-        found |= {"tokens": len(batch.targets), "head": list(weight.shape), "head_dtype": str(weight.dtype)}
-        seen.append(found | {"plain": type(weight.data) is torch.Tensor, "loss_dtype": str(output.loss.dtype)})
+        facts = {name: getattr(batch, name) for name in ("advantages", "old_logprobs", "sampling_logprobs")}
+        facts |= {"tokens": len(batch.targets), "head": list(weight.shape), "head_dtype": str(weight.dtype)}
+        seen.append(facts | {"plain": type(weight.data) is torch.Tensor, "loss_dtype": str(output.loss.dtype)})
         return output
 
     policy._loss = loss
@@ -173,15 +173,15 @@ def watch(policy: PolicyLoss) -> list[dict[str, Any]]:
 
 def streams(model: Any) -> dict[str, Any]:
     """What engines are sent, merged and of the adapter alone, and how many numbers are gathered for each."""
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     for name, make in (("merged", checkpoint_weights), ("adapter", adapter_stream)):
         sizes, inner = list[int](), weight_stream.DTensor.full_tensor
         weight_stream.DTensor.full_tensor = lambda self, sizes=sizes, inner=inner: (
             sizes.append(self.numel()) or inner(self)
         )
-        found |= {name: dict(make(model)), f"{name}_gathered": sum(sizes)}
+        weights |= {name: dict(make(model)), f"{name}_gathered": sum(sizes)}
         weight_stream.DTensor.full_tensor = inner
-    return found
+    return weights
 
 
 def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> None:
@@ -212,13 +212,13 @@ def run(out: Path, model_options: dict[str, Any], options: dict[str, Any]) -> No
     seen = watch(trainer.accelerator.unwrap_model(learner.policy))
     result = trainer.train()
     reference = {} if learner.reference is None else dict(checkpoint_weights(learner.reference.model))
-    found = {"parameters": learner.weights(), "reference": reference, "metrics": result.metrics}
-    found["history"] = trainer.state.log_history
+    report = {"parameters": learner.weights(), "reference": reference, "metrics": result.metrics}
+    report["history"] = trainer.state.log_history
     groups = sum(isinstance(module, FSDPModule) for module in learner.policy.modules())
-    found |= {"seen": seen, "mine": parts, "groups": groups}
-    found |= streams(trainer.model) if lora else {}
+    report |= {"seen": seen, "mine": parts, "groups": groups}
+    report |= streams(trainer.model) if lora else {}
     out.mkdir(exist_ok=True)
-    torch.save(found, out / f"rank-{trainer.accelerator.process_index}.pt")
+    torch.save(report, out / f"rank-{trainer.accelerator.process_index}.pt")
     trainer.accelerator.wait_for_everyone()
 
 

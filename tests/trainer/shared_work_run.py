@@ -98,9 +98,9 @@ class MostBytes:
 
         def watched(*args: Any, **options: Any) -> Any:
             self.look()
-            found = inner(*args, **options)
+            answer = inner(*args, **options)
             self.look()
-            return found
+            return answer
 
         setattr(owner, name, watched)
 
@@ -119,15 +119,15 @@ def make(folder: str, out: Path, **options: Any) -> GRPOTrainer:
 
 
 def evaluations(trainer: GRPOTrainer) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     scored = reward.__defaults__[0]
     for name, (dataset, count) in SETS.items():
         trainer.args.num_generations_eval, trainer.engine.prompts = count, []
         scored.clear()
         result = trainer.evaluate(dataset)
         timeless = {key: value for key, value in result.items() if "runtime" not in key and "per_second" not in key}
-        found[name] = {"result": timeless, "prompts": trainer.engine.prompts, "scored": list(scored)}
-    return found
+        results[name] = {"result": timeless, "prompts": trainer.engine.prompts, "scored": list(scored)}
+    return results
 
 
 def sync(trainer: GRPOTrainer, fails_after: int | None) -> dict[str, Any]:
@@ -151,10 +151,10 @@ def main(folder: str, out: Path) -> None:
     trainer = make(folder, out, beta=0.1)
     own = sum(p.numel() for p in (getattr(p, "_local_tensor", p) for p in trainer.learner.policy.parameters()))
     weights = {name: value.double().sum().item() for name, value in trainer.learner.weights().items()}
-    found = {"starting": starting.bytes, "parameters": own, "weights": weights}
-    found |= {"evaluations": evaluations(trainer), "sync": sync(trainer, None), "failed": sync(trainer, 3)}
+    result = {"starting": starting.bytes, "parameters": own, "weights": weights}
+    result |= {"evaluations": evaluations(trainer), "sync": sync(trainer, None), "failed": sync(trainer, 3)}
     out.mkdir(exist_ok=True)
-    (out / f"rank-{RANK}.json").write_text(json.dumps(found))
+    (out / f"rank-{RANK}.json").write_text(json.dumps(result))
     Accelerator(cpu=True).end_training()
 
 

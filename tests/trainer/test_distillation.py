@@ -43,12 +43,12 @@ def recorded(trainer) -> list:
 
 def log_softmax(model, rollouts) -> list[torch.Tensor]:
     """Log-probs [T, V] for each completion, from one unpadded forward pass each."""
-    found = []
+    logprobs = []
     for index, ids in enumerate(rollouts.completion_ids):
         prompt = rollouts.prompt_ids[index // rollouts.num_generations]
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        found.append((logits / TEMPERATURE).log_softmax(-1))
-    return found
+        logprobs.append((logits / TEMPERATURE).log_softmax(-1))
+    return logprobs
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor, kind: str) -> torch.Tensor:
@@ -114,8 +114,8 @@ def test_steps_are_those_of_full_logits_of_both_models(make_trainer, make_model,
     trainer.train()
     expected = replay(start, teacher, trainer, rollouts, kind=kind, loss_type=loss_type)
     for line, step in zip(lines(trainer), expected, strict=True):
-        found = [line[name] for name in ("loss", "grad_norm", "distillation")]
-        assert found == pytest.approx(step, rel=1e-5, abs=1e-6)
+        actual = [line[name] for name in ("loss", "grad_norm", "distillation")]
+        assert actual == pytest.approx(step, rel=1e-5, abs=1e-6)
     for name, parameter in start.state_dict().items():
         torch.testing.assert_close(trainer.model.state_dict()[name], parameter, rtol=0, atol=1e-6)
 
@@ -145,16 +145,16 @@ def numbers(trainer, *names: str) -> list[float]:
 
 @pytest.mark.parametrize("cut", [{"per_device_train_batch_size": 8}, {"max_tokens_per_micro_batch": 20}], ids=str)
 def test_neither_packing_nor_the_cut_into_micro_batches_changes_a_step(make_trainer, make_model, cut):
-    found = []
+    runs = []
     for options in (RUN, RUN, {**RUN, **cut}):
         cuts = {"gradient_accumulation_steps": 8 // options["per_device_train_batch_size"]}
         trainer = make_trainer(teacher_model=make_model(seed=3, **WIDER), **{**options, **cuts})
         # Of the first run, every sequence has a padded row.
-        trainer.learner.packing = replace(trainer.learner.packing, share_rows=bool(found))
+        trainer.learner.packing = replace(trainer.learner.packing, share_rows=bool(runs))
         trainer.train()
-        found.append(numbers(trainer))
-    assert found[1] == pytest.approx(found[0], rel=1e-6, abs=1e-9)
-    assert found[2] == pytest.approx(found[0], rel=1e-6, abs=1e-9)
+        runs.append(numbers(trainer))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-6, abs=1e-9)
+    assert runs[2] == pytest.approx(runs[0], rel=1e-6, abs=1e-9)
 
 
 def test_a_teacher_that_mixes_packed_sequences_gets_each_in_its_own_row(make_trainer, tokenizer, caplog):
@@ -229,8 +229,10 @@ def test_completions_without_an_advantage_learn_from_the_teacher(
         assert line["completion_tokens"] == sum(map(len, batch.completion_ids))
         assert line["loss"] == pytest.approx(line["distillation"], rel=1e-6)
         assert line["reward_std_within_groups"] == 0 or rewards is None
-    found = numbers(trainer, "distillation")
-    learned("a teacher and no rewards: fall of the divergence", found=1 - found[-1] / found[0], least=0.15)
+    divergences = numbers(trainer, "distillation")
+    learned(
+        "a teacher and no rewards: fall of the divergence", measured=1 - divergences[-1] / divergences[0], least=0.15
+    )
 
 
 def test_an_evaluation_has_the_loss_of_a_step(make_trainer, make_model):
@@ -239,10 +241,10 @@ def test_an_evaluation_has_the_loss_of_a_step(make_trainer, make_model):
     options = {"num_generations_eval": 2, "distillation_coef": COEF, "temperature": TEMPERATURE}
     trainer = make_trainer(None, teacher_model=copy.deepcopy(teacher), eval_dataset=rows, **options)
     rollouts = recorded(trainer)
-    found = trainer.evaluate()["eval_loss"]
+    loss = trainer.evaluate()["eval_loss"]
     pairs = zip(log_softmax(trainer.model, rollouts[0]), log_softmax(teacher, rollouts[0]), strict=True)
     expected = COEF * torch.cat([divergence(p, q, "reverse_kl") for p, q in pairs]).mean().item()
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_dropout_of_the_policy_is_not_the_teachers(make_trainer, adapted_engine):
@@ -323,13 +325,13 @@ def test_arguments_that_do_not_go_with_a_teacher_are_refused(make_trainer, argum
 
 def test_further_rows_of_a_teachers_vocabulary_take_no_part(make_trainer, make_model):
     larger = make_model(seed=3, vocab_size=30)
-    same, found = copy.deepcopy(larger), []
+    same, runs = copy.deepcopy(larger), []
     same.resize_token_embeddings(22)
     for teacher in (larger, same):
         trainer = make_trainer(teacher_model=teacher, **RUN)
         trainer.train()
-        found.append(numbers(trainer))
-    assert found[0] == pytest.approx(found[1], rel=1e-9)
+        runs.append(numbers(trainer))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-9)
 
 
 def test_a_teacher_has_the_vocabulary_of_the_policy(make_trainer, make_model, tokenizer, tmp_path):

@@ -28,8 +28,8 @@ def with_lora() -> torch.nn.Module:
 
 def groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[float, set[str]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found = {group["weight_decay"]: {names[one] for one in group["params"]} for group in optimizer.param_groups}
-    return {decay: members for decay, members in found.items() if members}
+    by_decay = {group["weight_decay"]: {names[one] for one in group["params"]} for group in optimizer.param_groups}
+    return {decay: members for decay, members in by_decay.items() if members}
 
 
 @pytest.mark.parametrize("make", [qwen, gpt_oss, with_lora])
@@ -38,12 +38,12 @@ def test_the_groups_are_those_of_transformers(make, optim, tmp_path):
     model, options = make(), {"weight_decay": 0.1, "optim": optim, "learning_rate": 2e-3, "adam_beta2": 0.9}
     args = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to=[], **options)
     expected = transformers.Trainer(model, args).create_optimizer()
-    found = make_optimizer(model, GRPOConfig(**options))
-    assert type(found) is type(expected)
-    assert groups(model, found) == groups(model, expected)
-    assert found.defaults == expected.defaults
+    optimizer = make_optimizer(model, GRPOConfig(**options))
+    assert type(optimizer) is type(expected)
+    assert groups(model, optimizer) == groups(model, expected)
+    assert optimizer.defaults == expected.defaults
     kept = [group for group in expected.param_groups if group["params"]]
-    for actual, full in zip(found.param_groups, kept, strict=True):
+    for actual, full in zip(optimizer.param_groups, kept, strict=True):
         assert list(map(id, actual["params"])) == list(map(id, full["params"]))  # in the same order
 
 

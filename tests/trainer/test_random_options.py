@@ -112,10 +112,10 @@ def check_resumed(weights: Weights, records: Records, again: GRPOTrainer) -> Non
 
 def check_cut(weights: Weights, records: Records, in_parts: GRPOTrainer) -> None:
     in_parts.train()
-    others, found = outcome(in_parts)
+    others, cut_records = outcome(in_parts)
     for name in weights:
         torch.testing.assert_close(others[name], weights[name], rtol=0, atol=3e-4)
-    for expected, record in zip(records, found, strict=True):
+    for expected, record in zip(records, cut_records, strict=True):
         assert record.keys() == expected.keys()
         for name in record.keys() - NOT_COMPARED:
             want, got = (math.nan if one[name] is None else one[name] for one in (expected, record))

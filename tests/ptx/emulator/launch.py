@@ -102,6 +102,6 @@ class Emulation(ExitStack):
         return self._memories[start]
 
     def _find(self, address: int) -> Memory:
-        found = [x for x in self._memories.values() if x.base <= address < x.end]
-        check(len(found) == 1, "access of no tensor")
-        return found[0]
+        memories = [x for x in self._memories.values() if x.base <= address < x.end]
+        check(len(memories) == 1, "access of no tensor")
+        return memories[0]

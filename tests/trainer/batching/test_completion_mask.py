@@ -79,8 +79,8 @@ def test_kept_tokens_stay_with_the_tokens_that_were_sampled():
     kept = [[[8], [2, 9], [], [], [], [13], []], [[], [0, 1]], [[14], [], [1]]]
     batch = with_fields(BATCH, {"listed_tokens": list(map(ListedTokens.of, kept))})
     tokens, offsets = pack(batch, [[0], [1], [2]], Packing(one_row=True), device=CPU).support
-    found = [tokens[start:end].tolist() for start, end in pairwise(offsets.tolist())]
-    assert found == [[8], [2, 9], [13], [], [0, 1], [14], [], [1]]
+    by_place = [tokens[start:end].tolist() for start, end in pairwise(offsets.tolist())]
+    assert by_place == [[8], [2, 9], [13], [], [0, 1], [14], [], [1]]
 
 
 def test_the_sampler_is_compared_by_turn_however_the_step_is_cut():
@@ -92,8 +92,8 @@ def test_the_sampler_is_compared_by_turn_however_the_step_is_cut():
         rows = [
             torch.tensor([value for index in part.sequence_index.tolist() for value in OLD[index]]) for part in parts
         ]
-        found = means(turn_sums(batch, parts, rows))
-        assert found == pytest.approx(
+        metrics = means(turn_sums(batch, parts, rows))
+        assert metrics == pytest.approx(
             {
                 "sampling/sampling_logp_difference/turn_1/mean": (0.1 * 4 + 0.2) / 5,
                 "sampling/sampling_logp_difference/turn_1/max": 0.2,
@@ -101,8 +101,8 @@ def test_the_sampler_is_compared_by_turn_however_the_step_is_cut():
                 "sampling/sampling_logp_difference/turn_2/max": 0.5,
             }
         )
-        assert turn_differences(found) == [pytest.approx((0.12, 0.2)), pytest.approx((0.4, 0.5))]
-        assert turn_differences({name: value for name, value in found.items() if "turn_1" not in name}) == []
+        assert turn_differences(metrics) == [pytest.approx((0.12, 0.2)), pytest.approx((0.4, 0.5))]
+        assert turn_differences({name: value for name, value in metrics.items() if "turn_1" not in name}) == []
     assert turn_sums(with_fields(batch, {"completion_mask": [None] * 3}), parts, rows) == {}
 
 

@@ -36,19 +36,19 @@ def step(make_trainer: Any, batch: list[Sample], size: int, **options: Any) -> t
     """The gradient of a step with micro-batches of `size` sequences, and the number of selected tokens."""
     batches = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 16 // size}
     trainer = make_trainer(optim="sgd", learning_rate=0.0, max_grad_norm=None, **batches, **options)
-    found, inner = {"selected": torch.tensor(0)}, trainer.learner.policy._loss
+    results, inner = {"selected": torch.tensor(0)}, trainer.learner.policy._loss
 
     def loss(part: Any, **options: Any) -> Any:
-        found["selected"] = found["selected"] + part.covariance_selected.sum()
+        results["selected"] = results["selected"] + part.covariance_selected.sum()
         return inner(part, **options)
 
     def keep(name: str) -> None:
         if name == "on_pre_optimizer_step":
-            found["gradient"] = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+            results["gradient"] = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
 
     trainer.learner.policy._loss = loss
     trainer.learner.learn(batch, event=keep)
-    return found["gradient"], found["selected"]
+    return results["gradient"], results["selected"]
 
 
 @pytest.mark.parametrize("rule", RULES)

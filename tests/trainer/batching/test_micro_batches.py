@@ -227,8 +227,8 @@ def test_sequences_that_go_into_no_row_in_pairs_are_cut_in_few_tries(monkeypatch
     assert len(tries) < 25  # one after the other they were 200
     for seed in range(50):  # as few as one after the other gives
         lengths = torch.randint(1, 100, (40,), generator=torch.Generator().manual_seed(seed)).tolist()
-        found = len(cut_by_tokens(lengths, 150, Packing(one_row=True)))
-        fewer = whole([float(length) for length in lengths], range(40), found - 1)
+        bins = len(cut_by_tokens(lengths, 150, Packing(one_row=True)))
+        fewer = whole([float(length) for length in lengths], range(40), bins - 1)
         assert any(len(cut) > 1 and sum(lengths[index] for index in cut) > 150 for cut in fewer)
 
 

@@ -32,30 +32,30 @@ def measured(sequences: int, **options) -> dict[str, float]:
 
 
 def test_shares_are_of_tokens_and_extremes_of_sequences():
-    found = measured(3)
+    metrics = measured(3)
     clips = {"low_mean": 1 / 6, "low_min": 0.0, "high_mean": 2 / 6, "high_max": 1.0, "region_mean": 3 / 6}
-    assert {name: found[f"clip_ratio/{name}"] for name in clips} == pytest.approx(clips)
-    found = measured(3, importance_sampling_level="sequence", epsilon=0.21)  # e^-0.25, e^0.25, e^0.367
+    assert {name: metrics[f"clip_ratio/{name}"] for name in clips} == pytest.approx(clips)
+    metrics = measured(3, importance_sampling_level="sequence", epsilon=0.21)  # e^-0.25, e^0.25, e^0.367
     clips = {"low_mean": 1 / 3, "low_min": 0.0, "high_mean": 2 / 3, "high_max": 1.0, "region_mean": 1.0}
-    assert {name: found[f"clip_ratio/{name}"] for name in clips} == pytest.approx(clips)
+    assert {name: metrics[f"clip_ratio/{name}"] for name in clips} == pytest.approx(clips)
 
 
 def test_the_sampler_is_compared_with_the_old_policy_where_it_is_known():
-    found = measured(3)
-    assert found["sampling/sampling_logp_difference/mean"] == pytest.approx((0.5 + 0.25 + 2.0 + 0.0 + 0.5) / 5)
-    assert found["sampling/sampling_logp_difference/max"] == 2.0
+    metrics = measured(3)
+    assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx((0.5 + 0.25 + 2.0 + 0.0 + 0.5) / 5)
+    assert metrics["sampling/sampling_logp_difference/max"] == 2.0
     apart = torch.tensor([0.5, -0.25, 2.0, 0.0, 0.5])  # of the policy's log-probs from the sampler's
-    assert found["sampling/mismatch_kl"] == pytest.approx((apart.exp() - 1 - apart).mean().item())
-    assert found["sampling/bit_equal_fraction"] == pytest.approx(1 / 5)  # of the tokens whose log-prob is known
+    assert metrics["sampling/mismatch_kl"] == pytest.approx((apart.exp() - 1 - apart).mean().item())
+    assert metrics["sampling/bit_equal_fraction"] == pytest.approx(1 / 5)  # of the tokens whose log-prob is known
     rho = torch.tensor([0.5, 0.0, -0.25, 2.0, 0.0, 0.5]).exp().clamp(max=3.0)
     for name in ("min", "mean", "max"):
-        assert found[f"sampling/importance_sampling_ratio/{name}"] == pytest.approx(getattr(rho, name)().item())
+        assert metrics[f"sampling/importance_sampling_ratio/{name}"] == pytest.approx(getattr(rho, name)().item())
     effective = rho.sum() ** 2 / (6 * rho.square().sum())
-    assert found["sampling/effective_sample_size"] == pytest.approx(effective.item())
+    assert metrics["sampling/effective_sample_size"] == pytest.approx(effective.item())
     assert effective < 0.9
-    found, rho = measured(3, sampling_correction="sequence_mask"), torch.tensor([0.5, -0.25]).exp()
-    assert found["sampling/importance_sampling_ratio/min"] == 0.0  # e^2.5 is beyond the bound
-    assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(rho.sum().item() / 3)
+    metrics, rho = measured(3, sampling_correction="sequence_mask"), torch.tensor([0.5, -0.25]).exp()
+    assert metrics["sampling/importance_sampling_ratio/min"] == 0.0  # e^2.5 is beyond the bound
+    assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(rho.sum().item() / 3)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo"])

@@ -100,7 +100,7 @@ def test_a_reference_and_ratios_stay_with_their_completions(batch):
 
 def same(model, batch, tolerance: float, config: GRPOLossConfig | None = None, **options) -> None:
     """Loss, log-probs of each sequence and all gradients, with and without shared prompts."""
-    found = []
+    results = []
     disable_dropout(model)
     for share in (False, True):
         policy = PolicyLoss(copy.deepcopy(model), config or GRPOLossConfig(), temperature=0.8).train()
@@ -113,8 +113,8 @@ def same(model, batch, tolerance: float, config: GRPOLossConfig | None = None, *
             pieces = output.logprobs.detach().split(part.cu_seqlens.diff().tolist())
             logprobs |= dict(zip(part.sequence_index.tolist(), pieces, strict=True))
         gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
-        found.append((sum(output.loss.item() for output in outputs), logprobs, gradients))
-    (loss, logprobs, gradients), (shared_loss, shared_logprobs, shared_gradients) = found
+        results.append((sum(output.loss.item() for output in outputs), logprobs, gradients))
+    (loss, logprobs, gradients), (shared_loss, shared_logprobs, shared_gradients) = results
     assert shared_loss == pytest.approx(loss, rel=0, abs=max(tolerance, 1e-6))  # a loss is an fp32 number
     assert logprobs.keys() == shared_logprobs.keys() == set(range(len(batch)))
     assert gradients.keys() == shared_gradients.keys()
@@ -162,10 +162,10 @@ def test_gradients_of_a_shared_place_are_added_in_one_order(make_model):
     torch.set_num_threads(2)
     try:
         hidden, *_ = policy._head_inputs(part, states)
-        found = [torch.autograd.grad(hidden, states, given, retain_graph=True)[0] for _ in range(20)]
+        gradients = [torch.autograd.grad(hidden, states, given, retain_graph=True)[0] for _ in range(20)]
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(gradient, found[0]) for gradient in found)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 @given(

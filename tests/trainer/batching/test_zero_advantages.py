@@ -103,8 +103,8 @@ def updates(make_trainer: Any, batch: list[Sample], *, share_rows: bool = True, 
 
     noise = torch.Generator().manual_seed(0)
     for _ in range(2):
-        batch, found = learner.learn(batch, event=keep)
-        metrics.append(found)
+        batch, step_metrics = learner.learn(batch, event=keep)
+        metrics.append(step_metrics)
         for parameter in model.parameters():
             parameter.data += 0.02 * torch.randn(parameter.shape, generator=noise)
     return gradients, metrics, places
@@ -237,15 +237,15 @@ def test_a_step_without_any_advantage_moves_the_optimizer_as_before(make_trainer
         "num_generations": 6,
         "per_device_train_batch_size": 6,
     }
-    found = []
+    results = []
     for skips in (True, False):
         trainer = make_trainer(equal_from_the_second_step, skip_zero_advantages=skips, learning_rate=1e-2, **options)
         metrics = trainer.train().metrics
         state = trainer.learner.optimizer.state_dict()["state"]
-        found.append((trainer.model.state_dict(), state, metrics))
+        results.append((trainer.model.state_dict(), state, metrics))
         assert metrics["grad_norm"] == 0.0
         assert metrics["entropy"] > 0.0
-    (skipping, skipping_state, metrics), (full, full_state, full_metrics) = found
+    (skipping, skipping_state, metrics), (full, full_state, full_metrics) = results
     assert all(torch.equal(skipping[name], full[name]) for name in full)
     assert all(torch.equal(skipping_state[index]["exp_avg"], entry["exp_avg"]) for index, entry in full_state.items())
     assert metrics["completion_tokens"] == full_metrics["completion_tokens"]
@@ -264,8 +264,8 @@ def test_an_engine_with_other_weights_is_seen_where_all_rewards_are_equal(make_t
 
 
 def test_truncated_completions_are_not_counted_twice():
-    found = without_zeros(batch([1.0, 0.0, 0.0, -1.0], in_loss=torch.tensor([False, True, False, True])))
-    assert column(found, "skipped").tolist() == [False, True, False, False]
-    assert column(found, "in_forward").tolist() == [False, False, False, True]
+    marked = without_zeros(batch([1.0, 0.0, 0.0, -1.0], in_loss=torch.tensor([False, True, False, True])))
+    assert column(marked, "skipped").tolist() == [False, True, False, False]
+    assert column(marked, "in_forward").tolist() == [False, False, False, True]
     lonely = without_zeros(batch([1.0, 0.0, 0.0], in_loss=torch.tensor([False, True, True])))
     assert column(lonely, "in_forward").tolist() == [False, True, False]

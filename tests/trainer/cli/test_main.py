@@ -150,8 +150,8 @@ def test_yaml_has_its_own_words_for_no_and_for_nothing(tmp_path):
 @pytest.mark.parametrize("text", ["1e-7", "1E-07", "+1.e-7", ".1e-6", "0.0000001"])
 def test_every_spelling_of_a_number_is_one_in_yaml(tmp_path, text):
     (tmp_path / "run.yaml").write_text(f"lr_scheduler_kwargs: {{min_lr: {text}, of: [{text}]}}\nrun_name: {text}\n")
-    found = read_yaml(tmp_path / "run.yaml")
-    assert found == {"lr_scheduler_kwargs": {"min_lr": 1e-7, "of": [1e-7]}, "run_name": text}
+    content = read_yaml(tmp_path / "run.yaml")
+    assert content == {"lr_scheduler_kwargs": {"min_lr": 1e-7, "of": [1e-7]}, "run_name": text}
     assert _named_value(f"probability={text}") == ("probability", 1e-7)
     (tmp_path / "words.yaml").write_text("chat_template_kwargs: {a: 1e, b: e-7, c: 1e-7x, d: 1e7.5, e: 0x1e-7}\n")
     words = read_yaml(tmp_path / "words.yaml")["chat_template_kwargs"]

@@ -28,10 +28,10 @@ ORDERS = ["sum_then_normalize", "normalize_then_sum"]
 @pytest.fixture(scope="module")
 def trl_advantages():
     """The part of TRL's trainer between its rewards and its slicing, as a function."""
-    found = importlib.util.find_spec("trl")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
         pytest.skip("TRL is not installed")
-    folder = Path(found.origin).parent / "trainer"
+    folder = Path(spec.origin).parent / "trainer"
     body = (folder / "grpo_trainer.py").read_text().partition("        unscorable_mask = ")
     lines = textwrap.dedent(body[1] + body[2].partition("        # Slice to keep only")[0])
     (nanstd,) = (

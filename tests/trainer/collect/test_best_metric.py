@@ -106,6 +106,6 @@ def test_sets_that_a_script_names_later_are_checked_in_train(make):
 
 
 def test_the_first_evaluation_names_metrics_of_its_own_sets():
-    found = {"eval_hard_loss": 0.0, "eval_hard_reward": 1.0, "eval_hard_reward_std": 0.0}
+    metrics = {"eval_hard_loss": 0.0, "eval_hard_reward": 1.0, "eval_hard_reward_std": 0.0}
     with pytest.raises(InputError, match=r"fix: metric_for_best_model='eval_hard_reward', greater"):
-        check_best_metric("reward", found)
+        check_best_metric("reward", metrics)

@@ -78,9 +78,9 @@ def test_without_a_limit_or_a_known_distance_nothing_changes(make_trainer):
 @pytest.mark.parametrize("options", [{}, {"steps_per_generation": 2}, {"num_iterations": 2}])
 def test_steps_of_a_generation_count_as_one(make_trainer, options):
     trainer = make_trainer([0.4] * 28, max_steps=28 if options else 14, **options)
-    found = ages(trainer)
+    off_policy = ages(trainer)
     steps = trainer.collector.steps_per_batch
-    assert [age // steps for age in found[::steps]] == [0, 1, 1, 1, *[2] * 10]
+    assert [age // steps for age in off_policy[::steps]] == [0, 1, 1, 1, *[2] * 10]
 
 
 def test_every_prompt_is_sampled_once_and_in_order(make_trainer, tmp_path):
@@ -89,9 +89,9 @@ def test_every_prompt_is_sampled_once_and_in_order(make_trainer, tmp_path):
         make_trainer(moves, limit, output_dir=str(tmp_path / name), **options)
         for name, limit, options in (("paced", 1.0, {}), ("whole", None, {}), ("none", 1.0, {"generate_ahead": 0}))
     ]
-    found = [ages(run) for run in runs]
-    assert found[0] != found[1]
-    assert found[2] == [0] * 14
+    off_policy = [ages(run) for run in runs]
+    assert off_policy[0] != off_policy[1]
+    assert off_policy[2] == [0] * 14
     prompts = [[row["prompt"] for row in lines(run, "rollouts.jsonl")] for run in runs]
     assert prompts[0] == prompts[1] == prompts[2]
     assert all(len(run.engine.calls) == 14 for run in runs)
@@ -115,9 +115,9 @@ def test_another_limit_holds_from_the_next_batch_on(make_trainer, before, after,
     make_trainer([0.1] * 22, before, save_steps=9, max_steps=9).train()
     resumed = make_trainer([0.1] * 22, after, max_steps=22)
     resumed.train(resume_from_checkpoint=True)
-    found = [line["off_policy_steps"] for line in lines(resumed)]
-    assert len(found) == 22
-    assert (found[-5:] if after == 0.001 else found[9:14]) == expected
+    off_policy = [line["off_policy_steps"] for line in lines(resumed)]
+    assert len(off_policy) == 22
+    assert (off_policy[-5:] if after == 0.001 else off_policy[9:14]) == expected
 
 
 def test_a_smaller_number_in_flight_is_kept_after_a_resume(make_trainer):

@@ -85,10 +85,10 @@ def test_greedy_completions_change_nothing_but_the_advantages(make_trainer, tmp_
         options = THREE | {"advantage_estimator": estimator, "output_dir": str(tmp_path / estimator)}
         runs[estimator] = make_trainer(**options)
         metrics = runs[estimator].train().metrics
-        runs[estimator].found = {name: metrics[name] for name in names}
+        runs[estimator].metrics_of_run = {name: metrics[name] for name in names}
         assert ("remax/greedy_reward" in metrics) is (estimator == "remax")
     remax, rloo = runs["remax"], runs["rloo"]
-    assert remax.found == rloo.found
+    assert remax.metrics_of_run == rloo.metrics_of_run
     records = lines(remax)
     own = {"greedy_completion", "greedy_reward"}
     assert records[0].keys() - lines(rloo)[0].keys() == own

@@ -79,8 +79,11 @@ def test_drop_empties_the_completion_and_changes_nothing_else() -> None:
     emptied = [*column(sound[:3], "completion_ids"), [], *column(sound[4:], "completion_ids")]
     assert (column(rollouts, "completion_ids"), rollouts[3].sampling_logprobs) == (emptied, [])
     empty = {"completion_ids": [], "sampling_logprobs": [], "finish_reason": "length"}
-    found, wanted = with_fields(rollouts, {"failure": [None] * 6}), [*sound[:3], replace(sound[3], **empty), *sound[4:]]
-    assert repr(found) == repr(wanted)  # their rewards are NaN
+    marked, wanted = (
+        with_fields(rollouts, {"failure": [None] * 6}),
+        [*sound[:3], replace(sound[3], **empty), *sound[4:]],
+    )
+    assert repr(marked) == repr(wanted)  # their rewards are NaN
     assert failed(from_tensors(as_tensors(rollouts))) == [2, 3]
 
 
@@ -136,13 +139,13 @@ def test_a_dropped_group_reaches_neither_rewards_nor_loss(make_trainer):
 
 
 def test_a_run_without_a_fault_is_the_same_under_every_policy(make_trainer):
-    found = []
+    weights = []
     for policy in ("fail", "retry", "drop"):
         trainer = make_trainer(rollout_failure=policy, max_steps=2)
         trainer.train()
-        found.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
-    for other in found[1:]:
-        assert all(torch.equal(other[name], value) for name, value in found[0].items())
+        weights.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+    for other in weights[1:]:
+        assert all(torch.equal(other[name], value) for name, value in weights[0].items())
 
 
 def test_retry_goes_on_where_fail_ends_the_run(make_trainer):

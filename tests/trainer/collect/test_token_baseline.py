@@ -133,10 +133,10 @@ def test_in_a_run_the_norms_are_those_of_the_models_logits(make_trainer, monkeyp
     expected = by_hand(group, zero_tail=estimator.startswith("tir"))
     (part,) = captured.parts
     assert len(part.cu_seqlens) == 5
-    found = part.advantages[:, 0].split(part.cu_seqlens.diff().tolist())
+    norms = part.advantages[:, 0].split(part.cu_seqlens.diff().tolist())
     by_tokens = {tuple(sample.completion_ids): one for sample, one in zip(samples, expected, strict=True)}
     targets = part.targets.split(part.cu_seqlens.diff().tolist())
-    for ids, values in zip(targets, found, strict=True):
+    for ids, values in zip(targets, norms, strict=True):
         assert values.tolist() == pytest.approx(by_tokens[tuple(ids.tolist())], abs=1e-5)
 
 

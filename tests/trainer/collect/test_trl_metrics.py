@@ -84,8 +84,8 @@ def test_every_metric_of_trls_name_is_trls(trl, name, tmp_path):
     trl_log = logged(trl.GRPOTrainer, trl.GRPOConfig, model, name, tmp_path)
     ours = logged(GRPOTrainer, GRPOConfig, model, name, tmp_path)
     assert len(trl_log) == len(ours) == STEPS
-    for step, (expected, found) in enumerate(zip(trl_log, ours, strict=True)):
+    for step, (expected, actual) in enumerate(zip(trl_log, ours, strict=True)):
         expected = {key: value for key, value in expected.items() if not any(map(key.__contains__, trl_runs.CLOCKED))}
-        assert expected.keys() <= found.keys(), expected.keys() - found.keys()
+        assert expected.keys() <= actual.keys(), expected.keys() - actual.keys()
         for key, value in expected.items():
-            assert found[key] == pytest.approx(value, rel=1e-4, abs=1e-4), f"{key} of step {step + 1}"
+            assert actual[key] == pytest.approx(value, rel=1e-4, abs=1e-4), f"{key} of step {step + 1}"

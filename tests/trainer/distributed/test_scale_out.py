@@ -132,8 +132,8 @@ def alone(launch):
     """Each run in one process; once, where runs differ in nothing but how their steps are cut."""
     names = {json.dumps(rest): (name, *rest) for name, *rest in entries(1)}
     kept = ("kept", {}, {**HALF, "per_device_train_batch_size": 16, "skip_zero_advantages": False})
-    found = launch([*names.values(), kept], env=None)
-    return {name: found[names[json.dumps(rest)][0]][0] for name, *rest in entries(1)} | {"kept": found["kept"][0]}
+    results = launch([*names.values(), kept], env=None)
+    return {name: results[names[json.dumps(rest)][0]][0] for name, *rest in entries(1)} | {"kept": results["kept"][0]}
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +146,8 @@ def shared(launch, wrapper, tmp_path_factory):
 
 
 def test_what_a_callback_of_one_rank_decides_holds_on_all(shared):
-    root, found = shared
-    assert [rank["metrics"]["step"] for rank in found["stopped"]] == [1, 1]
+    root, results = shared
+    assert [rank["metrics"]["step"] for rank in results["stopped"]] == [1, 1]
     assert (root / "stopped" / "run" / "checkpoint-1").is_dir()
 
 
@@ -187,7 +187,7 @@ def test_two_processes_skip_completions_without_an_advantage_alike(alone, shared
 
 
 def test_two_processes_resume_where_they_stopped(launch, wrapper, shared):
-    root, found = shared
+    root, results = shared
     cuts = [CUT, *(SHARDED_ADAPTER[1:] if wrapper else ())]
     resumed = launch(
         [
@@ -199,7 +199,7 @@ def test_two_processes_resume_where_they_stopped(launch, wrapper, shared):
     )
     for cut, _, _ in cuts:
         for kind in ("parameters", "reference"):
-            for key, tensor in found[cut.replace("cut", "whole")][0][kind].items():
+            for key, tensor in results[cut.replace("cut", "whole")][0][kind].items():
                 assert torch.equal(resumed[cut][0][kind][key], tensor), f"{kind} {key}"
 
 
@@ -223,20 +223,20 @@ def test_mixed_precision_leaves_the_inputs_of_the_loss_unrounded(shared, wrapper
 
 
 def test_a_checkpoint_of_sharded_weights_loads_as_any_other(shared):
-    root, found = shared
+    root, results = shared
     name = "by tokens, tied, a reference that follows"
     loaded = Qwen2ForCausalLM.from_pretrained(root / name / "run" / "final")
     assert "lm_head.weight" not in load_file(root / name / "run" / "final" / "model.safetensors")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     own = loaded.state_dict()
-    assert own.keys() - found[name][0]["parameters"].keys() == {"lm_head.weight"}
-    for key, value in found[name][0]["parameters"].items():
+    assert own.keys() - results[name][0]["parameters"].keys() == {"lm_head.weight"}
+    for key, value in results[name][0]["parameters"].items():
         assert torch.equal(own[key], value), key
 
 
 def test_an_adapter_is_gathered_alone_or_merged_and_saved(alone, shared, wrapper):
-    root, found = shared
-    one, ranks = alone["an adapter"], found["an adapter"]
+    root, results = shared
+    one, ranks = alone["an adapter"], results["an adapter"]
     saved = load_file(root / "an adapter" / "run" / "final" / "adapter_model.safetensors")
     adapter_size, base_size = (sum(map(torch.numel, one[name].values())) for name in ("adapter", "merged"))
     for rank in ranks:

@@ -33,12 +33,12 @@ def launched(fork_server, tmp_path_factory, model) -> dict[str, list[dict[str, A
         config = ["--config_file", str(FSDP2), "--mixed_precision", "no", "script.py"]
         arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(config))
         fsdp2 = prepare_multi_gpu_env(arguments)
-    found = {}
+    by_name = {}
     for name, processes, env in (("one", 1, {}), ("two", 2, fsdp2)):
         out = tmp_path_factory.mktemp(name)
         fork_server.run(SCRIPT, model[0], out, processes=processes, env=env)
-        found[name] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(processes)]
-    return found
+        by_name[name] = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(processes)]
+    return by_name
 
 
 @pytest.mark.parametrize("name", ["uneven", "sampled", "one row", "stream", "by name"])

@@ -133,9 +133,9 @@ def test_answers_of_any_shape_end_in_an_error_of_ours_or_in_a_result(server, con
 def test_an_answer_is_compared_all_the_way_down() -> None:
     logprobs = {"token_logprobs": [-1], "top_logprobs": [{"token_id:3": -1.5}]}
     answer = {"index": 0, "token_ids": [3], "finish_reason": "stop", "text": 5, "logprobs": logprobs}
-    (found,) = parsed(list[Choice], [answer], "it")
-    assert found == Choice(0, [3], Logprobs([-1.0], [{"token_id:3": -1.5}]), "stop")
-    assert type(found.logprobs.token_logprobs[0]) is float
+    (choice,) = parsed(list[Choice], [answer], "it")
+    assert choice == Choice(0, [3], Logprobs([-1.0], [{"token_id:3": -1.5}]), "stop")
+    assert type(choice.logprobs.token_logprobs[0]) is float
     assert parsed(ModelConfig, {"logprobs_mode": "raw"}, "it") == ModelConfig("raw", None, 0)
 
 

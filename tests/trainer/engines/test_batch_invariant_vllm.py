@@ -33,8 +33,8 @@ def environment() -> Iterator[dict[str, Any]]:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch, environment: dict[str, Any]) -> Callable[..., None]:
     def on_gpu(capability: int, *, cuda: bool = True) -> None:
-        found = {"is_cuda": lambda: cuda, "has_device_capability": lambda wanted: wanted <= capability}
-        monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(**found, device_name="gpu"))
+        methods = {"is_cuda": lambda: cuda, "has_device_capability": lambda wanted: wanted <= capability}
+        monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(**methods, device_name="gpu"))
 
     return on_gpu
 

@@ -29,8 +29,8 @@ ROWS = [{"prompt": f"{a}+{a}="} for a in range(4)]
 
 @pytest.fixture
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))
 
 
 def stream() -> IterableDataset:
@@ -73,7 +73,7 @@ def raising(error: Exception) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("device", "found", "message"),
+    ("device", "attributes", "message"),
     [
         (
             "cpu",
@@ -89,9 +89,9 @@ def raising(error: Exception) -> Any:
         ("", {}, "got a build of vllm that finds no device.* on this machine, want .*fix: a machine with a GPU"),
     ],
 )
-def test_a_vllm_that_cannot_run_is_refused_before_models(monkeypatch, device, found, message) -> None:
+def test_a_vllm_that_cannot_run_is_refused_before_models(monkeypatch, device, attributes, message) -> None:
     vllm, platforms = ModuleType("vllm"), SimpleNamespace(current_platform=SimpleNamespace(device_type=device))
-    vars(vllm).update(found, __spec__=ModuleSpec("vllm", None))
+    vars(vllm).update(attributes, __spec__=ModuleSpec("vllm", None))
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     args = GRPOConfig(use_vllm=True, vllm_max_model_length=8)

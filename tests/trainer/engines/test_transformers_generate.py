@@ -29,10 +29,10 @@ def test_a_generate_that_returns_plain_tokens_gives_no_logprobs(build_model, tok
 def test_a_beam_search_is_that_of_transformers_and_has_no_logprobs(build_model, tokenizer, caplog) -> None:
     model, prompt, extra = build_model(), [4, 5, 6], {"num_beams": 4, "length_penalty": 0.5}
     plain = model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=0)
-    found = model.generate(torch.tensor([prompt]), plain, max_new_tokens=5, **extra)[0, 3:].tolist()
+    expected = model.generate(torch.tensor([prompt]), plain, max_new_tokens=5, **extra)[0, 3:].tolist()
     options = SamplingParams(n=1, max_tokens=5, temperature=0, extra=extra)
     rollouts = TransformersEngine(model, tokenizer).generate([prompt], options)
-    assert rollouts.completion_ids == [found]
+    assert rollouts.completion_ids == [expected]
     assert rollouts.sampling_logprobs is None
     assert "no samples of the policy" in caplog.text
 

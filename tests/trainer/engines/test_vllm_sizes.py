@@ -148,9 +148,9 @@ def test_a_call_finds_nothing_of_the_calls_before_in_the_cache(engine, monkeypat
     look_up = manager.get_computed_blocks
 
     def counted(*request: Any) -> Any:
-        found = look_up(*request)
-        cached.append(found[1])
-        return found
+        blocks = look_up(*request)
+        cached.append(blocks[1])
+        return blocks
 
     monkeypatch.setattr(manager, "get_computed_blocks", counted)
     for _ in range(2):

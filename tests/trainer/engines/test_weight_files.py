@@ -67,9 +67,9 @@ def test_views_ties_and_strides_arrive_unchanged_and_the_files_are_removed(tmp_p
     matrix = torch.arange(12.0).view(3, 4)
     given = {"a": matrix, "tied": matrix, "row": matrix[1], "transposed": matrix.T, "half": matrix.bfloat16()}
     with temporary_weight_files(given.items(), directory=str(tmp_path)) as folder:
-        found = load_file(folder / "model-00000.safetensors")
-    assert found.keys() == given.keys()
-    assert all(torch.equal(found[name], weight) for name, weight in given.items())
+        loaded = load_file(folder / "model-00000.safetensors")
+    assert loaded.keys() == given.keys()
+    assert all(torch.equal(loaded[name], weight) for name, weight in given.items())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -91,9 +91,9 @@ def test_many_weights_go_into_several_files_and_none_is_lost(tmp_path, monkeypat
     given = {f"layer.{index}": torch.full((10 + 5 * index,), float(index)) for index in range(6)}
     with temporary_weight_files(given.items(), directory=str(tmp_path)) as folder:
         files = [load_file(file) for file in folder.iterdir()]
-    found = {name: weight for file in files for name, weight in file.items()}
+    loaded = {name: weight for file in files for name, weight in file.items()}
     assert len(files) == 4  # of 40 and 60, 80 and 100, 120 and 140 bytes: one that overfills a file ends it
-    assert all(torch.equal(found[name], weight) for name, weight in given.items())
+    assert all(torch.equal(loaded[name], weight) for name, weight in given.items())
 
 
 def usage(free: int) -> Any:

@@ -109,17 +109,17 @@ def wire(servers, monkeypatch) -> SimpleNamespace:
         shapes = [(name, (shape, getattr(torch, dtype))) for name, dtype, shape in named]
         sent = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes}
         count = len(list(WeightStream(sent, ()).buckets()))
-        buckets, found = iter(wire.communicator.buckets[-count:]), {}
+        buckets, unpacked = iter(wire.communicator.buckets[-count:]), {}
         packed_tensor.packed_nccl_broadcast_consumer(
             iter(shapes),
             SimpleNamespace(broadcast=lambda bucket, src: bucket.copy_(torch.from_numpy(next(buckets)))),
             src=0,
-            post_unpack_func=found.update,
+            post_unpack_func=unpacked.update,
             buffer_size_bytes=weight_transfer.BUCKET_BYTES,
             device="cpu",
         )
         assert next(buckets, None) is None
-        return found
+        return unpacked
 
     for server in servers:
         server.wire, server.transfer = received, "nccl"

@@ -267,10 +267,10 @@ def test_rewards_see_environments_and_the_prompt_with_the_task(make_trainer):
 def test_an_environment_is_evaluated(make_trainer):
     rows = [{"prompt": [{"role": "user", "content": "Play."}]}] * 3
     trainer = make_trainer(play, reward=None, environment_factory=Guess, rows=rows, eval_dataset=[{"level": 1}] * 3)
-    found = trainer.evaluate()
-    assert found["eval_rewards/Guess/mean"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
+    metrics = trainer.evaluate()
+    assert metrics["eval_rewards/Guess/mean"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
     tasks = [environment.number for pool in trainer._environment_pool.values() for environment in pool]
-    assert trainer.evaluate([{"level": 2}] * 3)["eval_reward"] == found["eval_reward"]
+    assert trainer.evaluate([{"level": 2}] * 3)["eval_reward"] == metrics["eval_reward"]
     # The same tasks at every evaluation.
     assert tasks == [environment.number for pool in trainer._environment_pool.values() for environment in pool]
     with pytest.raises(DataError, match="a string as the prompt of an episode"):

@@ -103,8 +103,8 @@ def test_calls_are_read_back_as_they_were_written(name, arguments, read):
     )
     turn = whole[begun : len(whole) - len(added)]
     assert turn[-1] in stops
-    (found,) = template.reply(turn, prompt, [look])["tool_calls"]
-    assert found == {"type": "function", "function": {"name": "look", "arguments": read}}
+    (tool_call,) = template.reply(turn, prompt, [look])["tool_calls"]
+    assert tool_call == {"type": "function", "function": {"name": "look", "arguments": read}}
 
 
 def test_what_gpt_oss_says_about_a_function_calls_none():
@@ -114,8 +114,8 @@ def test_what_gpt_oss_says_about_a_function_calls_none():
     more = "<|channel|>commentary<|message|>I use to=functions.delete<|end|><|start|>assistant"
     called = '<|channel|>commentary to=functions.read <|constrain|>json<|message|>{"path": "a"}<|call|>'
     reply = template.reply(tokenizer(thought + more + called)["input_ids"], [], [])
-    (found,) = reply["tool_calls"]
-    assert found["function"] == {"name": "read", "arguments": {"path": "a"}}
+    (tool_call,) = reply["tool_calls"]
+    assert tool_call["function"] == {"name": "read", "arguments": {"path": "a"}}
     assert reply["reasoning_content"] == "to=functions.delete"
     final = "<|channel|>final<|message|>Use to=functions.delete.<|return|>"
     reply = template.reply(tokenizer(thought + final)["input_ids"], [], [])
@@ -187,8 +187,8 @@ def test_a_whole_number_that_is_written_as_a_float_is_an_integer(said, read):
     tokenizer, stops = of_family("qwen3")
     call = json.dumps({"name": "kinds", "arguments": {"whole": said, "maybe": said, "text": said}})
     ids = tokenizer(f"<tool_call>\n{call}\n</tool_call>{tokenizer.decode(stops[0])}")["input_ids"]
-    (found,) = Template(tokenizer, {}, stop_ids=stops).reply(ids, [], [kinds])["tool_calls"]
-    assert repr(found["function"]["arguments"]) == repr({"whole": read, "maybe": read, "text": said})
+    (tool_call,) = Template(tokenizer, {}, stop_ids=stops).reply(ids, [], [kinds])["tool_calls"]
+    assert repr(tool_call["function"]["arguments"]) == repr({"whole": read, "maybe": read, "text": said})
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
@@ -230,8 +230,8 @@ def test_a_turn_that_says_one_thing_again_and_again_is_read_at_once(name):
 )
 def test_many_calls_are_read_in_time_of_their_number(form, said, calls):
     start = time.thread_time()
-    _, found = family_of(form, "f").read((form + said) * 80_000, [])
-    assert len(found) == calls
+    _, parsed = family_of(form, "f").read((form + said) * 80_000, [])
+    assert len(parsed) == calls
     assert time.thread_time() - start < 3
 
 

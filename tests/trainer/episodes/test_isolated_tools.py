@@ -91,11 +91,11 @@ def answered(tool, *codes: str, timeout: float = 60.0) -> list[tuple[bool, str]]
 
 def processes(folder: Path) -> list[str]:
     """Those that run with a file from there."""
-    found = []
+    names = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended
-            found += [path.parent.name] if str(folder).encode() in path.read_bytes() else []
-    return found
+            names += [path.parent.name] if str(folder).encode() in path.read_bytes() else []
+    return names
 
 
 def all_end(folder: Path) -> bool:
@@ -176,15 +176,15 @@ while len(os.listdir(folder)) < 4: time.sleep(0.01)"""
 def test_the_wait_for_a_process_is_no_part_of_the_time_of_a_call(make):
     tool, code = make(workers=1, timeout=2.0), "import os, time; time.sleep(0.7); answer = os.getpid()"
     calls = [in_thread(partial(answered, tool, code, timeout=0.3)) for _ in range(4)]
-    found = [call.result(60)[0] for call in calls]
-    assert [failed for failed, _ in found] == [False] * 4
-    assert len(set(found)) == 1  # one process
+    answers = [call.result(60)[0] for call in calls]
+    assert [failed for failed, _ in answers] == [False] * 4
+    assert len(set(answers)) == 1  # one process
 
 
 def test_calls_one_after_the_other_share_a_process(make):
-    found = answered(make(workers=4), PID, PID, PID)
-    assert found == [(False, found[0][1])] * 3
-    assert found[0][1] != str(os.getpid())
+    answers = answered(make(workers=4), PID, PID, PID)
+    assert answers == [(False, answers[0][1])] * 3
+    assert answers[0][1] != str(os.getpid())
 
 
 def test_the_model_sees_the_function_that_is_isolated(make, tmp_path):

@@ -121,14 +121,14 @@ def test_a_response_schema_reads_a_turn_without_its_prompt(make_trainer, tokeniz
 
     def parse_response(response, schema=None):
         text = tokenizer.decode(response)
-        found = re.search(r"\[CALL (\w+)\](.*)\[/CALL\]", text, re.DOTALL)
-        if found is None:
+        match = re.search(r"\[CALL (\w+)\](.*)\[/CALL\]", text, re.DOTALL)
+        if match is None:
             return {"role": "assistant", "content": text}
-        arguments = dict(line.split("=") for line in found[2].split())
+        arguments = dict(line.split("=") for line in match[2].split())
         if "times" in arguments:
             arguments["times"] = int(arguments["times"])
-        call = {"type": "function", "function": {"name": found[1], "arguments": arguments}}
-        return {"role": "assistant", "content": text[: found.start()], "tool_calls": [call]}
+        call = {"type": "function", "function": {"name": match[1], "arguments": arguments}}
+        return {"role": "assistant", "content": text[: match.start()], "tool_calls": [call]}
 
     tokenizer.response_schema, tokenizer.parse_response = {"type": "object"}, parse_response
     say = lambda read, _: "It is 777." if "<answer>777<" in read else f"Well.{CALL}"  # noqa: E731

@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).parents[1] / "ranks_run.py"
 
 
 @pytest.fixture(scope="module")
-def found(fork_server, tmp_path_factory):
+def ranks(fork_server, tmp_path_factory):
     ranks = {}
     for processes, sequences in ((1, 8), (2, 4)):
         out = tmp_path_factory.mktemp(f"of-{processes}")
@@ -19,16 +19,16 @@ def found(fork_server, tmp_path_factory):
     return ranks
 
 
-def test_two_processes_play_the_episodes_of_one(found):
-    (one,), two = found[1], found[2]
+def test_two_processes_play_the_episodes_of_one(ranks):
+    (one,), two = ranks[1], ranks[2]
     assert sorted(map(str, json.loads(one["told"]))) == sorted(
         str(told) for rank in two for told in json.loads(rank["told"])
     )
     assert len({str(prompt) for prompt, _, _ in json.loads(one["told"])}) == 2  # one task for each group
 
 
-def test_two_processes_make_the_update_of_one(found):
-    (one,), two = found[1], found[2]
+def test_two_processes_make_the_update_of_one(ranks):
+    (one,), two = ranks[1], ranks[2]
     for name, weight in one["weights"].items():
         for rank in two:
             torch.testing.assert_close(rank["weights"][name], weight, rtol=0, atol=1e-5)  # it moved by 2e-3

@@ -107,12 +107,16 @@ def answered(*calls, timeout=60.0, tools=(multiply, later, slow, returns, fails)
 
 def test_answers_come_in_order_and_coroutines_run_at_the_same_time():
     SPANS.clear()
-    found = answered(("later", {"seconds": 0.4}), ("multiply", {"a": 3, "b": 4}), ("later", {"seconds": 0.3}))
-    assert [text for _, text in found] == ["after 0.4", "12", "after 0.3"]
+    answers = answered(("later", {"seconds": 0.4}), ("multiply", {"a": 3, "b": 4}), ("later", {"seconds": 0.3}))
+    assert [text for _, text in answers] == ["after 0.4", "12", "after 0.3"]
     (one, end), (other, other_end) = SPANS
     assert max(one, other) < min(end, other_end)
-    assert [(call.name, call.failed) for call, _ in found] == [("later", False), ("multiply", False), ("later", False)]
-    assert found[0][0].seconds >= 0.4
+    assert [(call.name, call.failed) for call, _ in answers] == [
+        ("later", False),
+        ("multiply", False),
+        ("later", False),
+    ]
+    assert answers[0][0].seconds >= 0.4
 
 
 def test_what_a_plain_function_returns_is_awaited():
@@ -120,9 +124,9 @@ def test_what_a_plain_function_returns_is_awaited():
     def decorated(*arguments, **named):
         return later(*arguments, **named)
 
-    found = answered(("later", {"seconds": 0.1}), ("later", {"seconds": 60.0}), tools=[decorated], timeout=2.0)
-    assert found[0][1] == "after 0.1"
-    assert [call.failed for call, _ in found] == [False, True]
+    answers = answered(("later", {"seconds": 0.1}), ("later", {"seconds": 60.0}), tools=[decorated], timeout=2.0)
+    assert answers[0][1] == "after 0.1"
+    assert [call.failed for call, _ in answers] == [False, True]
 
 
 @pytest.mark.parametrize("tool", [slow, later])
@@ -137,22 +141,24 @@ def test_calls_of_all_episodes_share_the_slots(tool):
 
 def test_coroutines_that_hang_are_waited_for_at_the_same_time():
     start = time.perf_counter()
-    found = answered(*[("later", {"seconds": 600.0})] * 20, timeout=0.5)
-    assert all(call.failed for call, _ in found)
+    answers = answered(*[("later", {"seconds": 600.0})] * 20, timeout=0.5)
+    assert all(call.failed for call, _ in answers)
     assert time.perf_counter() - start < 9  # not 20 times the limit
 
 
 def test_after_a_call_that_took_too_long_no_further_one_is_made():
-    found = answered(("slow", {"seconds": 5.0}), ("multiply", {"a": 3, "b": 4}), timeout=0.1)
-    assert [call.failed for call, _ in found] == [True, True]
-    assert "multiply was not called" in found[1][1]
+    answers = answered(("slow", {"seconds": 5.0}), ("multiply", {"a": 3, "b": 4}), timeout=0.1)
+    assert [call.failed for call, _ in answers] == [True, True]
+    assert "multiply was not called" in answers[1][1]
 
 
 def test_a_turn_after_one_that_took_too_long_calls_again():
     answers = Answers([slow, multiply], timeout=0.5)
     asked = {"slow": {"seconds": 30.0}, "multiply": {"a": 3, "b": 4}}
-    found = [answers.start([{"function": {"name": n, "arguments": a}}], most=10_000).result() for n, a in asked.items()]
-    assert [call.failed for ((call, _),) in found] == [True, False]
+    results = [
+        answers.start([{"function": {"name": n, "arguments": a}}], most=10_000).result() for n, a in asked.items()
+    ]
+    assert [call.failed for ((call, _),) in results] == [True, False]
     assert answers.has_timed_out
 
 

@@ -34,18 +34,18 @@ def warnings_of(records) -> list[str]:
     ],
 )
 def test_what_a_run_shows_is_warned_of_once(name, values, text):
-    (found,) = warnings_of([{**HEALTHY, name: value} for value in values])
-    assert re.search(text, found)
+    (warning,) = warnings_of([{**HEALTHY, name: value} for value in values])
+    assert re.search(text, warning)
 
 
 def test_rollouts_a_little_old_are_no_reason_and_a_mask_is_advised_once():
     assert warnings_of([HEALTHY | {DIFFERENCE: 0.2}] * 30) == []
     advice = Advice(GRPOConfig(off_policy_mask_threshold=0.1))
-    (found,) = [text for _ in range(30) for text in advice(HEALTHY | {DIFFERENCE: 0.5})]
-    assert "fix: a lower learning_rate" in found
+    (text_of_advice,) = [text for _ in range(30) for text in advice(HEALTHY | {DIFFERENCE: 0.5})]
+    assert "fix: a lower learning_rate" in text_of_advice
     advice = Advice(GRPOConfig(generate_ahead=2))
-    (found,) = [text for _ in range(30) for text in advice(HEALTHY | {DIFFERENCE: 0.5})]
-    assert "fix: off_policy_mask_threshold=0.05, generate_ahead_max_kl=0.001, a lower learning_rate" in found
+    (text_of_advice,) = [text for _ in range(30) for text in advice(HEALTHY | {DIFFERENCE: 0.5})]
+    assert "fix: off_policy_mask_threshold=0.05, generate_ahead_max_kl=0.001, a lower learning_rate" in text_of_advice
 
 
 def test_groups_with_equal_rewards_learn_from_a_teacher():

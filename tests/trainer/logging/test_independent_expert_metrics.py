@@ -51,9 +51,9 @@ def test_metrics_of_experts_are_their_definitions(make_trainer, served_engine, n
     steps, cuts = watched(trainer), watched_cuts(trainer)
     trainer.train()
     lines = (trainer.output_dir / "metrics.jsonl").read_text().splitlines()
-    found = [record for record in map(json.loads, lines) if "loss" in record]
+    records = [record for record in map(json.loads, lines) if "loss" in record]
     changed = False
-    for (batch, policy, _), cut, record in zip(steps, cuts, found, strict=True):
+    for (batch, policy, _), cut, record in zip(steps, cuts, records, strict=True):
         policy = policy.float()  # the weights are those of fp32, and experts are computed in no wider type
         ids = [sample.prompt_ids + sample.completion_ids for sample in batch]
         places = sorted(number for part in cut for number in part)

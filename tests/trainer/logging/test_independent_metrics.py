@@ -148,10 +148,10 @@ def records(trainer: Any) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if "loss" in record]
 
 
-def assert_same(found: Any, expected: dict[str, float], what: Any) -> None:
+def assert_same(actual: Any, expected: dict[str, float], what: Any) -> None:
     for name, value in expected.items():
-        assert name in found, f"{name} of {what}"
-        got = found[name]
+        assert name in actual, f"{name} of {what}"
+        got = actual[name]
         is_nothing = got is None or math.isnan(got)
         assert is_nothing == math.isnan(value), f"{name} of {what}: got {got}, want {value}"
         assert is_nothing or got == pytest.approx(value, rel=2e-5, abs=2e-6), f"{name} of {what}"
@@ -212,16 +212,16 @@ def test_metrics_of_a_generated_batch_are_their_definitions(make_trainer, served
     scored(calls, names, weights, fails, trainer.processing_class.decode)
     batches, tokens = per_step(calls, weights, args), 0
     uses = args.num_iterations * args.optimizer_steps_per_generation(1)
-    found = records(trainer)
-    assert len(batches) == -(-len(found) // uses)
+    lines = records(trainer)
+    assert len(batches) == -(-len(lines) // uses)
     for number, rounds in enumerate(batches):
         tokens += independent.tokens_of(rounds)
         expected = independent.of_batch(rounds, names, weights, args) | {"num_tokens": tokens}
         mean_of_numbers = pytest.approx(known_mean(rounds, names), nan_ok=True)
-        for step in range(number * uses, min((number + 1) * uses, len(found))):
-            assert_same(found[step], expected, f"step {step + 1}")
-            assert found[step]["known_mean"] == mean_of_numbers, f"step {step + 1}"
-            drops = {one for one in found[step] if one.endswith("/dropped") or one.startswith("dynamic_sampling/")}
+        for step in range(number * uses, min((number + 1) * uses, len(lines))):
+            assert_same(lines[step], expected, f"step {step + 1}")
+            assert lines[step]["known_mean"] == mean_of_numbers, f"step {step + 1}"
+            drops = {one for one in lines[step] if one.endswith("/dropped") or one.startswith("dynamic_sampling/")}
             assert drops <= expected.keys()
 
 
@@ -343,7 +343,7 @@ def test_metrics_of_an_evaluation_are_their_definitions(make_trainer, options):
     names, weights, fails = ["digits", "by_length"], [1.0, 0.5], second if "reward_failure" in options else None
     trainer = make_trainer([reward(name, fails) for name in names], reward_weights=weights, **options)
     calls = watched(trainer)
-    found = trainer.evaluate(sets)
+    metrics = trainer.evaluate(sets)
     scored(calls, names, weights, fails, trainer.processing_class.decode)
     for groups, name in zip(calls, sets, strict=True):
         expected = independent.of_batch([groups], names, weights, trainer.args, evaluated=True)
@@ -356,4 +356,4 @@ def test_metrics_of_an_evaluation_are_their_definitions(make_trainer, options):
             for k in (1, 2, 4):
                 misses = [math.comb(n - c, k) / math.comb(n, k) for c in rated]
                 expected[f"pass@{k}"] = 1 - independent.mean(misses)
-        assert_same(found, {f"eval_{name}_{key}": value for key, value in expected.items()}, name)
+        assert_same(metrics, {f"eval_{name}_{key}": value for key, value in expected.items()}, name)

@@ -79,10 +79,10 @@ def test_metrics_of_an_optimizer_step_are_their_definitions(make_trainer, name):
     reference, steps = copy.deepcopy(trainer.model).double(), watched(trainer)
     trainer.train()
     lines = (trainer.output_dir / "metrics.jsonl").read_text().splitlines()
-    found = [record for record in map(json.loads, lines) if "loss" in record]
-    assert len(found) == len(steps) == BASE["max_steps"]
+    records = [record for record in map(json.loads, lines) if "loss" in record]
+    assert len(records) == len(steps) == BASE["max_steps"]
     controller = independent.Controller(trainer.args)
-    for (batch, policy, old), record in zip(steps, found, strict=True):
+    for (batch, policy, old), record in zip(steps, records, strict=True):
         rows = sequences(batch, policy, old, reference, trainer.args)
         step = independent.Step(rows, trainer.args, total=len(batch), entropy_coef=controller.applied)
         expected = step.metrics()

@@ -96,9 +96,9 @@ def test_metrics_of_further_terms_are_their_definitions(make_trainer, make_model
     steps = watched(trainer, noise=0.0 if engine else 0.2)
     trainer.train()
     lines = (trainer.output_dir / "metrics.jsonl").read_text().splitlines()
-    found = [record for record in map(json.loads, lines) if "loss" in record]
-    assert len(found) == len(steps) == BASE["max_steps"]
-    for (batch, policy, old), record in zip(steps, found, strict=True):
+    records = [record for record in map(json.loads, lines) if "loss" in record]
+    assert len(records) == len(steps) == BASE["max_steps"]
+    for (batch, policy, old), record in zip(steps, records, strict=True):
         rows = full_sequences(batch, (policy, old, reference), teacher_model, trainer.args)
         expected = independent.FullStep(rows, trainer.args, total=len(batch)).metrics()
         wrong = {

@@ -71,11 +71,11 @@ def test_the_names_of_trl_and_of_the_report_are_taken():
     if (trl := importlib.util.find_spec("trl")) is None:
         pytest.skip("TRL is not installed")
     source = (Path(trl.origin).parent / "trainer" / "grpo_trainer.py").read_text()  # to import it takes 10 s
-    found = set(re.findall(r'_metrics\[mode\]\[f?"([^"]+)"\]', source))
-    assert len(found) > 25
-    found |= {name for panel in PANELS.values() for name in panel.values()} | {"eval/reward", "eval/hard_reward"}
-    found |= {column.metric for column in COLUMNS if column.metric} | set(FIELDS.split())
-    assert {name for name in found if not TAKEN.fullmatch(name)} == set()
+    names = set(re.findall(r'_metrics\[mode\]\[f?"([^"]+)"\]', source))
+    assert len(names) > 25
+    names |= {name for panel in PANELS.values() for name in panel.values()} | {"eval/reward", "eval/hard_reward"}
+    names |= {column.metric for column in COLUMNS if column.metric} | set(FIELDS.split())
+    assert {name for name in names if not TAKEN.fullmatch(name)} == set()
 
 
 def test_names_of_scripts_are_kept():

@@ -121,15 +121,15 @@ def run_of_a_mixture(folder: Path, scripted: Any, tokenizer: Any) -> Any:
 
 
 def test_each_logged_number_has_a_row_and_each_row_a_number(make_trainer, served_engine, tokenizer, tmp_path):
-    found = set[str]()
+    names = set[str]()
     for options in RUNS.values():
-        found |= logged_names(make_trainer(**{"max_steps": 1} | options))
-    found |= logged_names(run_with_tools(tmp_path / "tools"))
-    found |= logged_names(run_of_a_mixture(tmp_path / "mixture", served_engine.__mro__[1], tokenizer))
+        names |= logged_names(make_trainer(**{"max_steps": 1} | options))
+    names |= logged_names(run_with_tools(tmp_path / "tools"))
+    names |= logged_names(run_of_a_mixture(tmp_path / "mixture", served_engine.__mro__[1], tokenizer))
     patterns = [*rows(), r"pass@\d+"]
-    assert {name for name in found if not any(re.fullmatch(row, name) for row in patterns)} == set()
-    assert {row for row in patterns if not any(re.fullmatch(row, name) for name in found)} == set()
-    assert {name for name in found if not TAKEN.fullmatch(name)} == set()
+    assert {name for name in names if not any(re.fullmatch(row, name) for row in patterns)} == set()
+    assert {row for row in patterns if not any(re.fullmatch(row, name) for name in names)} == set()
+    assert {name for name in names if not TAKEN.fullmatch(name)} == set()
 
 
 @pytest.mark.parametrize("row", rows())

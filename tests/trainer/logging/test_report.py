@@ -290,8 +290,8 @@ def test_a_metric_of_many_magnitudes_gets_a_logarithmic_axis(values: tuple[float
 
 
 def test_a_part_of_a_phase_is_not_counted_twice() -> None:
-    found = columns([{"step": 1, "time/reward": 2.0, "time/reward/accuracy": 1.9}])
-    assert list(named_series(found, PHASE)) == ["reward"]
+    series = columns([{"step": 1, "time/reward": 2.0, "time/reward/accuracy": 1.9}])
+    assert list(named_series(series, PHASE)) == ["reward"]
 
 
 def test_a_conversation_is_shown_message_by_message(tmp_path: Path) -> None:

@@ -91,5 +91,5 @@ def test_before_them_is_what_became_of_the_parts_of_a_reward(make_trainer, capsy
     trainer.train()
     line = capsys.readouterr().out.splitlines()[-3]
     lengths = [entry["rewards/length/mean"] for entry in trainer.state.log_history if "rewards/length/mean" in entry]
-    found = re.fullmatch(r"training rewards: rises 0\S* -> 2\S*, length (\S+) -> (\S+)", line)
-    assert [float(number) for number in found.groups()] == pytest.approx([lengths[0], lengths[-1]], rel=0.01)
+    match = re.fullmatch(r"training rewards: rises 0\S* -> 2\S*, length (\S+) -> (\S+)", line)
+    assert [float(number) for number in match.groups()] == pytest.approx([lengths[0], lengths[-1]], rel=0.01)

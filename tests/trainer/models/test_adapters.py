@@ -150,13 +150,13 @@ def test_loss_and_gradients_are_those_of_pefts_logits(make_lora_trainer, kind):
     loss = -((logprobs - logprobs.detach()).exp() * advantages).sum() / 9
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     expected = dict(zip(trained, torch.autograd.grad(loss, trained.values()), strict=True))
-    found = {}
+    gradients = {}
     batch, metrics = learner.learn(
-        BATCH, check=lambda *_: found.update({name: p.grad.clone() for name, p in trained.items()})
+        BATCH, check=lambda *_: gradients.update({name: p.grad.clone() for name, p in trained.items()})
     )
     torch.testing.assert_close(torch.cat(column(batch, "old_logprobs")), logprobs.detach(), rtol=1e-5, atol=1e-5)
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # of up to 20
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)  # of up to 20
     assert min(gradient.abs().max() for gradient in expected.values()) > 1e-4
 
 
@@ -189,9 +189,9 @@ def test_engines_are_given_merged_weights(make_lora_trainer, make_model):
 
 def test_the_reference_is_the_base(make_lora_trainer, make_model):
     learner = make_lora_trainer(beta=0.1).learner
-    found = torch.cat(column(learner._with_reference(BATCH), "ref_logprobs"))
-    torch.testing.assert_close(found, completion_logprobs(make_model(), BATCH).detach(), rtol=1e-5, atol=1e-5)
-    assert (found - completion_logprobs(learner.policy.model, BATCH)).abs().max() > 1e-2
+    ref_logprobs = torch.cat(column(learner._with_reference(BATCH), "ref_logprobs"))
+    torch.testing.assert_close(ref_logprobs, completion_logprobs(make_model(), BATCH).detach(), rtol=1e-5, atol=1e-5)
+    assert (ref_logprobs - completion_logprobs(learner.policy.model, BATCH)).abs().max() > 1e-2
     assert learner.reference is None
 
 
@@ -202,8 +202,8 @@ def test_the_reference_of_an_adapter_that_came_along_is_that_adapter(make_lora_t
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     torch.testing.assert_close(completion_logprobs(model, BATCH).detach(), start, rtol=1e-5, atol=1e-5)
     trainer.learner.learn(BATCH)
-    found = torch.cat(column(trainer.learner._with_reference(BATCH), "ref_logprobs"))
-    torch.testing.assert_close(found, start, rtol=1e-5, atol=1e-5)
+    ref_logprobs = torch.cat(column(trainer.learner._with_reference(BATCH), "ref_logprobs"))
+    torch.testing.assert_close(ref_logprobs, start, rtol=1e-5, atol=1e-5)
     assert (completion_logprobs(model, BATCH) - start).abs().max() > 1e-2
     assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
     assert not any(".ref." in name for name in trained)
@@ -237,8 +237,8 @@ def test_a_new_adapter_that_came_along_has_its_base_as_reference(make_lora_train
     learner = make_lora_trainer(model, peft_config=None, beta=0.1).learner
     assert ("ref" in model.peft_config) != is_new
     learner.learn(BATCH)
-    found = torch.cat(column(learner._with_reference(BATCH), "ref_logprobs"))
-    torch.testing.assert_close(found, start, rtol=1e-5, atol=1e-5)
+    ref_logprobs = torch.cat(column(learner._with_reference(BATCH), "ref_logprobs"))
+    torch.testing.assert_close(ref_logprobs, start, rtol=1e-5, atol=1e-5)
     assert (completion_logprobs(model, BATCH) - start).abs().max() > 1e-2
 
 
@@ -312,8 +312,8 @@ def test_the_transformers_engine_samples_from_the_adapter(adapted, tokenizer):
         sampling_logprobs=None,
         advantage=torch.zeros(4),
     )
-    found = torch.tensor([value for row in rollouts.sampling_logprobs for value in row])
-    torch.testing.assert_close(found, completion_logprobs(model, batch).detach(), rtol=0, atol=1e-4)
+    logprobs = torch.tensor([value for row in rollouts.sampling_logprobs for value in row])
+    torch.testing.assert_close(logprobs, completion_logprobs(model, batch).detach(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,9 @@ def test_a_compiled_model_is_trained_so_and_saved_under_its_own_names(make_model
     counting, ids = Counting(), torch.tensor([[2, 3, 4]])
     trainer, result = train(KINDS[kind](make_model(), counting), beta=0.1 if kind == "twice" else 0.0)
     assert 0 < counting.graphs <= 4  # none for the lengths of a KV cache
-    loaded, found = AutoModelForCausalLM.from_pretrained(result.checkpoint, output_loading_info=True)
-    assert not found["missing_keys"]
-    assert not found["unexpected_keys"]
+    loaded, loading = AutoModelForCausalLM.from_pretrained(result.checkpoint, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
     assert torch.equal(loaded(ids).logits, trainer.model(ids).logits)
     assert [name for name, _ in trainer.learner.served_weights()] == list(make_model().state_dict())
 

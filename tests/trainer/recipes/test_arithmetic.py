@@ -138,4 +138,4 @@ def test_the_task_is_learned(base, splits, tmp_path, kind, learning_seed, learne
     assert result.metrics.get("sampling/kept_tokens/mean", 2) < 3
     assert result.metrics["sampling/sampling_logp_difference/max"] < 5e-4
     gain = result.eval_after["reward"] - result.eval_before["reward"]
-    learned(f"the built-in task, {kind}: gain of held-out accuracy", found=gain, least=least)
+    learned(f"the built-in task, {kind}: gain of held-out accuracy", measured=gain, least=least)

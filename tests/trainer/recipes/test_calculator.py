@@ -90,7 +90,7 @@ def test_calling_is_learned(base, splits, options, tmp_path, learning_seed, lear
     assert result.eval_before["reward"] <= 0.2
     assert result.metrics["sampling/sampling_logp_difference/max"] < 5e-4
     gain = result.eval_after["reward"] - result.eval_before["reward"]
-    learned("the built-in task with a tool: gain of held-out accuracy", found=gain, least=LEAST_GAIN)
+    learned("the built-in task with a tool: gain of held-out accuracy", measured=gain, least=LEAST_GAIN)
     blind = {**own, "tools": [multiply], "eval_dataset": heldout[:64]}
     args = GRPOConfig(**{**options, "output_dir": str(tmp_path / "blind")})
     answers = GRPOTrainer(trainer.model, calculator.product_reward, args, train, **blind).evaluate()

@@ -32,10 +32,10 @@ TAGS = ["<think>", "</think>", "a", "\n", " ", "<answer>"]
 @pytest.fixture(scope="module")
 def trl() -> dict:
     """Functions of TRL's rewards, from files that need nothing of the rest of it."""
-    found = importlib.util.find_spec("trl")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
         pytest.skip("TRL is not installed")
-    folder = Path(found.origin).parent / "rewards"
+    folder = Path(spec.origin).parent / "rewards"
     return runpy.run_path(str(folder / "format_rewards.py")) | runpy.run_path(str(folder / "other_rewards.py"))
 
 
@@ -76,25 +76,25 @@ def test_rewards_of_answers_are_those_of_trl():
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     for ends in (None, ["</end>", "</think>"]):
         logs = {}, {}
-        found, expected = (
+        actual, expected = (
             reward(completions, solutions, ends, log_extra=log.__setitem__)
             for reward, log in zip((reasoning_accuracy_reward, trl.reasoning_accuracy_reward), logs, strict=True)
         )
-        assert found == expected
-        assert {0.0, 1.0, None} == set(found)
+        assert actual == expected
+        assert {0.0, 1.0, None} == set(actual)
         assert logs[0] == logs[1]
     ids = [[0] * (7 * n % 30) for n in range(len(texts))]
     for bounds in ({}, BOUNDS):
         rewards = get_cosine_scaled_reward(20, **bounds), trl.get_cosine_scaled_reward(20, **bounds)
-        found, expected = (reward(completions, solutions, ids) for reward in rewards)
-        assert found == pytest.approx(expected)
+        actual, expected = (reward(completions, solutions, ids) for reward in rewards)
+        assert actual == pytest.approx(expected)
 
 
 def test_answers_that_all_fail_to_be_graded_are_wrong_and_end_no_run(monkeypatch):
     monkeypatch.setattr(builtin_rewards, "GRADER", lambda *, completions, **_: [0.0] * len(completions))  # logs nothing
     logged = {}
-    found = reasoning_accuracy_reward(["a</think>$1$", "b"], ["$1$", "$1$"], log_extra=logged.__setitem__)
-    assert found == [0.0, 0.0]
+    values = reasoning_accuracy_reward(["a</think>$1$", "b"], ["$1$", "$1$"], log_extra=logged.__setitem__)
+    assert values == [0.0, 0.0]
     assert logged["answer_parsed"] == logged["gold_parsed"] == [None, "[incomplete reasoning]"]
 
 

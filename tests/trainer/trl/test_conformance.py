@@ -192,9 +192,9 @@ def test_evaluate_after_training_takes_another_set_and_another_prefix(make):
     trainer.train()
     names = {"reward", "reward_std", "runtime", "rewards/Qwen2-0.5B-Reward/mean", "completions/mean_length"}
     assert {f"eval_{name}" for name in names} <= trainer.evaluate().keys()
-    found = trainer.evaluate(eval_dataset=rows("train").select(range(3)), metric_key_prefix="other")
-    assert "other_runtime" in found
-    assert trainer.state.log_history[-1].keys() >= found.keys()
+    metrics = trainer.evaluate(eval_dataset=rows("train").select(range(3)), metric_key_prefix="other")
+    assert "other_runtime" in metrics
+    assert trainer.state.log_history[-1].keys() >= metrics.keys()
 
 
 # Adapters and mixtures of experts.

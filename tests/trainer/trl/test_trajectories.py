@@ -40,14 +40,14 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def with_logprobs(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """The same rollouts with log-probs of another sampler: far from the policy's, and not to be corrected for."""
-    found = trl_runs.completions(prompts, trainer)
-    return {**found, "logprobs": [[-2.0 - 0.1 * (token % 7) for token in ids] for ids in found["completion_ids"]]}
+    rollouts = trl_runs.completions(prompts, trainer)
+    return {**rollouts, "logprobs": [[-2.0 - 0.1 * (token % 7) for token in ids] for ids in rollouts["completion_ids"]]}
 
 
 def of_one_length(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """The same completions of prompts that need no padding."""
-    found = trl_runs.completions(prompts, trainer)
-    return {**found, "prompt_ids": [(ids * 4)[:4] for ids in found["prompt_ids"]]}
+    rollouts = trl_runs.completions(prompts, trainer)
+    return {**rollouts, "prompt_ids": [(ids * 4)[:4] for ids in rollouts["prompt_ids"]]}
 
 
 @pytest.mark.parametrize(("loss_type", "beta", "updates"), GRID)

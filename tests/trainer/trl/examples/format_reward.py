@@ -9,8 +9,8 @@ from trl import GRPOConfig, GRPOTrainer
 def format_reward(prompts, completions, **kwargs):
     assert all(prompt[0]["role"] == "user" for prompt in prompts)
     contents = [completion[0]["content"] for completion in completions]
-    found = [re.match(r"^<think>.*?</think><answer>.*?</answer>$", content) for content in contents]
-    return [1.0 if match else float(len(content)) / 100 for match, content in zip(found, contents, strict=True)]
+    matches = [re.match(r"^<think>.*?</think><answer>.*?</answer>$", content) for content in contents]
+    return [1.0 if match else float(len(content)) / 100 for match, content in zip(matches, contents, strict=True)]
 
 
 args = GRPOConfig(

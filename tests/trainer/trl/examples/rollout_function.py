@@ -7,7 +7,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 def rollout(prompts, trainer):
     tokenizer, model = trainer.processing_class, trainer.accelerator.unwrap_model(trainer.model)
-    found = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "turns": []}
+    rollouts = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "turns": []}
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         with torch.no_grad():
@@ -16,11 +16,11 @@ def rollout(prompts, trainer):
             )
         completion = out.sequences[0, ids.shape[1] :]
         scores = torch.stack(out.scores, dim=1)[0].log_softmax(-1)
-        found["prompt_ids"].append(ids[0].tolist())
-        found["completion_ids"].append(completion.tolist())
-        found["logprobs"].append(scores.gather(1, completion[:, None])[:, 0].tolist())
-        found["turns"].append(float(len(completion)))
-    return found
+        rollouts["prompt_ids"].append(ids[0].tolist())
+        rollouts["completion_ids"].append(completion.tolist())
+        rollouts["logprobs"].append(scores.gather(1, completion[:, None])[:, 0].tolist())
+        rollouts["turns"].append(float(len(completion)))
+    return rollouts
 
 
 def reward(completions, turns, **kwargs):
