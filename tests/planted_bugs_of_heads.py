@@ -143,8 +143,8 @@ BUGS = {
     ),
     "supports of another sequence": (
         "trainer/batching/micro_batches.py",
-        "known[index] if mask is None",
-        "known[index - 1] if mask is None",
+        "tables[index] if mask is None",
+        "tables[index - 1] if mask is None",
         PACKED_SUPPORTS,
     ),
     "supports begin one token late": (

@@ -128,7 +128,7 @@ BUGS = {
     ),
     "a rank selects by its own tokens": (
         "trainer/batching/micro_batch_metrics.py",
-        "parts = of_rank.split([len(part.targets) for part in packed])",
+        "parts = rank_selected.split([len(part.targets) for part in packed])",
         "parts = [select_by_covariance(fact[0], fact[1], fact[2] != 0, config) for fact in facts]",
         COVARIANCE,
     ),
@@ -219,7 +219,7 @@ BUGS = {
     "greedy episodes reset the environments of all others": (
         "trainer/collect/collector.py",
         "complete(), complete_greedy())",
-        "complete(), self._completing(engine, *of_first, [numbers[place] for place in places], batch=batch)())",
+        "complete(), self._completing(engine, *greedy_inputs, [numbers[place] for place in places], batch=batch)())",
         REMAX_EPISODES,
     ),
     "reinforce++ scales by the group": (

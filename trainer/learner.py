@@ -175,11 +175,11 @@ class Learner:
 
     def _self_check(self, policies: Sequence[PolicyLoss]) -> tuple[Packing, bool]:
         """How rows may be shared, and whether the policy in training mode is random."""
-        found = list[Measured]()
+        checks = list[Measured]()
         # Under FSDP2 rank 0 may be the only one that has read the weights.
         with all_ranks_succeed(self.accelerator, doing := "checking the model"):
-            found += [self_check(policy) for policy in policies if self.accelerator.is_main_process]
-        measured = gather_objects(doing, found)[0]
+            checks += [self_check(policy) for policy in policies if self.accelerator.is_main_process]
+        measured = gather_objects(doing, checks)[0]
         check_options(measured[0], policies[0], self.args)
         self.router_coefficient = policies[0].router_aux_loss_coef
         # The routers' loss counts the tokens of a prompt once for each of its completions, as in TRL.
@@ -281,7 +281,7 @@ class Learner:
         NonFiniteError where the loss or the gradient norm is not finite, after `max_skipped_steps` such steps in a row;
         nothing has been updated.
         """
-        batch, packed, options, of_uncertain = self._prepared(batch)
+        batch, packed, options, uncertain_entropy = self._prepared(batch)
         self.policy.zero_grad()  # of gradients that a reward or a callback has left
         try:
             outputs: list[GRPOLossOutput] = []
@@ -316,9 +316,9 @@ class Learner:
             clear_device_cache()
         metrics |= {"skipped_steps": float(self.nonfinite.total)} if self.nonfinite.limit else {}
         # The mean entropy of the tokens that the bonus is about.
-        entropy = metrics.get("entropy", 0.0) if of_uncertain is None else of_uncertain
-        of_router = self.router_coefficient * metrics.get("aux_loss", 0.0)
-        metrics["loss_without_bonus"] = metrics["loss"] + options["config"].entropy_coef * entropy - of_router
+        entropy = metrics.get("entropy", 0.0) if uncertain_entropy is None else uncertain_entropy
+        router_term = self.router_coefficient * metrics.get("aux_loss", 0.0)
+        metrics["loss_without_bonus"] = metrics["loss"] + options["config"].entropy_coef * entropy - router_term
         if self.args.use_adaptive_entropy:
             metrics |= self.entropy.update(entropy if metrics["loss_tokens"] and may_update else None)
         elif self.args.entropy_coef:
@@ -345,16 +345,16 @@ class Learner:
         packed = self._pack(batch)
         if self.args.beta > 0 and not batch:  # of a rank without samples the loss wants a tensor, too
             packed = [dataclasses.replace(part, ref_logprobs=part.advantages.new_zeros(0)) for part in packed]
-        options, of_uncertain = dict[str, Any](config=self.loss_config), None
+        options, uncertain_entropy = dict[str, Any](config=self.loss_config), None
         if self.args.use_adaptive_entropy:
             options["config"] = dataclasses.replace(self.loss_config, entropy_coef=self.entropy.applied)
         if self.loss_config.top_entropy_quantile < 1.0:
-            of_tokens, of_uncertain = self._entropy_threshold(packed)
-            options |= of_tokens
+            threshold_options, uncertain_entropy = self._entropy_threshold(packed)
+            options |= threshold_options
         if self.loss_config.selects_by_covariance:
             measured = self._measured(self._unwrapped, "logprobs", packed)
             packed = with_covariance_selection(packed, measured, self.loss_config, self.accelerator)
-        return batch, packed, options | self._counts(packed, batch) | {"teacher": self.teacher}, of_uncertain
+        return batch, packed, options | self._counts(packed, batch) | {"teacher": self.teacher}, uncertain_entropy
 
     def score_norms(self, batch: list[Sample]) -> list[Tensor]:
         """For each sample the squared norms of the sampling correction's weight times d log p / d logits, on the CPU.

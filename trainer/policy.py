@@ -296,7 +296,7 @@ class Teacher:
     def __call__(self, batch: MicroBatch) -> Distillation:
         batch = dataclasses.replace(batch, routed_experts=None)
         with self.lend() as policy, evaluating(policy):
-            hidden, weight, of_head = policy(batch, "head_inputs")
-            bias = None if of_head["bias"] is None else of_head["bias"][: self.vocab_size]
-        transform = {name: of_head[name] for name in ("logit_scale", "softcap")}
+            hidden, weight, head_options = policy(batch, "head_inputs")
+            bias = None if head_options["bias"] is None else head_options["bias"][: self.vocab_size]
+        transform = {name: head_options[name] for name in ("logit_scale", "softcap")}
         return Distillation(hidden, weight[: self.vocab_size], **self.options, bias=bias, **transform)

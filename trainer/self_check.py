@@ -120,11 +120,11 @@ def shared_layout(models: Sequence[Measured], *, share_prompts: bool | None = No
 
 def _compare(policy: PolicyLoss, model: Any) -> bool:
     """Compare the policy's log-probs with the model's own. Returns whether two sequences may share a row."""
-    known, drawn = (len(layer.weight) for layer in (model.get_input_embeddings(), head_of(model)))
-    if drawn > known:
+    embedding_rows, head_rows = (len(layer.weight) for layer in (model.get_input_embeddings(), head_of(model)))
+    if head_rows > embedding_rows:
         raise UnsupportedError(
-            f"got a {type(model).__name__} with a head of {drawn} tokens and an embedding of {known}, want one for "
-            "each that may be drawn; fix: model.resize_token_embeddings(...)"
+            f"got a {type(model).__name__} with a head of {head_rows} tokens and an embedding of {embedding_rows}, "
+            "want one for each that may be drawn; fix: model.resize_token_embeddings(...)"
         )
     first = _row(model, [_FIRST])
     check_transform(model, *policy.run(first))

@@ -58,18 +58,18 @@ def step_metrics(
     """The loss op's metrics of an optimizer step, and TRL's of its ratios, over all ranks. A collective."""
     reports = "squared_gradients" in outputs[0].metrics  # not of an evaluation
     squared = [output.metrics.pop("squared_gradients") for output in outputs if reports]
-    of_gradient = variance_report(batch, packed, squared) if reports else {}
-    of_loss = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
+    variance_metrics = variance_report(batch, packed, squared) if reports else {}
+    loss_metrics = merge_metrics([{"loss": output.loss.detach(), **output.metrics} for output in outputs])
     logprobs = [output.logprobs for output in outputs]
-    of_ratios = merge_metrics([ratio_sums(part, own, config) for part, own in zip(packed, logprobs, strict=True)])
-    of_turns = turn_sums(batch, packed, logprobs) if any(sample.completion_mask for sample in batch) else {}
-    own = [(of_loss, of_ratios | of_turns), skipped_metrics(batch, config)]
+    ratio_metrics = merge_metrics([ratio_sums(part, own, config) for part, own in zip(packed, logprobs, strict=True)])
+    turn_metrics = turn_sums(batch, packed, logprobs) if any(sample.completion_mask for sample in batch) else {}
+    own = [(loss_metrics, ratio_metrics | turn_metrics), skipped_metrics(batch, config)]
     losses, ratios = zip(*chain.from_iterable(gather_objects("joining metrics", own)), strict=True)
     # A step without a token has the names of every other, as in TRL: callbacks read them.
     nothing = torch.zeros(1)
     names = [*_clip_sums(nothing, nothing, nothing, config), *(["kl"] if config.beta else [])]
     absent = dict.fromkeys(names, 0.0) | ({"vespo/phi_seq_mean": 1.0} if config.loss_type == "vespo" else {})
-    return means(absent | merge_metrics(losses) | merge_metrics(ratios)) | of_gradient
+    return means(absent | merge_metrics(losses) | merge_metrics(ratios)) | variance_metrics
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
     current, tokens, sequences, terms = logprobs.float(), inputs.tokens, inputs.sequences, config.token_terms
     old = current if tokens.old_logprobs is None else tokens.old_logprobs
     ratio, *clipped = ratio_and_clipped(current, inputs, config)
-    low, high = (sequences.mean(of_side, tokens.mask) for of_side in clipped)
+    low, high = (sequences.mean(is_clipped, tokens.mask) for is_clipped in clipped)
     counts = sequences.sum(tokens.mask)
     sums = _clip_sums(low, high, counts, config)
     if config.ratio_of_sequence:
@@ -113,11 +113,11 @@ def _mean(values: Tensor, counts: Tensor) -> Tensor:
 def _clip_sums(low: Tensor, high: Tensor, counts: Tensor, config: GRPOLossConfig) -> Sums:
     """Of sequences with so many tokens, from the shares [b] of these that are clipped on either side."""
     weights = torch.ones_like(counts) if config.ratio_of_sequence else counts
-    of_low, of_high = (_mean(share * weights, weights) for share in (low, high))
+    low_mean, high_mean = (_mean(share * weights, weights) for share in (low, high))
     if config.loss_type in (*BOUNDED, "gmpo"):
-        sums = {"clip_ratio/low_mean": of_low, "clip_ratio/low_min": low.amin()}
-        return sums | {"clip_ratio/high_mean": of_high, "clip_ratio/high_max": high.amax()}
-    return {"cispo_clip_ratio": of_high} if config.loss_type == "cispo" else {}
+        sums = {"clip_ratio/low_mean": low_mean, "clip_ratio/low_min": low.amin()}
+        return sums | {"clip_ratio/high_mean": high_mean, "clip_ratio/high_max": high.amax()}
+    return {"cispo_clip_ratio": high_mean} if config.loss_type == "cispo" else {}
 
 
 def inputs_of(part: MicroBatch, config: GRPOLossConfig) -> LossInputs:
@@ -178,18 +178,18 @@ def turn_sums(batch: Sequence[Sample], packed: Sequence[MicroBatch], logprobs: S
         return {}
     sums, numbers, values = dict[str, Any](), torch.cat(turns), torch.cat(differences)
     for turn in range(1, int(numbers.max()) + 1):
-        known = values[(numbers == turn) & ~values.isnan()]
-        if len(known):
+        in_turn = values[(numbers == turn) & ~values.isnan()]
+        if len(in_turn):
             name = f"{DIFFERENCE}/turn_{turn}"
-            sums |= {f"{name}/mean": (known.sum().item(), len(known)), f"{name}/max": known.max().item()}
+            sums |= {f"{name}/mean": (in_turn.sum().item(), len(in_turn)), f"{name}/max": in_turn.max().item()}
     return sums
 
 
 def turn_differences(metrics: Mapping[str, float]) -> list[tuple[float, float]]:
     """(mean, maximum) of turns 1, 2, ... among the metrics of a step, up to the first one without log-probs."""
     names = (f"{DIFFERENCE}/turn_{number}" for number in range(1, MOST_TURNS + 1))
-    known = takewhile(lambda name: f"{name}/max" in metrics, names)
-    return [(metrics[f"{name}/mean"], metrics[f"{name}/max"]) for name in known]
+    turn_names = takewhile(lambda name: f"{name}/max" in metrics, names)
+    return [(metrics[f"{name}/mean"], metrics[f"{name}/max"]) for name in turn_names]
 
 
 def merge_metrics(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -236,8 +236,8 @@ def with_covariance_selection(
     ranks = gather_objects("selecting by covariance", torch.cat(facts, dim=1))
     current, advantages, clipped = torch.cat(ranks, dim=1)
     selected = select_by_covariance(current, advantages, clipped != 0, config)
-    of_rank = selected.split([rank.shape[1] for rank in ranks])[accelerator.process_index]
-    parts = of_rank.split([len(part.targets) for part in packed])
+    rank_selected = selected.split([rank.shape[1] for rank in ranks])[accelerator.process_index]
+    parts = rank_selected.split([len(part.targets) for part in packed])
     return [
         dataclasses.replace(part, covariance_selected=values.to(part.targets.device))
         for part, values in zip(packed, parts, strict=True)

@@ -168,20 +168,21 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
         seen_until[here] = torch.tensor(ends) + start % row_length
         predictors += [start + place for place in predicting]
     targets = (sample.own(sample.completion_ids) for sample in samples)
-    known = {name for name in _OPTIONAL if batch and all(getattr(sample, name) is not None for sample in batch)}
+    fields = {name for name in _OPTIONAL if batch and all(getattr(sample, name) is not None for sample in batch)}
 
     def per_token(name: str) -> Tensor | None:
         """A number for each predicted token, end to end, [N] fp32."""
-        if name not in known:
+        if name not in fields:
             return None
         rows = [getattr(sample, name) for sample in samples]
         if name == "sampling_logprobs":  # those of the trainer's models are of the model's own tokens already
             rows = [sample.own(row) for sample, row in zip(samples, rows, strict=True)]
         return torch.cat([torch.zeros(0), *(torch.as_tensor(row, dtype=torch.float32) for row in rows)])
 
-    of_tokens, of_sequences = per_token("token_advantages"), [sample.advantage for sample in samples]
-    support, centering = _support(batch, chosen) if "listed_tokens" in known else (None, None)
-    has_experts = "routed_experts" in known
+    advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
+    token_advantages = per_token("token_advantages")
+    support, centering = _support(batch, chosen) if "listed_tokens" in fields else (None, None)
+    has_experts = "routed_experts" in fields
     packed = MicroBatch(
         input_ids=input_ids.view(num_rows, row_length),
         position_ids=position_ids.view(num_rows, row_length),
@@ -191,7 +192,7 @@ def pack(batch: Sequence[Sample], trees: Trees, packing: Packing, *, device: tor
         targets=torch.tensor(list(chain.from_iterable(targets)), dtype=torch.int64),
         cu_seqlens=torch.tensor([0, *accumulate(s.num_own for s in samples)], dtype=torch.int32),
         sequence_index=torch.tensor(chosen, dtype=torch.int64),
-        advantages=torch.tensor(of_sequences, dtype=torch.float32) if of_tokens is None else of_tokens[:, None],
+        advantages=advantages if token_advantages is None else token_advantages[:, None],
         sampling_logprobs=per_token("sampling_logprobs"),
         old_logprobs=per_token("old_logprobs"),
         ref_logprobs=per_token("ref_logprobs"),
@@ -223,11 +224,11 @@ def _support(
     batch: Sequence[Sample], chosen: Sequence[int]
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor | None, Tensor] | None]:
     """`support` and `centering` of all predicted tokens of the chosen samples, end to end."""
-    known = [sample.listed_tokens for sample in batch if sample.listed_tokens is not None]  # all have some
-    parts = [known[0].first(0)]  # which says what all samples have, where none is chosen
+    tables = [sample.listed_tokens for sample in batch if sample.listed_tokens is not None]  # all have some
+    parts = [tables[0].first(0)]  # which says what all samples have, where none is chosen
     for index in chosen:
         mask = batch[index].completion_mask
-        parts.append(known[index] if mask is None else known[index].select(torch.tensor(mask, dtype=torch.bool)))
+        parts.append(tables[index] if mask is None else tables[index].select(torch.tensor(mask, dtype=torch.bool)))
     listed = ListedTokens.joined(parts)
     logprobs = listed.logprobs
     if listed.is_top_k:  # in rows of the longest one's length, with -1 behind the end
@@ -254,9 +255,9 @@ def _experts(batch: Sequence[Sample], placed: Iterable[tuple[int, Sequence[int]]
             place += len(experts) + 1
     if not rows:
         return None
-    known = torch.cat(rows).to(torch.int16)  # which takes no other k, where an assignment of slices would repeat it
-    table = known.new_full((places, *known.shape[1:]), -1)
-    table[torch.cat(where)] = known
+    ids = torch.cat(rows).to(torch.int16)  # which takes no other k, where an assignment of slices would repeat it
+    table = ids.new_full((places, *ids.shape[1:]), -1)
+    table[torch.cat(where)] = ids
     return table
 
 
@@ -325,8 +326,8 @@ def can_skip(args: GRPOConfig, *, router_coefficient: float) -> bool:
     """Whether a completion with advantage 0 has no gradient and no effect on others, and may be left out."""
     weights = [args.beta, args.distillation_coef, args.entropy_coef, args.clip_cov_ratio, args.kl_cov_ratio]
     weights += [args.log_ratio_penalty, router_coefficient]
-    of_every_token = args.use_adaptive_entropy or args.top_entropy_quantile < 1.0 or any(weights)
-    return args.skip_zero_advantages and not of_every_token
+    needs_every_token = args.use_adaptive_entropy or args.top_entropy_quantile < 1.0 or any(weights)
+    return args.skip_zero_advantages and not needs_every_token
 
 
 def skip_zero_advantages(batch: list[Sample]) -> list[Sample]:

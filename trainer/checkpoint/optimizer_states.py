@@ -87,20 +87,20 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sav
         optimizer.state.update({parameters[name]: values for name, values in state["state"].items()})
 
 
-def check_optimizer_state(own: dict[str, Any], saved: Any, *, of_torch: bool = False) -> list[str]:
+def check_optimizer_state(own: dict[str, Any], saved: Any, *, is_torch_class: bool = False) -> list[str]:
     """Compare the state of an optimizer with this run's (`own`). Returns its hyperparameters that differ.
 
-    Parameters may have no state at all, as those that never had a gradient. Those of an optimizer that is not
-    `of_torch` may have names that it did not have at the start. TypeError or ValueError for another form, or a number
-    that no step leaves.
+    Parameters may have no state at all, as those that never had a gradient. Without `is_torch_class`,
+    those of an optimizer may have names that it did not have at the start. TypeError or ValueError for another form, or
+    a number that no step leaves.
     """
     names, differ = {name for group in own["param_groups"] for name in group["params"]}, list[str]()
     unknown = saved["state"].keys() - names | saved.keys() - own.keys()
-    for mine, theirs in (
+    for own_entries, saved_entries in (
         (own["state"].values(), saved["state"].values()),
         (own["param_groups"], saved["param_groups"]),
     ):
-        unknown |= {name for one in theirs for name in one if of_torch}.difference(*mine)
+        unknown |= {name for entry in saved_entries for name in entry if is_torch_class}.difference(*own_entries)
     if unknown:
         raise ValueError(f"{min(unknown, key=str)!r} is nothing of this run's")
     rest = {name: value for name, value in own.items() if name != "param_groups"}

@@ -164,7 +164,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     """
     accelerator, optimizer = learner.accelerator, learner.optimizer.optimizer
     rank = accelerator.process_index
-    process_file, of_torch = files.PROCESS_FILE.format(rank=rank), type(optimizer).__module__.startswith("torch.")
+    process_file, is_torch_class = files.PROCESS_FILE.format(rank=rank), type(optimizer).__module__.startswith("torch.")
     # Collectives are outside of `all_ranks_succeed`.
     moves = files.model_state(learner.reference.model, full=False) if _reference_moves(learner) else {}
     own, options = optimizer_state(learner.policy, optimizer, full=False), saved_options(learner.args)
@@ -181,19 +181,19 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
                 packed["scheduler"]["lr_lambdas"] = lambdas  # of another formula
         weights = files.read_weights(_model(learner), checkpoint)
         with files.tensors_of(checkpoint, files.OPTIMIZER_FILE, names) as tensors:
-            left = dict(tensors)
-            numbers |= {name: unpack(value, left) for name, value in packed.items()}
+            unread_tensors = dict(tensors)
+            numbers |= {name: unpack(value, unread_tensors) for name, value in packed.items()}
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
-            known = files.check_numbers(numbers, here, collector.sampler.stream_form)
+            checked_numbers = files.check_numbers(numbers, here, collector.sampler.stream_form)
             state = files.read_trainer_state(checkpoint, numbers["step"])
             files.check_cursors(numbers, state.epoch, learner)
         with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
-            files.check_tensors({}, left)  # no other is named in training.json
+            files.check_tensors({}, unread_tensors)  # no other is named in training.json
             for name, scheduled in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):
                 rates = [group.get(name) for group in numbers["optimizer"]["param_groups"]]
                 if numbers["scheduler"].get(scheduled, rates) != rates:
                     changed.append(f"{name} is {rates}, where its schedule has {numbers['scheduler'][scheduled]}")
-            unlike = check_optimizer_state(own, numbers["optimizer"], of_torch=of_torch)
+            unlike = check_optimizer_state(own, numbers["optimizer"], is_torch_class=is_torch_class)
         with files.tensors_of(checkpoint, files.REFERENCE_FILE, names) as reference:
             files.check_tensors(moves, reference)
         with files.tensors_of(checkpoint, process_file, names) as rank_tensors:
@@ -204,7 +204,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             unused = 0 if saved is None else saved["batches"] * saved["iterations"] - saved["done"]
             collector.load_state(numbers["collector"], prefetched, step=numbers["step"] + unused)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
-            learner.load_state(**{name: known[name] for name in ("step", "scheduler", "skipped", "entropy")})
+            learner.load_state(**{name: checked_numbers[name] for name in ("step", "scheduler", "skipped", "entropy")})
     _set_weights(learner, weights)
     with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
         load_optimizer_state(learner.policy, optimizer, packed["optimizer"], tensors)

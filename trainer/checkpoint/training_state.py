@@ -179,8 +179,8 @@ def read_trainer_state(checkpoint: Path, step: int) -> TrainerState:
     if (named := state.best_model_checkpoint) is not None:
         # Beside the checkpoint: a run that was moved or copied has its own there.
         places = (place for place in (checkpoint.absolute().parent / Path(named).name, Path(named)) if place.is_dir())
-        state.best_model_checkpoint = str(found) if (found := next(places, None)) is not None else None
-        if found is None:
+        state.best_model_checkpoint = str(folder) if (folder := next(places, None)) is not None else None
+        if folder is None:
             _log.warning("the best checkpoint, %s, does not exist any more", named)
     return state
 
@@ -269,8 +269,8 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, count
     options = {"exact": exact, "counts": counts}
     if isinstance(here, dict) and isinstance(saved, dict):
         there = {name: saved.get(name, saved.get(str(name))) for name in here}  # JSON has no numbers as names
-        known = {name: check_alike(here[name], value, f"{where}.{name}", **options) for name, value in there.items()}
-        return {name: value for name, value in known.items() if here[name] is None or value is not None}
+        checked = {name: check_alike(here[name], value, f"{where}.{name}", **options) for name, value in there.items()}
+        return {name: value for name, value in checked.items() if here[name] is None or value is not None}
     if isinstance(here, list | tuple) and isinstance(saved, list | tuple):
         if len(here) not in (0, len(saved)) and not (counts and isinstance(here, list)):
             raise TypeError(f"{where} has {len(saved)} values, want {len(here)}")
@@ -311,7 +311,7 @@ def _form(tensor: Tensor | None) -> str:
 
 def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: Any) -> dict[str, Any]:
     """Of the content of training.json what this run would save there; KeyError or TypeError where it is not that."""
-    known: dict[str, Any] = check_alike(here, numbers, "content", exact=True)
+    checked: dict[str, Any] = check_alike(here, numbers, "content", exact=True)
     place = numbers["collector"]["sampler"]
     stream_form = None if place.get("stream") is None else stream_form
     check_alike({"stream": stream_form}, place, "content.collector.sampler", exact=True)
@@ -320,7 +320,7 @@ def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: An
     for window in WINDOWS:
         for name, sums in numbers[window].items():
             check_alike({"total": -math.inf, "count": 0}, sums, f"{window}.{name}", exact=True)
-    return known
+    return checked
 
 
 def _check_log(where: str, log: Any) -> None:
@@ -411,8 +411,8 @@ def _check_sequences(part: dict[str, Tensor], where: str, learner: Any) -> None:
         for values in (sample.old_logprobs, sample.ref_logprobs):
             if values is not None and (len(values) not in allowed or wrong_logprob(values.tolist())):
                 wrong = wrong or "log-probs that no policy gives"
-        of_tokens = sample.token_advantages
-        if of_tokens is not None and not (len(of_tokens) == sample.num_own and of_tokens.isfinite().all()):
+        advantages = sample.token_advantages
+        if advantages is not None and not (len(advantages) == sample.num_own and advantages.isfinite().all()):
             wrong = wrong or "advantages of other tokens than it has"
         if wrong or not math.isfinite(sample.advantage) or math.isinf(sample.reward) or sample.weight_version < 0:
             raise ValueError(f"{where} has {wrong or 'a number that no run leaves'}")

@@ -370,8 +370,8 @@ def _check_trained(model: Any) -> None:
         raise InputError(
             "got a PeftModel that is frozen, want it trained; fix: load with is_trainable=True or inference_mode=False"
         )
-    of_adapters = [f".{adapter}." for adapter in model.peft_config]
-    beside = [name for name in names if not any(map(f"{name}.".__contains__, of_adapters))]
+    infixes = [f".{adapter}." for adapter in model.peft_config]
+    beside = [name for name in names if not any(map(f"{name}.".__contains__, infixes))]
     saved = {weight.data_ptr() for weight in adapter_tensors(model).values()} if beside else set()  # biases
     lost = [name for name in beside if model.get_parameter(name).data_ptr() not in saved]
     if lost:

@@ -241,10 +241,10 @@ def warn_of_other_weights(model: Any) -> None:
 
     if not isinstance(model, PreTrainedModel) or quantization_of(model.config):  # whose weights are codes
         return
-    expected = found = shapes(model)
+    expected = actual = shapes(model)
     with torch.random.fork_rng([]), suppress(Exception), torch.device("meta"):
         expected = shapes(type(model)(copy.deepcopy(model.config)))
-    if differ := sorted({name for name, _ in expected.items() ^ found.items()}):
+    if differ := sorted({name for name, _ in expected.items() ^ actual.items()}):
         warn_once(
             f"got a {type(model).__name__} whose {', '.join(differ[:8])} are not those of its config, or tied "
             "otherwise: from_pretrained will load what is saved as another model; fix: a class of your own for it, or "

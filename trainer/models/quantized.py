@@ -27,16 +27,16 @@ QUANTIZATION = "quantization_config"  # transformers' name of it, in configs and
 def quantization_of(*sources: Any) -> dict[str, Any]:
     """The first `quantization_config`, of any method, of configs of a model and options; empty where there is none."""
     for source in sources:
-        found = source.get(QUANTIZATION) if isinstance(source, Mapping) else getattr(source, QUANTIZATION, None)
-        if found:
-            return dict(found if isinstance(found, Mapping) else found.to_dict())
+        quantization = source.get(QUANTIZATION) if isinstance(source, Mapping) else getattr(source, QUANTIZATION, None)
+        if quantization:
+            return dict(quantization if isinstance(quantization, Mapping) else quantization.to_dict())
     return {}
 
 
 def codes_identity(config: Any) -> dict[str, Any] | None:
     """What makes a model's codes of its weights, as JSON; None where it is not quantised."""
-    found = quantization_of(config)
-    return {name: found.get(name) for name in _CODES} if found else None
+    quantization = quantization_of(config)
+    return {name: quantization.get(name) for name in _CODES} if quantization else None
 
 
 def check_quantization(quantization: Mapping[str, Any], *, has_adapter: bool, is_sharded: bool) -> None:
@@ -66,13 +66,13 @@ def check_quantization(quantization: Mapping[str, Any], *, has_adapter: bool, is
     try:
         import bitsandbytes
     except Exception as error:  # missing, or built for another torch
-        found: Any = f"{type(error).__name__}: {error}"
+        installed: Any = f"{type(error).__name__}: {error}"
     else:
-        found = version.parse(bitsandbytes.__version__)
-        if found >= _OLDEST:
+        installed = version.parse(bitsandbytes.__version__)
+        if installed >= _OLDEST:
             return
     raise UnavailableError(
-        f"got a model in 4 bits, and of bitsandbytes {found}; want version {_OLDEST} or later; fix: pip install -U "
+        f"got a model in 4 bits, and of bitsandbytes {installed}; want version {_OLDEST} or later; fix: pip install -U "
         "'fused-grpo[bnb]'"
     )
 

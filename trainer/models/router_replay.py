@@ -92,12 +92,12 @@ class RouterReplay(AbstractContextManager["RouterReplay"]):
                 f"got {given.shape[1]} experts of each token from the engine, want the {own.indices.shape[1]} that a "
                 f"{self._name} takes in layer {layer}; fix: an engine of the model that is trained"
             )
-        known = given[:, 0] >= 0
-        other = (given.sort().values != own.indices.sort().values).any(1) & known
-        self._counts.append(torch.stack([other.sum(), known.sum()]))
+        is_known = given[:, 0] >= 0
+        other = (given.sort().values != own.indices.sort().values).any(1) & is_known
+        self._counts.append(torch.stack([other.sum(), is_known.sum()]))
         if not self.replaces:
             return own
-        indices = given.where(known[:, None], own.indices)
+        indices = given.where(is_known[:, None], own.indices)
         return torch.return_types.topk((scores.gather(1, indices), indices))
 
     @torch.no_grad()
@@ -130,12 +130,12 @@ class RouterReplay(AbstractContextManager["RouterReplay"]):
             others, least = [(choice + 1) % self.layers[layer]], scores.sort(1)
             if (least.values[:, :1] == least.values[:, 1:2]).all():  # masked
                 others += [one.expand(-1, k) for one in least.indices[:, :2].split(1, 1)]
-            found = [own]
+            logprobs = [own]
             for each in others:
                 changed = table.clone()
                 changed[:, layer] = each
-                found.append(run(changed))
-            if any(map(torch.equal, found, found[1:])) or not all(each.isfinite().all() for each in found):
+                logprobs.append(run(changed))
+            if any(map(torch.equal, logprobs, logprobs[1:])) or not all(each.isfinite().all() for each in logprobs):
                 raise self._refused(f"no effect of other experts in layer {layer}, want other, finite log-probs")
 
     def _refused(self, what: str) -> UnsupportedError:
