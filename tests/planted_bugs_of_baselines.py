@@ -37,7 +37,7 @@ BUGS = {
     ),
     "places of tools count the tools' tokens": (
         COLLECTOR,
-        "range(sample.num_own) if of_tools else sample.own(range(len(sample.completion_ids)))",
+        "range(sample.num_own) if is_tir else sample.own(range(len(sample.completion_ids)))",
         "range(sample.num_own)",
         [TESTS, "-k", "places_count"],
     ),

@@ -26,7 +26,7 @@ BUGS = {
     ),
     "a dropped group counts in a curriculum": (
         "trainer/data/prompt_sampler.py",
-        "if len(known) > 1:",
+        "if len(scored) > 1:",
         "if True:",
         CURRICULUM,
     ),

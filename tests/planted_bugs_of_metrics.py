@@ -41,8 +41,8 @@ BUGS = {
     ),
     "rounds weigh alike in what a function logs": (
         SCORING,
-        "[count / total for _, count in known]",
-        "[1.0 for _, count in known]",
+        "[count / total for _, count in valid]",
+        "[1.0 for _, count in valid]",
         [*INDEPENDENT, "rounds and drops"],
     ),
     "the greedy reward of a dropped group counts": (

@@ -271,7 +271,7 @@ class GRPOTrainer(TransformersFace):
             result = self.collector.evaluate(self.engine, dataset)
             with all_ranks_succeed(self.accelerator, "logging the evaluation"):
                 self.engine.sleep()
-                rewards = result.rewards(self.rewards.names, of_set=name)
+                rewards = result.rewards(self.rewards.names, set_name=name)
                 self.output.evaluation(self.step, rewards, result.num_prompts, prefix=metric_key_prefix)
             result.metrics["loss"] = self.learner.evaluate(result.batch)
             entry = LogEntry(result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix))
@@ -374,7 +374,7 @@ class GRPOTrainer(TransformersFace):
         is_plain = self.weight_check.is_plain_within_support if buffer.has_support else self.weight_check.is_plain
         # Dropout moves log-probs more than stale weights do.
         is_comparable = is_plain and buffer.weight_version == self.step and not self.learner.is_random
-        check = partial(self.weight_check.of_step, engine=self.engine) if is_comparable else None
+        check = partial(self.weight_check.check_step, engine=self.engine) if is_comparable else None
         again = self.args.num_iterations > 1
         batch, metrics = self.learner.learn(buffer.current, check=check, event=self.events, again=again)
         reports = {"weight_version": buffer.weight_version, "off_policy_steps": self.step - 1 - buffer.weight_version}

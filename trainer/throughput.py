@@ -355,10 +355,10 @@ def splits(run: Run) -> list[Step]:
     utilization = run.gpu_memory_utilization or COLOCATED
     if not run.generate_ahead and run.gpus * (1 - utilization) * memory >= needed:
         possible.append(Step(run, run.gpus, run.gpus, 1, colocate=True))
-    found = sorted((one for one in possible if one.seconds < math.inf), key=lambda one: one.seconds)
-    if not found:
+    fitting = sorted((one for one in possible if one.seconds < math.inf), key=lambda one: one.seconds)
+    if not fitting:
         raise InputError(
             f"got {run.gpus} x {run.gpu} for {run.size.model_params / 1e9:.3g}B parameters, want memory for weights, "
             f"gradients and AdamW state ({needed / 1e9:,.0f} GB), and for engines; fix: more GPUs, or LoRA"
         )
-    return found
+    return fitting

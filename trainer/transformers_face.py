@@ -91,8 +91,8 @@ class TransformersFace:
         self.reward_processing_classes = [getattr(function, "tokenizer", None) for function in self.rewards.functions]
         rules, environments = start.rules, getattr(start.rules, "environments", None)
         self.environment_factories = None if environments is None else environments.factories  # a single one by None
-        of_each = [] if environments is None else environments.tools_of.values()
-        self.tools = [] if rules is None else list(dict.fromkeys(chain(rules.tools, *of_each)))
+        environment_tools = [] if environments is None else environments.tools_of.values()
+        self.tools = [] if rules is None else list(dict.fromkeys(chain(rules.tools, *environment_tools)))
         self.output_dir, self.results = start.output_dir, Results()
         self.hub_model_id: str | None = None  # of the last upload
         self.output = RunOutput(self.args, 0, is_main=False, facts={})  # before a run begins nothing is shown

@@ -227,9 +227,9 @@ def check_combination(options: TrainOptions) -> None:
     Logs a warning of options that nothing reads here.
     """
     changed = changed_options(options, TrainOptions, but=())
-    of_adapter = [name for name in changed if name.startswith("lora_") and not options.use_peft]
-    of_eval = [name for name in ("eval_limit",) if name in changed and options.model and not options.task]
-    for names, fix in ((of_adapter, "--use-peft"), (of_eval if not options.eval_dataset else [], "--eval-dataset")):
+    lora_names = [name for name in changed if name.startswith("lora_") and not options.use_peft]
+    eval_names = [name for name in ("eval_limit",) if name in changed and options.model and not options.task]
+    for names, fix in ((lora_names, "--use-peft"), (eval_names if not options.eval_dataset else [], "--eval-dataset")):
         if names:
             warn_once(f"got {', '.join(f'{name}={changed[name]}' for name in names)} without {fix}: nothing reads it")
     if options.task is not None:

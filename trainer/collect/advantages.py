@@ -72,8 +72,8 @@ def multi_objective_advantages(
     if not len(per_function):  # dynamic sampling has kept no group
         return torch.zeros(0)
     if per_function.dtype == torch.float32 and (per_function * weights).nan_to_num(0.0).abs().max() > LARGE:
-        of_batch: dict[str, Any] = {"size": size, "lengths": lengths, "baselines": baselines}
-        return multi_objective_advantages(per_function.double(), weights.double(), args, **of_batch).float()
+        batch_arguments: dict[str, Any] = {"size": size, "lengths": lengths, "baselines": baselines}
+        return multi_objective_advantages(per_function.double(), weights.double(), args, **batch_arguments).float()
     in_batch = scaled_in_batch(per_function, weights, args, size=size)
     if in_batch is not None and args.multi_objective_aggregation == "normalize_then_sum":
         advantages = ((in_batch - in_batch.nanmean()) / (nanstd(in_batch) + EPSILON)).nan_to_num(0.0).flatten()
@@ -212,8 +212,8 @@ def token_advantages(group: Sequence[Scores], *, zero_tail: bool) -> list[Tensor
 
     A right completion of one token and a wrong one of two; first tokens with norms of 1 and 3 have b_1 = 1/4:
 
-    >>> of_each = [(1.0, [1.0], [0]), (0.0, [3.0, 1.0], [0, 1])]
-    >>> group = [Scores(r, torch.tensor(norms), torch.tensor(places)) for r, norms, places in of_each]
+    >>> completions = [(1.0, [1.0], [0]), (0.0, [3.0, 1.0], [0, 1])]
+    >>> group = [Scores(r, torch.tensor(norms), torch.tensor(places)) for r, norms, places in completions]
     >>> [advantages.tolist() for advantages in token_advantages(group, zero_tail=False)]
     [[0.75], [-0.25, 0.0]]
     """

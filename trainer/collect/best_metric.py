@@ -46,8 +46,8 @@ def metric_names(args: GRPOConfig, rewards: Rewards) -> list[str]:
     nothing = RolloutFacts.of(Scored(samples=[], weight_version=0, reward_names=rewards.names))
     # With tools and truncated sampling, which other runs do not have.
     nothing = nothing._replace(episodes=torch.zeros(1, 3), supports=torch.ones(3))
-    found = rollout_metrics([nothing], args, rewards.weights, evaluated=True)
-    numbers = dict.fromkeys([*found, "loss", "num_tokens"], 0.0)
+    metrics = rollout_metrics([nothing], args, rewards.weights, evaluated=True)
+    numbers = dict.fromkeys([*metrics, "loss", "num_tokens"], 0.0)
     return [name.removeprefix("_") for name in Evaluation(numbers, 1, 0.0, []).named("")]
 
 
@@ -58,9 +58,9 @@ def check_best_metric(name: str | None, metrics: Any) -> None:
     """
     if name is None:
         return
-    found = metrics if isinstance(metrics, Mapping) else {}
-    if not any(isinstance(found.get(one, ""), int | float | None) for one in keys_of_best(name)):
-        choice = ", ".join(one for one in found if "reward" in one or "length" in one) or f"eval_{name}"
+    metric_values = metrics if isinstance(metrics, Mapping) else {}
+    if not any(isinstance(metric_values.get(one, ""), int | float | None) for one in keys_of_best(name)):
+        choice = ", ".join(one for one in metric_values if "reward" in one or "length" in one) or f"eval_{name}"
         raise InputError(
             f"got metric_for_best_model={name!r}, want a metric of an evaluation: {choice}; fix: "
             f"metric_for_best_model={choice.partition(',')[0]!r}, greater_is_better=True"

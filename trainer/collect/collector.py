@@ -100,7 +100,7 @@ class Collector:
         "drop", or no group is left.
         """
         first = scored = self._round(engine, phases, sync)
-        of_rounds = dict[str, float]()
+        round_metrics = dict[str, float]()
         if self.args.dynamic_sampling:
             wanted, rounds, scored = len(scored.samples), 1, self._with_unequal_rewards(scored)
             # All ranks go on alike: they draw from one sequence of prompts.
@@ -110,29 +110,29 @@ class Collector:
                 more = self._with_unequal_rewards(self._round(engine, phases, sync))
                 scored, rounds = Scored.joined([scored, more]), rounds + 1
             scored = replace(scored, samples=scored.samples[:wanted])
-            of_rounds["dynamic_sampling/rounds"] = float(rounds)
+            round_metrics["dynamic_sampling/rounds"] = float(rounds)
         has_group = not all(dropped for *_, dropped in scored.sampled)  # of all rounds, whatever its rewards are
         if not any_rank(self.accelerator, has_group, "looking for a group"):
-            of_engine = next((sample.failure for sample in first.samples if sample.failure), None)
-            failures = gather_objects("dropping the batch", (of_engine, str(first.failure or "")))
+            engine_failure = next((sample.failure for sample in first.samples if sample.failure), None)
+            failures = gather_objects("dropping the batch", (engine_failure, str(first.failure or "")))
             # A rank may have parts of groups that another one has dropped.
-            of_engine, of_reward = next(filter(any, failures), (None, ""))
-            kind = RewardError if of_engine is None else UnavailableError
-            raise kind(f"every group of the batch was dropped; the first failure: {of_engine or of_reward}")
+            engine_failure, reward_failure = next(filter(any, failures), (None, ""))
+            kind = RewardError if engine_failure is None else UnavailableError
+            raise kind(f"every group of the batch was dropped; the first failure: {engine_failure or reward_failure}")
         with phases("reward"):
             facts = gather_objects("comparing the rewards", RolloutFacts.of(scored))
             samples = self._with_advantages(scored, facts, self.args.num_generations)
         self.num_tokens += int(sum(one.sampled[:, 0].sum() for one in facts))
-        metrics = rollout_metrics(facts, self.args, self.rewards.weights) | of_rounds
+        metrics = rollout_metrics(facts, self.args, self.rewards.weights) | round_metrics
         metrics |= {"num_tokens": float(self.num_tokens), **self.sync_metrics, **self.sampler.metrics()}
         return replace(scored, samples=samples, metrics=metrics)
 
     def buffer(self, scored: Scored, phases: Phases) -> RolloutBuffer:
         """The batches of all optimizer steps, balanced across ranks and with the old log-probs that they need."""
         # Parts of groups, where an optimizer step has fewer sequences than a group.
-        of_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        sequences_per_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         ranks = self.accelerator.num_processes
-        together = math.gcd(of_step * ranks, self.args.num_generations)
+        together = math.gcd(sequences_per_step * ranks, self.args.num_generations)
         with phases("train"):
             samples = self._learned_from(scored)
             if self.has_token_advantages:
@@ -298,8 +298,8 @@ class Collector:
             pairs = zip(scored.samples, dropped, strict=True)
             scored = replace(scored, samples=[without_rewards(one) if is_out else one for one, is_out in pairs])
         if isinstance(self.sampler, CurriculumSampler):
-            of_ranks = gather_objects("updating the curriculum", [sample.reward for sample in scored.samples])
-            rewards = list(chain.from_iterable(of_ranks))
+            rank_rewards = gather_objects("updating the curriculum", [sample.reward for sample in scored.samples])
+            rewards = list(chain.from_iterable(rank_rewards))
             groups = [rewards[first : first + size] for first in range(0, len(rewards), size)]  # as in the batch
             self.sampler.update(self.sampler.batch, groups)
         counted = scored.counted() if scored.calls else scored
@@ -311,17 +311,17 @@ class Collector:
         def shared(group: list[str | None]) -> list[str | None]:
             return [one or next(filter(None, group), None) for one in group]
 
-        found = self._by_group("looking for failures", [sample.failure for sample in samples], shared)
-        return rows, with_fields(samples, {"failure": found})
+        failures = self._by_group("looking for failures", [sample.failure for sample in samples], shared)
+        return rows, with_fields(samples, {"failure": failures})
 
     def _by_group(self, doing: str, own: list[T], made: Callable[[list[T]], Iterable[U]]) -> list[U]:
         """For each completion of this rank what is `made` of its group, on whichever ranks: a collective then."""
         size, is_whole = self.args.num_generations, self.group_part == self.args.num_generations
         parts = [own] if is_whole else gather_objects(doing, own)
         every = list(chain.from_iterable(parts))
-        found = chain.from_iterable(made(every[first : first + size]) for first in range(0, len(every), size))
+        results = chain.from_iterable(made(every[first : first + size]) for first in range(0, len(every), size))
         before = 0 if is_whole else sum(map(len, parts[: self.accelerator.process_index]))
-        return list(islice(found, before, before + len(own)))
+        return list(islice(results, before, before + len(own)))
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -387,8 +387,8 @@ class Collector:
         if not places:
             return rows, complete
         # Before `complete` is called: it frees all environments, those of the batch as well.
-        of_first = [rows[place] for place in places], replace(sampling, n=1, temperature=0.0)
-        complete_greedy = self._completing(engine, *of_first, [numbers[place] for place in places], batch=batch)
+        greedy_inputs = [rows[place] for place in places], replace(sampling, n=1, temperature=0.0)
+        complete_greedy = self._completing(engine, *greedy_inputs, [numbers[place] for place in places], batch=batch)
         return rows, lambda: self._with_greedy(complete(), complete_greedy())
 
     def _seed(self) -> int:
@@ -404,10 +404,10 @@ class Collector:
     def _with_greedy(self, samples: list[Sample], greedy: Sequence[Sample]) -> list[Sample]:
         """Each sample with the greedy completion of its prompt, where this rank has it, and the failure of that."""
         groups = [self._part(place // self.group_part) for place in range(len(samples))]
-        given = dict(zip(dict.fromkeys(group for group, part in groups if part == 0), greedy, strict=True))
-        found = [given.get(group) for group, _ in groups]
-        failures = [one.failure or (other and other.failure) for one, other in zip(samples, found, strict=True)]
-        return with_fields(samples, {"greedy": found, "failure": failures})
+        by_group = dict(zip(dict.fromkeys(group for group, part in groups if part == 0), greedy, strict=True))
+        per_sample = [by_group.get(group) for group, _ in groups]
+        failures = [one.failure or (other and other.failure) for one, other in zip(samples, per_sample, strict=True)]
+        return with_fields(samples, {"greedy": per_sample, "failure": failures})
 
     def _completing(
         self, engine: RolloutEngine, rows: list[Row], sampling: SamplingParams, numbers: Sequence[int], *, batch: str
@@ -441,7 +441,7 @@ class Collector:
 
     def _with_token_advantages(self, samples: list[Sample]) -> list[Sample]:
         """The samples, groups one after the other, with advantages for each token."""
-        of_tools = self.args.advantage_estimator.startswith("tir")
+        is_tir = self.args.advantage_estimator.startswith("tir")
         # A group whose rewards are equal has none, whatever the norms are; of a part of a group that is not known here.
         size = self.group_part
         is_whole = size == self.args.num_generations
@@ -450,9 +450,9 @@ class Collector:
         norms = self.learner.score_norms(with_fields(samples, {"skipped": idle}))
         own = []
         for sample, values in zip(samples, norms, strict=True):
-            where = range(sample.num_own) if of_tools else sample.own(range(len(sample.completion_ids)))
+            where = range(sample.num_own) if is_tir else sample.own(range(len(sample.completion_ids)))
             own.append(Scores(sample.reward, values, torch.tensor(where)))
-        advantages = self._by_group("joining groups", own, partial(token_advantages, zero_tail=of_tools))
+        advantages = self._by_group("joining groups", own, partial(token_advantages, zero_tail=is_tir))
         return with_fields(samples, {"token_advantages": advantages})
 
     def _learned_from(self, scored: Scored) -> list[Sample]:

@@ -135,8 +135,8 @@ class Plan:
             facts["teacher"] = f"{name}, {args.distillation_kind} x {args.distillation_coef}"
         if self._terms is not None:
             size, device = bytes_text(sum(term.size for term in self._terms)), device_memory(args)
-            of_device = "" if device is None else f" of {bytes_text(device)}"
-            facts["memory"] = f"about {size}{of_device} per device, an estimate (see --dry-run)"
+            device_text = "" if device is None else f" of {bytes_text(device)}"
+            facts["memory"] = f"about {size}{device_text} per device, an estimate (see --dry-run)"
         return facts | {"output": args.output_dir}
 
     def prompt_table(self) -> str:

@@ -86,7 +86,7 @@ def given(start: Start, optimizers: Optimizers) -> dict[str, str]:
     facts |= fields_of("model.config", start.config.to_dict()) | parameters_of("model", start.model)
     facts |= parameters_of("teacher_model", start.teacher_model)
     facts["processing_class"] = tokenizer_of(start.tokenizer)
-    facts |= {name: ", ".join(map(function_of, some)) for name, some in functions_of(start).items()}
+    facts |= {name: ", ".join(map(function_of, functions)) for name, functions in functions_of(start).items()}
     facts["rollout_engine"] = type(start.rollout_engine).__name__
     factories = start.environment_factory
     factories = factories if isinstance(factories, Mapping) else {"": factories}
@@ -107,11 +107,11 @@ def functions_of(start: Start) -> dict[str, Sequence[Any]]:
 
 def held_by_functions(start: Start) -> dict[str, str]:
     """A digest of each value that a function holds, by the function's and its own name."""
-    found = dict[str, str]()
+    digests = dict[str, str]()
     for function in chain.from_iterable(functions_of(start).values()):
         if function is not None and not isinstance(function, RewardModel):
-            found |= {f"{name} of {reward_name(function)}": _held(value) for name, value in held_by(function)}
-    return found
+            digests |= {f"{name} of {reward_name(function)}": _held(value) for name, value in held_by(function)}
+    return digests
 
 
 def _held(value: Any) -> str:
@@ -163,11 +163,11 @@ def warn_of_other_values(ranks: Sequence[Mapping[str, str]]) -> None:
 def described(start: Start) -> dict[str, Any]:
     """What a checkpoint names beside the options: a resumed run goes on with its own. JSON."""
     config = plain(start.config.to_dict(), but=_OF_ONE_RUN)
-    of_tokens, of_rewards = tokenizer_of(start.tokenizer), ", ".join(map(function_of, start.rewards.functions))
+    tokenizer_text, functions_text = tokenizer_of(start.tokenizer), ", ".join(map(function_of, start.rewards.functions))
     return {
         f"model.config.{name}": spelled(value) if isinstance(value, dict | list) else value
         for name, value in config.items()
-    } | {"processing_class": of_tokens, "reward_funcs": of_rewards}
+    } | {"processing_class": tokenizer_text, "reward_funcs": functions_text}
 
 
 def digest(value: Any) -> str:

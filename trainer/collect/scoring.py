@@ -72,7 +72,7 @@ class Scored:
             samples=[sample for part in rounds for sample in part.samples],
             sampled=[row for part in rounds for row in part.sampled],
             seconds={name: sum(part.seconds.get(name, 0.0) for part in rounds) for name in rounds[0].seconds},
-            logged=[of_round for part in rounds for of_round in part.logged],
+            logged=[entry for part in rounds for entry in part.logged],
         )
 
     def counted(self) -> Scored:
@@ -263,8 +263,8 @@ class RolloutFacts(NamedTuple):
         numbers = [(one.reward, one.baseline, float(one.num_own), *one.rewards) for one in samples]
         table = torch.tensor(numbers, dtype=torch.float32).view(len(samples), 3 + len(scored.reward_names))
         flags = [(one.finish_reason == "stop", one.failure is not None, one.dropped) for one in samples]
-        known = [one.kept_sizes for one in samples if one.kept_sizes is not None]
-        sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *known])
+        kept_sizes = [one.kept_sizes for one in samples if one.kept_sizes is not None]
+        sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *kept_sizes])
         episodes = [one.episode for one in samples if one.episode is not None]
         calls = [(one.turns, len(one.calls), sum(call.failed for call in one.calls)) for one in episodes]
         rewards, baselines, lengths = table[:, :3].unbind(1)
@@ -314,7 +314,7 @@ def rollout_metrics(
         counts = counts if len(counts) else torch.zeros(1)
         metrics |= {f"completions/{stat}_{kind}": getattr(counts, stat)() for stat in ("mean", "min", "max")}
     metrics["completions/clipped_ratio"] = (~ended).float().mean()
-    logs = [of_round for facts in ranks for of_round in facts.scored.logged]
+    logs = [entry for facts in ranks for entry in facts.scored.logged]
     logged = dict.fromkeys(name for means, _ in logs for name in means)
     _, every, failed, dropped = torch.cat([facts.sampled for facts in ranks]).unbind(1)
     # In each step where a group may be dropped: a mean over steps has those in which none was.
@@ -349,9 +349,9 @@ def mean_of(means: Sequence[tuple[float, int]]) -> float:
     >>> mean_of([(1.0, 8), (0.0, 4), (math.nan, 4)])
     0.6666666666666666
     """
-    known = [one for one in means if not math.isnan(one[0])]
-    total = sum(count for _, count in known)
-    return fmean((mean for mean, _ in known), [count / total for _, count in known]) if total else math.nan
+    valid = [one for one in means if not math.isnan(one[0])]
+    total = sum(count for _, count in valid)
+    return fmean((mean for mean, _ in valid), [count / total for _, count in valid]) if total else math.nan
 
 
 def pass_rates(per_function: Tensor, n: int) -> dict[str, float]:
@@ -376,7 +376,7 @@ def pass_rates(per_function: Tensor, n: int) -> dict[str, float]:
         k: [1 - math.comb(n - right, k) / math.comb(n, k) for right in counts]
         for k in (*(2**exponent for exponent in range(n.bit_length())), n)
     }
-    return {f"pass@{k}": fmean(of_prompts) if of_prompts else math.nan for k, of_prompts in shares.items()}
+    return {f"pass@{k}": fmean(probabilities) if probabilities else math.nan for k, probabilities in shares.items()}
 
 
 def _std(values: Tensor) -> Tensor:
@@ -397,8 +397,8 @@ class Evaluation(NamedTuple):
         kept = {name: value for name, value in self.metrics.items() if not name.startswith("time/")}
         return {f"{prefix}_{name}": None if math.isnan(value) else value for name, value in kept.items()} | speed
 
-    def rewards(self, names: Sequence[str], *, of_set: str) -> dict[str, float]:
+    def rewards(self, names: Sequence[str], *, set_name: str) -> dict[str, float]:
         """What `TrainResult` has: "reward", "rewards/<function>/mean" and "pass@<k>", after "<set>_" if it is named."""
         keys = ["reward", *(f"rewards/{name}/mean" for name in names)]
         keys += [name for name in self.metrics if name.startswith("pass@")]
-        return {f"{of_set}_{key}" if of_set else key: self.metrics[key] for key in keys}
+        return {f"{set_name}_{key}" if set_name else key: self.metrics[key] for key in keys}

@@ -318,8 +318,8 @@ def check_episodes(start: Start) -> None:
     """Tools have schemas, environments can be made and reset, and the chat template shows their calls and answers."""
     if not start.tools and start.environment_factory is None:
         return
-    found = generation_config(start.model, start.args) or GenerationConfig.from_model_config(start.config)
-    stop_ids = stop_token_ids(found, start.tokenizer)
+    generation = generation_config(start.model, start.args) or GenerationConfig.from_model_config(start.config)
+    stop_ids = stop_token_ids(generation, start.tokenizer)
     start.rules = rules_of(start.tools, start.environment_factory, start.args, start.tokenizer, stop_ids)
     for name, rows in start.sets.items():
         if not is_conversational(next(iter(read_rows(rows, name=name)))):
@@ -359,9 +359,9 @@ def check_saving(start: Start) -> None:
     if start.peft_config is None and not is_adapted(start.model):  # else the adapter alone is saved
         warn_of_other_weights(start.model)
         parts |= {"the config": start.config}
-        if (found := copy.deepcopy(generation_config(start.model, start.args))) is not None:
-            found.pad_token_id = start.tokenizer.pad_token_id  # a run sets it; some are saved only as they were loaded
-            parts |= {"the generation_config": found}
+        if (generation := copy.deepcopy(generation_config(start.model, start.args))) is not None:
+            generation.pad_token_id = start.tokenizer.pad_token_id  # a run sets it; some are saved only as loaded
+            parts |= {"the generation_config": generation}
     warn_of_added_rows(start.model, start.peft_config)
     remove_abandoned(directory := gettempdir())  # of a process that was killed here
     for name, part in parts.items():

@@ -204,10 +204,10 @@ def _warn_of_unusual_losses(args: Any) -> None:
 
 
 def _check_batch(args: Any) -> None:
-    of_batch = args.advantage_estimator == "reinforce_plus_plus" and not args.dynamic_sampling
-    alone = of_batch or args.advantage_estimator == "remax"
+    has_batch_baseline = args.advantage_estimator == "reinforce_plus_plus" and not args.dynamic_sampling
+    needs_no_group = has_batch_baseline or args.advantage_estimator == "remax"
     # What a completion learns from a teacher depends on no other.
-    enough = args.num_generations >= (1 if alone or args.distillation_coef > 0 else 2)
+    enough = args.num_generations >= (1 if needs_no_group or args.distillation_coef > 0 else 2)
     want(args, "num_generations", enough, "at least 2: an advantage compares a group's members")
     both = args.steps_per_generation is not None and args.generation_batch_size is not None
     want(args, "steps_per_generation generation_batch_size", not both, "one of the two; fix: leave one out")
@@ -242,10 +242,10 @@ def _check_engine(args: Any) -> None:
     by_nccl, by_server = args.vllm_weight_transfer == "nccl", args.vllm_mode == "server"
     wanted = "one of the two: an adapter goes through files; fix: leave vllm_weight_transfer out"
     want(args, "vllm_adapter_sync vllm_weight_transfer", not (args.vllm_adapter_sync and by_nccl), wanted)
-    of_changes = by_server and not by_nccl and not args.vllm_adapter_sync
+    can_send_changes = by_server and not by_nccl and not args.vllm_adapter_sync
     wanted = "servers that get all weights through files; fix: leave vllm_full_sync_interval out, or the others"
     names = "vllm_full_sync_interval vllm_mode vllm_weight_transfer vllm_adapter_sync"
-    want(args, names, of_changes or args.vllm_full_sync_interval == 1, wanted)
+    want(args, names, can_send_changes or args.vllm_full_sync_interval == 1, wanted)
     in_process = not by_server and args.use_vllm is not False
     for name in ("vllm_engine_kwargs", "vllm_enable_sleep_mode", "vllm_adapter_sync", "vllm_dtype"):
         has_effect = in_process or (by_server and name == "vllm_adapter_sync")

@@ -196,10 +196,10 @@ class DerivedOptions:
             """The other methods and properties of transformers' arguments, such as `train_batch_size`."""
             from transformers import TrainingArguments
 
-            found = None if name.startswith("_") else inspect.getattr_static(TrainingArguments, name, None)
-            if not hasattr(found, "__get__"):
+            attribute = None if name.startswith("_") else inspect.getattr_static(TrainingArguments, name, None)
+            if not hasattr(attribute, "__get__"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-            return found.__get__(self, type(self))
+            return attribute.__get__(self, type(self))
 
     def to_dict(self) -> dict[str, Any]:
         """The options that have an effect here as JSON, without secrets and home directories."""

@@ -424,7 +424,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
             return GRPOLossConfig(**options, max_completion_length=self.max_completion_length)
         except FusedGRPOError as error:  # under the names that were given
             pattern = re.compile(rf"\b({'|'.join(CORRECTION)})\b")
-            raise type(error)(pattern.sub(lambda found: CORRECTION[found[0]], str(error))) from None
+            raise type(error)(pattern.sub(lambda match: CORRECTION[match[0]], str(error))) from None
 
     def sampling(self, *, seed: int, n: int | None = None, temperature: float | None = None) -> SamplingParams:
         """The sampling parameters; `n` and `temperature` replace those of training."""

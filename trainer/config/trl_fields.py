@@ -127,8 +127,8 @@ def unknown_options(
 
     def instead(other: str) -> str:
         close = difflib.get_close_matches(other, names, n=1)
-        known = FORMER.get(other) or elsewhere.get(other)
-        return known or (f"did you mean {close[0]!r}?" if close else f"see {see}")
+        replacement = FORMER.get(other) or elsewhere.get(other)
+        return replacement or (f"did you mean {close[0]!r}?" if close else f"see {see}")
 
     fixes = "; ".join(f"{other}: {instead(other)}" for other in map(str, others))
     return f"got unknown option(s) {', '.join(map(repr, others))} {place}; fix: {fixes}"

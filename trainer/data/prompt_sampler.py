@@ -275,9 +275,9 @@ class CurriculumSampler(PromptSampler):
         """Learn from P groups of all ranks: the numbers of their rows, and G rewards each; NaN is none."""
         self._drawn += rows
         for row, group in zip(rows, rewards, strict=True):
-            known = [reward for reward in group if not math.isnan(reward)]
-            if len(known) > 1:
-                self._add(row, int(max(known) - min(known) >= EQUAL_REWARDS))
+            scored = [reward for reward in group if not math.isnan(reward)]
+            if len(scored) > 1:
+                self._add(row, int(max(scored) - min(scored) >= EQUAL_REWARDS))
 
     def _add(self, row: int, differs: int) -> None:
         if len(self._window) == self._window.maxlen:

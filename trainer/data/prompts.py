@@ -189,10 +189,10 @@ def _apply_chat_template(
             for index in range(len(conversations)):  # up to the first that fails alone
                 tokenizer.apply_chat_template([conversations[index]], **options)
         is_broken = isinstance(error, TemplateSyntaxError)
-        of_row = f"at {where(index)}, want a conversation that it takes; fix: the row, or chat_template_kwargs"
-        of_all = f"line {getattr(error, 'lineno', 0)}, want a Jinja template; fix: tokenizer.chat_template, or its file"
+        refusal = f"at {where(index)}, want a conversation that it takes; fix: the row, or chat_template_kwargs"
+        syntax = f"line {getattr(error, 'lineno', 0)}, want a Jinja template; fix: tokenizer.chat_template, or its file"
         raise DataError(
-            f"got {type(error).__name__}: {error} from the chat template, {of_all if is_broken else of_row}"
+            f"got {type(error).__name__}: {error} from the chat template, {syntax if is_broken else refusal}"
         ) from error
     return ids
 
@@ -242,8 +242,8 @@ class PromptLimit:
     def _warn_of_unread(self, given: Mapping[str, Any]) -> None:
         """Of variables that the chat template has not, a typo or of another model: they would change nothing."""
         template = str(given.get("chat_template") or getattr(self._tokenizer, "chat_template", None) or "")
-        known = SET_HERE | inspect.signature(getattr(self._tokenizer, "apply_chat_template", len)).parameters.keys()
-        read = known | set(re.findall(r"\w+", template))
+        arguments = SET_HERE | inspect.signature(getattr(self._tokenizer, "apply_chat_template", len)).parameters.keys()
+        read = arguments | set(re.findall(r"\w+", template))
         if template and (unread := [name for name in given if name not in read]):
             warn_once(
                 f"got chat_template_kwargs with {', '.join(unread)}, which the chat template does not read; fix: the "

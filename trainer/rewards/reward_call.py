@@ -66,7 +66,7 @@ class Scores:
     extra: dict[str, list[Any]] = field(default_factory=dict)  # B each, from log_extra, for JSON
     metrics: dict[str, list[float]] = field(default_factory=dict)  # all values, from log_metric; NaN: not finite
     failures: dict[int, RewardError] = field(default_factory=dict)  # by group, where failed groups are dropped
-    of_groups: dict[range, dict[str, list[float]]] = field(default_factory=dict)  # metrics of a call for each group
+    group_metrics: dict[range, dict[str, list[float]]] = field(default_factory=dict)  # metrics of a call for each group
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         if (listed := _listed(values)) is None:

@@ -170,8 +170,8 @@ class Rewards:
         with process_kept():
             try:
                 pending = {one: in_thread(partial(call, one), name="reward") for one in self._callers if one.is_async}
-                done = {one: call(one) for one in self._callers if not one.is_async}
-                outcomes = [pending[one].result() if one.is_async else done[one] for one in self._callers]
+                results = {one: call(one) for one in self._callers if not one.is_async}
+                outcomes = [pending[one].result() if one.is_async else results[one] for one in self._callers]
             finally:  # behind Ctrl-C, or another function's error, coroutines go no further
                 inputs.over.set_result(None)
         scores, seconds = zip(*outcomes, strict=True)
@@ -201,17 +201,17 @@ class Rewards:
                 while place in extra:
                     place = f"{name}/{place}"
                 extra[place] = values
-            for places, metrics in (one.of_groups or {range(len(dropped)): one.metrics}).items():
+            for places, metrics in (one.group_metrics or {range(len(dropped)): one.metrics}).items():
                 for metric, logged in metrics.items():
                     values = calls.setdefault(places, {}).setdefault(free_name(metric), [])
                     values.extend(filter(math.isfinite, logged))
-        of_calls = [(list(places), logged) for places, logged in calls.items()]
+        logged_calls = [(list(places), logged) for places, logged in calls.items()]
         return RewardOutput(
             per_function=per_function,
             dropped=dropped,
             seconds=seconds,
-            metrics=logged_means(of_calls, dropped.tolist()) if of_calls else {},
-            calls=of_calls,
+            metrics=logged_means(logged_calls, dropped.tolist()) if logged_calls else {},
+            calls=logged_calls,
             extra=extra,
             failure=failures[min(failures)] if failures else None,
         )
@@ -221,11 +221,11 @@ def logged_means(
     calls: Sequence[tuple[list[int], Mapping[str, list[float]]]], dropped: Sequence[bool]
 ) -> dict[str, float]:
     """The mean of what was logged under each name, without the calls all of whose completions are dropped."""
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for places, metrics in calls:
         for name, logged in metrics.items():
-            found.setdefault(name, []).extend(() if all(dropped[place] for place in places) else logged)
-    return {name: fmean(logged) if logged else math.nan for name, logged in found.items()}
+            by_name.setdefault(name, []).extend(() if all(dropped[place] for place in places) else logged)
+    return {name: fmean(logged) if logged else math.nan for name, logged in by_name.items()}
 
 
 def _call_with_retries(call: RewardCaller, inputs: RewardInputs, retries: int) -> Scores:
@@ -271,7 +271,7 @@ def _joined(groups: list[Scores], num_generations: int) -> Scores:
         joined.values.extend(group.values or [math.nan] * num_generations)
         for name, values in joined.extra.items():
             values.extend(group.extra.get(name, [None] * num_generations))
-        joined.of_groups[range(place * num_generations, (place + 1) * num_generations)] = group.metrics
+        joined.group_metrics[range(place * num_generations, (place + 1) * num_generations)] = group.metrics
         for number, failure in group.failures.items():
             _log.warning("%s (its group is dropped)", failure)
             joined.failures[number] = failure

@@ -91,15 +91,15 @@ def generators() -> dict[str, type[Any]]:
 
 def option_fields(generator: str) -> list[dataclasses.Field[Any]]:
     """The options of a generator but `OWN`; InputError for an unknown one."""
-    known = generators()
-    if generator not in known:
-        close = difflib.get_close_matches(generator, known, n=3)
+    registered = generators()
+    if generator not in registered:
+        close = difflib.get_close_matches(generator, registered, n=3)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise InputError(
-            f"got {generator!r}, want one of the {len(known)} generators of reasoning-gym; fix: {hint}`fused-grpo "
+            f"got {generator!r}, want one of the {len(registered)} generators of reasoning-gym; fix: {hint}`fused-grpo "
             "tasks` lists them"
         )
-    return [entry for entry in dataclasses.fields(known[generator]) if entry.name not in OWN]
+    return [entry for entry in dataclasses.fields(registered[generator]) if entry.name not in OWN]
 
 
 def check_options(generator: str, options: Mapping[str, Any]) -> None:
