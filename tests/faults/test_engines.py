@@ -148,7 +148,7 @@ def test_a_server_that_hangs(make_trainer, serve, time_limit) -> None:
 def test_a_server_that_dies_between_two_steps(make_trainer, serve, time_limit) -> None:
     trainer = make_trainer(vllm_mode="server", vllm_server_base_url=(url := serve()), vllm_server_timeout=30)
     with time_limit(10) as clock, ends(trainer, WeightSyncError, rf"{url}", step=1):
-        trainer.weight_check.of_step = lambda *_, **__: None  # the fake's log-probs are not the model's
+        trainer.weight_check.check_step = lambda *_, **__: None  # the fake's log-probs are not the model's
         record = trainer._record
         trainer._record = lambda *a: [record(*a), serve.process.kill(), clock.start()]
         trainer.train()

@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer, loop
 from fused_grpo.trainer.distributed import sharding
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import all_known
+from fused_grpo.trainer.engines.sampling import all_or_none
 from fused_grpo.trainer.models import weight_stream
 from fused_grpo.trainer.models.adapters import adapter_stream, checkpoint_weights
 from fused_grpo.trainer.policy import PolicyLoss
@@ -80,7 +80,7 @@ class EngineByPrompt(RolloutEngine):
             num_generations=sampling.n,
             weight_version=self.weight_version,
             routed_experts=[experts_by(*pair) for pair in pairs] if sampling.routed_experts else None,
-            listed_tokens=all_known([self.listed(*each, sampling) for each in zip(rows, kept, strict=True)]),
+            listed_tokens=all_or_none([self.listed(*each, sampling) for each in zip(rows, kept, strict=True)]),
         )
 
     def listed(self, rows, kept, sampling) -> ListedTokens | None:

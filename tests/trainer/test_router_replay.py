@@ -261,7 +261,7 @@ def test_it_is_said_where_experts_may_be_the_reason(make_model, caplog, largest,
     check = WeightCheck(args, make_model(), torch.device("cpu"), **kinds)
     metrics = {"sampling_difference_mean": 0.1, "sampling_difference_max": largest, **share}
     for _ in range(2):
-        check.of_step(metrics, lambda dtype: 0.0, engine=SimpleNamespace(name="vllm", weight_version=0))
+        check.check_step(metrics, lambda dtype: 0.0, engine=SimpleNamespace(name="vllm", weight_version=0))
     assert sum("mixture of experts" in record.getMessage() for record in caplog.records) == said
 
 

@@ -49,7 +49,7 @@ DIFFERENCES = 5  # between ranks, in an error
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _uses = itertools.count()
-_left = list[str]()  # where the last `report_failure` that ended well here would have read why another rank failed
+_last_keys = list[str]()  # where the last `report_failure` that ended well here would have read why another rank failed
 _reports: ContextVar[bool] = ContextVar("reports", default=False)  # whether this is inside `report_failure`
 _log = logging.getLogger(__name__)
 
@@ -63,9 +63,9 @@ def gather_objects(doing: str, here: T) -> list[T]:
     ranks: list[tuple[str, T]] = gather_object([(doing, here)])
     places = {place: [rank for rank, (other, _) in enumerate(ranks) if other == place] for place, _ in ranks}
     if len(places) > 1:
-        found = ", ".join(f"rank {' and '.join(map(str, some[:8]))} {place}" for place, some in places.items())
+        got = ", ".join(f"rank {' and '.join(map(str, numbers[:8]))} {place}" for place, numbers in places.items())
         raise PeerError(
-            f"got ranks at different places of the run ({found}), want all at the same; fix: call train(), evaluate() "
+            f"got ranks at different places of the run ({got}), want all at the same; fix: call train(), evaluate() "
             "and what saves on every rank, in callbacks too, and let no condition depend on the rank"
         )
     return [value for _, value in ranks]
@@ -74,13 +74,13 @@ def gather_objects(doing: str, here: T) -> list[T]:
 def compare_ranks(doing: str, own: Mapping[str, str]) -> None:
     """InputError, on all ranks, where what each has under some name is not the same on all. A collective."""
     first, *others = gather_objects(doing, dict(own))
-    if not (rank := next((rank for rank, found in enumerate(others, 1) if found != first), 0)):
+    if not (rank := next((rank for rank, values in enumerate(others, 1) if values != first), 0)):
         return
     other = others[rank - 1]
     # Of what one rank has none of, the fields (`name.field`) say nothing more.
     names = (name for name in first | other if "." not in name or (name in first and name in other))
     differ = [name for name in names if first.get(name) != other.get(name)][:DIFFERENCES]
-    got, want = (", ".join(f"{name}={found.get(name)}" for name in differ) for found in (first, other))
+    got, want = (", ".join(f"{name}={values.get(name)}" for name in differ) for values in (first, other))
     raise InputError(
         f"got {got} on rank 0 and {want} on rank {rank}, want the same on every rank; fix: let nothing of it depend on "
         "the rank, the machine or the time, and give whatever shuffles or draws a seed"
@@ -100,7 +100,7 @@ def agree(accelerator: Accelerator, control: TrainerControl) -> None:
     if accelerator.num_processes > 1:
         ranks = gather_objects("agreeing on what callbacks decided", dataclasses.asdict(control))
         for name in ranks[0]:
-            setattr(control, name, any(of_rank[name] for of_rank in ranks))
+            setattr(control, name, any(decisions[name] for decisions in ranks))
 
 
 def barrier(accelerator: Accelerator, doing: str) -> None:
@@ -191,12 +191,12 @@ def _shared_reasons(accelerator: Accelerator) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _left.clear()
+        _last_keys.clear()
         if not _is_of_a_collective(error):
             store.report(_reason(error))
             raise
         raise PeerError(store.explanation(timed_out="imed out" in str(error))) from error
-    _left[:] = [store.first]
+    _last_keys[:] = [store.first]
 
 
 class _FailureStore:
@@ -207,7 +207,7 @@ class _FailureStore:
         # The same number on every rank: failures of an earlier run in these processes do not count.
         self.prefix = f"fused-grpo/failure/{next(_uses)}"
         self.first = f"{self.prefix}/first"
-        self.before = list(_left)  # another rank may still be in it
+        self.before = list(_last_keys)  # another rank may still be in it
         self.store = distributed.distributed_c10d._get_default_store()
 
     def report(self, reason: str) -> None:
@@ -215,7 +215,7 @@ class _FailureStore:
         with suppress(RuntimeError):  # the store ends with the process that holds it
             self.store.compare_set(self.first, "", json.dumps([self.rank, reason]))
 
-    def _known(self) -> str | None:
+    def _reason_key(self) -> str | None:
         """Where the reason of the first failure is."""
         return next((key for key in (self.first, *self.before) if self.store.check([key])), None)
 
@@ -226,10 +226,10 @@ class _FailureStore:
         with suppress(RuntimeError):
             self.store.set(f"{self.prefix}/{self.rank}", "")
             deadline = time.monotonic() + REASON_SECONDS
-            while not (known := self._known()) and time.monotonic() < deadline:
+            while not (key := self._reason_key()) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            if known:
-                rank, reason = json.loads(self.store.get(known))
+            if key:
+                rank, reason = json.loads(self.store.get(key))
                 return f"rank {rank} of {self.count} has failed, and this one stopped with it: {reason}"
             silent = [rank for rank in range(self.count) if not self.store.check([f"{self.prefix}/{rank}"])]
             ended = "ended without reporting an error"

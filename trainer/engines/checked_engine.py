@@ -157,7 +157,9 @@ class WeightCheck:
         sampling = args.sampling(seed=0)
         self.is_plain, self.is_plain_within_support = sampling.is_plain, sampling.is_plain_within_support
 
-    def of_step(self, metrics: Mapping[str, float], rounding: Callable[[torch.dtype], float], *, engine: Any) -> None:
+    def check_step(
+        self, metrics: Mapping[str, float], rounding: Callable[[torch.dtype], float], *, engine: Any
+    ) -> None:
         """Check the completion tokens of a step by its metrics; without log-probs of the sampler there are none."""
         if "sampling_difference_mean" not in metrics:
             return

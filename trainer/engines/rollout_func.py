@@ -92,8 +92,8 @@ class FunctionEngine(RolloutEngine):
                 "fix: numbers, and None in logprobs alone"
             ) from error
         kept = None if sampling.sampling_support == "off" else output.get("sampling_support")
-        of_model = stop_token_ids(getattr(self._trainer.model, "generation_config", None), tokenizer)
-        stops = {*of_model, tokenizer.pad_token_id}  # as in TRL, a completion that is padded has ended
+        model_stops = stop_token_ids(getattr(self._trainer.model, "generation_config", None), tokenizer)
+        stops = {*model_stops, tokenizer.pad_token_id}  # as in TRL, a completion that is padded has ended
         return Rollouts(
             prompt_ids=prompt_ids,
             completion_ids=ids,

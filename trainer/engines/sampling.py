@@ -134,8 +134,8 @@ def vllm_requests(
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     same = {**{name: getattr(sampling, name) for name in names}, **_NO_PENALTIES, **sampling.extra}
     same |= {"n": sampling.num_sampled, "logprobs": 0 if listed is None or listed > max_listed >= 0 else listed}
-    of_prompts, first = random.Random(seed), sampling.first_prompt
-    places = [of_prompts.getrandbits(SEED_BITS) for _ in range(first + len(prompts))]
+    generator, first = random.Random(seed), sampling.first_prompt
+    places = [generator.getrandbits(SEED_BITS) for _ in range(first + len(prompts))]
     return prompts, [{**same, "seed": seed} for seed in places[first:]]
 
 
@@ -166,25 +166,25 @@ def rollouts_of(
     """Rollouts from `sampling.num_sampled` completions of each prompt."""
     repeats = sampling.n // sampling.num_sampled
     completions = [completion for completion in completions for _ in range(repeats)]
-    listed = all_known([one.listed_tokens for one in completions]) if sampling.wants_ids else None
+    listed = all_or_none([one.listed_tokens for one in completions]) if sampling.wants_ids else None
     if listed is not None and not sampling.wants_logprobs:  # some engines know ids by their log-probs
         listed = [replace(one, logprobs=None) for one in listed]
     return Rollouts(
         prompt_ids=prompts,
         completion_ids=[completion.token_ids for completion in completions],
-        sampling_logprobs=all_known([completion.logprobs for completion in completions]),
+        sampling_logprobs=all_or_none([completion.logprobs for completion in completions]),
         finish_reasons=[completion.finish_reason for completion in completions],
         num_generations=sampling.n,
         weight_version=weight_version,
         listed_tokens=listed,
-        routed_experts=all_known([one.routed_experts for one in completions]),
+        routed_experts=all_or_none([one.routed_experts for one in completions]),
     )
 
 
-def all_known(values: Sequence[T | None]) -> list[T] | None:
+def all_or_none(values: Sequence[T | None]) -> list[T] | None:
     """The values; None where one of them is not known."""
-    known = [value for value in values if value is not None]
-    return known if len(known) == len(values) else None
+    present = [value for value in values if value is not None]
+    return present if len(present) == len(values) else None
 
 
 def num_listed(sampling: SamplingParams, vocab_size: int) -> int | None:

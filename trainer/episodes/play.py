@@ -24,7 +24,7 @@ from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.data.datasets import Row, is_conversational
 from fused_grpo.trainer.data.prompts import CHARACTERS_OF_A_TOKEN
 from fused_grpo.trainer.engines import RolloutEngine
-from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, all_known, rollouts_of
+from fused_grpo.trainer.engines.sampling import SEED_BITS, Completion, all_or_none, rollouts_of
 from fused_grpo.trainer.engines.turns import TurnSession, turn_session
 from fused_grpo.trainer.episodes.conversation import Message, Template
 from fused_grpo.trainer.episodes.environments import NO_PROMPT, Environments, is_done, methods_of
@@ -249,8 +249,8 @@ class _Played:
         self.listed.append(part.listed_tokens)
 
     def completion(self) -> Completion:
-        known = all_known(self.listed)
-        listed = None if known is None else ListedTokens.joined(known)
+        tables = all_or_none(self.listed)
+        listed = None if tables is None else ListedTokens.joined(tables)
         return Completion(self.ids, self.logprobs, "length" if self.ended == "length" else "stop", listed, self.experts)
 
     def episode(self) -> Episode:

@@ -119,8 +119,8 @@ class Answers:
                 raise TimeoutError(f"{call['name']} was not called: a call before it took too long")
             running = running or self._started(tool, call)
             # An isolated tool has a limit of its own, which begins when it has a process.
-            left = None if is_isolated(tool) else start + self._timeout - time.perf_counter()
-            if not wait([running], left).done:
+            seconds_left = None if is_isolated(tool) else start + self._timeout - time.perf_counter()
+            if not wait([running], seconds_left).done:
                 running.cancel()
                 self.has_timed_out = self._is_late = True
                 leave_blocked_loop(ASYNC, timeout=self._timeout)

@@ -340,7 +340,7 @@ def live(text: str) -> Iterator[None]:
 @contextmanager
 def without_bars() -> Iterator[None]:
     """transformers draws no bar meanwhile: a notebook has standard error in blocks of its own, between our lines."""
-    are_off, of_hub_off = not is_progress_bar_enabled(), are_progress_bars_disabled()
+    are_off, are_hub_bars_off = not is_progress_bar_enabled(), are_progress_bars_disabled()
     if not are_off:
         disable_progress_bar()  # also those of the hub
     try:
@@ -348,7 +348,7 @@ def without_bars() -> Iterator[None]:
     finally:
         if not are_off:
             enable_progress_bar()
-            if of_hub_off:
+            if are_hub_bars_off:
                 disable_progress_bars()
 
 

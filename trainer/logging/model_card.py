@@ -98,12 +98,12 @@ def push_to_hub(
         ) from error
 
 
-def _results(found: Results) -> list[tuple[str, str, str]]:
+def _results(results: Results) -> list[tuple[str, str, str]]:
     """Held-out rewards before and after, and the last training step: name, before, after."""
-    before, after = found.eval_before or {}, found.eval_after or {}
+    before, after, metrics = results.eval_before or {}, results.eval_after or {}, results.metrics
     rows = [(f"held-out {key}", short_number(before.get(key)), short_number(after[key])) for key in after if before]
     last = {"reward": "training reward", "completions/mean_length": "completion length, tokens", "kl": "KL"}
-    return rows + [(name, "", short_number(found.metrics[key])) for key, name in last.items() if key in found.metrics]
+    return rows + [(name, "", short_number(metrics[key])) for key, name in last.items() if key in metrics]
 
 
 def _changed_options(args: GRPOConfig) -> str:

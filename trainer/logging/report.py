@@ -68,26 +68,26 @@ def write_report(output_dir: Path) -> Path:
 
     CheckpointError where there is no metrics.jsonl with a record in it, or a log or run.json is damaged.
     """
-    found, described = _read_steps(output_dir), output_dir / files.RUN_FILE
+    history, described = _read_steps(output_dir), output_dir / files.RUN_FILE
     try:
         run = json.loads(described.read_bytes()) if described.is_file() else {}
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"got {described}, which is not JSON; want what the run wrote; fix: remove it") from error
     samples = first_and_last_rows(output_dir / files.OLD_ROLLOUTS_FILE, output_dir / files.ROLLOUTS_FILE)
     path = output_dir / files.REPORT_FILE
-    write(path, page(found, run if isinstance(run, dict) else {}, samples))
-    write(output_dir / files.REWARD_FILE, render("chart.svg", chart=reward_chart(found)))
+    write(path, page(history, run if isinstance(run, dict) else {}, samples))
+    write(output_dir / files.REWARD_FILE, render("chart.svg", chart=reward_chart(history)))
     return path
 
 
-def page(found: Columns, run: Mapping[str, Any], samples: Mapping[int, Sequence[Mapping[str, object]]]) -> str:
-    (name, (before, after)), *others = _endpoints(found).items()
+def page(history: Columns, run: Mapping[str, Any], samples: Mapping[int, Sequence[Mapping[str, object]]]) -> str:
+    (name, (before, after)), *others = _endpoints(history).items()
     date, _, clock = str(run.get("started", "")).partition("T")  # 2026-11-21T17:27:37Z
     started = f"Started {date}{f' {clock[:5]} UTC' if clock else ''}. " if date else ""
     tenths = "these are means over the first and the last tenth of the training steps."
     if name.startswith("held-out"):
         measured = "Measured on prompts that were not trained on, at the first and at the last evaluation."
-    elif named_series(found, HELD_OUT):
+    elif named_series(history, HELD_OUT):
         measured = f"Held-out prompts were evaluated only once (see the chart): {tenths}"
     else:
         measured = f"There were no held-out prompts: {tenths}"
@@ -96,11 +96,11 @@ def page(found: Columns, run: Mapping[str, Any], samples: Mapping[int, Sequence[
         title=f"{run.get('task') or 'GRPO run'}: {name} {short_number(before)} → {short_number(after)}",
         lead=started + measured,
         tiles={name: f"{short_number(first)} → {short_number(last)}" for name, (first, last) in others}
-        | _tiles(found, run),
-        rewards=[chart for chart in (reward_chart(found), function_chart(found)) if chart is not None],
-        panels=panel_charts(found),
-        phases=phase_chart(found),
-        seconds=_seconds(found),
+        | _tiles(history, run),
+        rewards=[chart for chart in (reward_chart(history), function_chart(history)) if chart is not None],
+        panels=panel_charts(history),
+        phases=phase_chart(history),
+        seconds=_seconds(history),
         samples={step: (len(rows), _samples(rows, seed=step)) for step, rows in samples.items()},
         facts=_facts(run),
     )
@@ -128,11 +128,11 @@ def pick_samples(rows: Sequence[Mapping[str, object]], seed: int) -> list[tuple[
     return chosen + ([("random", random.Random(seed).choice(between))] if between else [])
 
 
-def _tiles(found: Columns, run: Mapping[str, Any]) -> dict[str, str]:
-    _, seconds = series(found, "step_time")
-    _, tokens = series(found, "completion_tokens")
+def _tiles(history: Columns, run: Mapping[str, Any]) -> dict[str, str]:
+    _, seconds = series(history, "step_time")
+    _, tokens = series(history, "completion_tokens")
     return {
-        "optimizer steps": str(int(max(series(found, "step")[0]))),
+        "optimizer steps": str(int(max(series(history, "step")[0]))),
         "time in steps": duration(sum(seconds)) if seconds else MISSING,
         "completion tokens": short_number(sum(tokens)) if tokens else MISSING,
         "model": str(run.get("model", MISSING)),
@@ -141,9 +141,9 @@ def _tiles(found: Columns, run: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _seconds(found: Columns) -> dict[str, str]:
+def _seconds(history: Columns) -> dict[str, str]:
     """The whole time of each phase; empty where no time was measured."""
-    seconds = {name: sum(values) for name, (_, values) in named_series(found, PHASE).items()}
+    seconds = {name: sum(values) for name, (_, values) in named_series(history, PHASE).items()}
     total = sum(seconds.values())
     return {name: f"{duration(spent)} ({percent(spent / total)})" for name, spent in seconds.items() if total > 0}
 
@@ -179,13 +179,13 @@ def _facts(run: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return facts
 
 
-def _endpoints(found: Columns) -> dict[str, tuple[float | None, float | None]]:
+def _endpoints(history: Columns) -> dict[str, tuple[float | None, float | None]]:
     """What is compared, before and after: held-out means, accuracy first, or the reward of the first and last tenth."""
-    held_out = {name: values for name, (_, values) in named_series(found, HELD_OUT).items() if len(values) > 1}
+    held_out = {name: values for name, (_, values) in named_series(history, HELD_OUT).items() if len(values) > 1}
     if held_out:
         names = sorted(held_out, key=lambda name: not name.endswith("accuracy"))
         return {f"held-out {name}": (held_out[name][0], held_out[name][-1]) for name in names}
-    _, rewards = series(found, "reward")
+    _, rewards = series(history, "reward")
     return {"training reward": _first_and_last_tenth(rewards) if rewards else (None, None)}
 
 
@@ -204,13 +204,13 @@ def parts_text(output_dir: Path) -> str:
 
 def _read_steps(output_dir: Path) -> Columns:
     path = output_dir / files.METRICS_FILE
-    found = columns(iterate_records(path) if path.is_file() else ())
-    if "step" not in found:
+    history = columns(iterate_records(path) if path.is_file() else ())
+    if "step" not in history:
         raise CheckpointError(
             f"got {output_dir}, which has no {files.METRICS_FILE} with a step in it; want the output directory of a "
             "run that has begun; fix: pass that directory"
         )
-    return found
+    return history
 
 
 class Chart:
@@ -275,27 +275,27 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
 
 def columns(records: Iterable[Mapping[str, object]]) -> Columns:
     """The metrics of records that have a step, in the order in which they first appear."""
-    found: dict[str, tuple[array[float], array[float]]] = defaultdict(lambda: (array("d"), array("d")))
+    history: dict[str, tuple[array[float], array[float]]] = defaultdict(lambda: (array("d"), array("d")))
     for record in records:
         if (step := metric(record, "step")) is None:
             continue
         for name in record:
-            value, (steps, values) = metric(record, name), found[name]
+            value, (steps, values) = metric(record, name), history[name]
             if value is not None:
                 steps.append(step)
                 values.append(value)
-    return dict(found)
+    return dict(history)
 
 
-def series(found: Columns, name: str) -> Series:
+def series(history: Columns, name: str) -> Series:
     """Steps and values of a metric, where it was measured and finite. Of a step that was repeated, the last counts."""
-    by_step = dict(zip(*found.get(name, ((), ())), strict=True))
+    by_step = dict(zip(*history.get(name, ((), ())), strict=True))
     return sorted(by_step), [by_step[step] for step in sorted(by_step)]
 
 
-def named_series(found: Columns, pattern: str) -> dict[str, Series]:
+def named_series(history: Columns, pattern: str) -> dict[str, Series]:
     """The metrics whose names match a pattern, by its group, in the order in which they first appear."""
-    return {match[1]: series(found, name) for name in found if (match := re.fullmatch(pattern, name))}
+    return {match[1]: series(history, name) for name in history if (match := re.fullmatch(pattern, name))}
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
@@ -305,34 +305,34 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     return [float((sums[end] - sums[start]) / (end - start)) for start, end in ends]
 
 
-def reward_chart(found: Columns) -> Chart:
+def reward_chart(history: Columns) -> Chart:
     """Mean reward of each step, also smoothed where there are many, and the held-out rewards."""
-    steps, rewards = series(found, "reward")
+    steps, rewards = series(history, "reward")
     lines = {"mean reward of the step": (steps, rewards)}
     if window := _window(rewards):
         lines[f"mean of {2 * window + 1} steps"] = steps, moving_mean(rewards, window)
-    lines |= {f"held-out {name}": line for name, line in named_series(found, HELD_OUT).items() if line[0]}
+    lines |= {f"held-out {name}": line for name, line in named_series(history, HELD_OUT).items() if line[0]}
     return Chart(title="Reward by optimizer step", lines=lines, height=390)
 
 
-def function_chart(found: Columns) -> Chart | None:
+def function_chart(history: Columns) -> Chart | None:
     """The mean of each reward function, smoothed as the reward is; None where there are not several."""
-    functions = named_series(found, REWARD_FUNCTION)
+    functions = named_series(history, REWARD_FUNCTION)
     lines = {name: (steps, moving_mean(values, _window(values))) for name, (steps, values) in functions.items()}
     return Chart(title="Mean of each reward function by step", lines=lines, height=280) if len(lines) > 1 else None
 
 
-def phase_chart(found: Columns) -> Chart | None:
+def phase_chart(history: Columns) -> Chart | None:
     """Seconds of each phase; None where there are not several steps."""
-    phases = {name: line for name, line in named_series(found, PHASE).items() if len(line[0]) > 1}
+    phases = {name: line for name, line in named_series(history, PHASE).items() if len(line[0]) > 1}
     return Chart(title="Seconds of each step, by phase", lines=phases, height=260) if phases else None
 
 
-def panel_charts(found: Columns) -> list[Chart]:
+def panel_charts(history: Columns) -> list[Chart]:
     """A small chart of each of `PANELS` that the run measured and that was not always zero."""
     charts = list[Chart]()
     for title, metrics in PANELS.items():
-        lines = {label: series(found, name) for label, name in metrics.items()}
+        lines = {label: series(history, name) for label, name in metrics.items()}
         values = [value for _, line in lines.values() for value in line]
         if any(values):
             is_log = min(values) > 0 and max(values) > LOG_FROM * min(values)

@@ -343,8 +343,8 @@ def _mean(sums: dict[str, Any]) -> float | None:
 
 def _project(args: GRPOConfig, trackers: Iterable[Any]) -> str:
     """That of the options, unless a tracker has a variable for it and no option says otherwise."""
-    found = (os.environ.get(PROJECTS.get(str(tracker), "")) for tracker in trackers)
-    return args.project if args.project != GRPOConfig.project else next(filter(None, found), args.project)
+    names = (os.environ.get(PROJECTS.get(str(tracker), "")) for tracker in trackers)
+    return args.project if args.project != GRPOConfig.project else next(filter(None, names), args.project)
 
 
 def tracker_arguments(args: GRPOConfig) -> dict[str, Any]:

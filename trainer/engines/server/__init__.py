@@ -49,10 +49,10 @@ def _serve(model: str) -> list[str]:
     with suppress(PackageNotFoundError):
         version("vllm")
         return ["vllm.entrypoints.cli.main", "serve", model]
-    found = find_spec("vllm")
-    folders = map(Path, (found and found.submodule_search_locations) or ())
+    spec = find_spec("vllm")
+    folders = map(Path, (spec and spec.submodule_search_locations) or ())
     moved = any((folder / "entrypoints/launchers/api_server/entry.py").exists() for folder in folders)
-    module = "launchers.api_server.entry" if moved or not found else "openai.api_server"
+    module = "launchers.api_server.entry" if moved or not spec else "openai.api_server"
     return [f"vllm.entrypoints.{module}", "--model", model]
 
 

@@ -396,8 +396,8 @@ def _largest_response(body: Json | None) -> int:
     given = body or {}
     sequences = given.get("n", 0)
     tokens, read = sequences * given.get("max_tokens", 0), sequences * len(given.get("prompt", ()))
-    of_token = _TOKEN_BYTES + _LISTED_BYTES * int(given.get("logprobs", 0))
-    return _RESPONSE_BYTES + of_token * int(tokens) + _EXPERT_BYTES * int(tokens + read)
+    token_bytes = _TOKEN_BYTES + _LISTED_BYTES * int(given.get("logprobs", 0))
+    return _RESPONSE_BYTES + token_bytes * int(tokens) + _EXPERT_BYTES * int(tokens + read)
 
 
 async def _read(response: httpx.Response, path: str, *, limit: int) -> bytes:

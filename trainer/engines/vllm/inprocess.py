@@ -315,7 +315,7 @@ class VLLMEngine(RolloutEngine):
         llm.reset_prefix_cache()
         self.weight_version = version
 
-    def _requests(self, of_prompts: list[dict[str, Any]], sampling: SamplingParams) -> list[Any]:
+    def _requests(self, prompt_options: list[dict[str, Any]], sampling: SamplingParams) -> list[Any]:
         from vllm import SamplingParams as RequestParams
         from vllm.sampling_params import StructuredOutputsParams
 
@@ -330,7 +330,7 @@ class VLLMEngine(RolloutEngine):
                 RequestParams.from_optional(
                     **options | forced, detokenize="stop" in sampling.extra, structured_outputs=structured
                 )
-                for options in of_prompts
+                for options in prompt_options
             ]
         except Exception as error:  # of several types, all about these options
             raise InputError(
@@ -404,9 +404,9 @@ class VLLMTurns:
     def add(self, turn: Turn) -> None:
         from vllm.sampling_params import RequestOutputKind
 
-        of_turn = turn_sampling(self._sampling, turn.max_tokens, seed=turn.seed)
-        (prompt,), options = self._engine._options([turn.prompt_ids], of_turn)
-        (params,) = self._engine._requests(options, of_turn)
+        sampling = turn_sampling(self._sampling, turn.max_tokens, seed=turn.seed)
+        (prompt,), options = self._engine._options([turn.prompt_ids], sampling)
+        (params,) = self._engine._requests(options, sampling)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         name, lora = str(next(self._counter)), self._engine._lora_request
         self._sampled[name] = turn.episode, bool(params.logprobs)

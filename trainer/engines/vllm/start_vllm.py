@@ -89,9 +89,9 @@ def check_vllm_arguments(given: Collection[str]) -> None:
     """
     if not given:
         return
-    known = [field.name for field in dataclasses.fields(_imported("vllm.engine.arg_utils", "EngineArgs"))]
-    if wrong := sorted({*given} - {*known}):
-        close = difflib.get_close_matches(wrong[0], known, n=1)
+    names = [field.name for field in dataclasses.fields(_imported("vllm.engine.arg_utils", "EngineArgs"))]
+    if wrong := sorted({*given} - {*names}):
+        close = difflib.get_close_matches(wrong[0], names, n=1)
         raise InputError(
             f"got {', '.join(wrong)} in vllm_engine_kwargs, want arguments of vllm.LLM"
             f"{f', such as {close[0]}' if close else ''}; fix: their names, or leave it out"
@@ -101,7 +101,7 @@ def check_vllm_arguments(given: Collection[str]) -> None:
 def check_dtype(dtype: torch.dtype) -> None:
     """UnsupportedError where vLLM cannot compute in `dtype` on this device. It imports vLLM."""
     platform = _imported("vllm.platforms", "current_platform")
-    names = [str(known).removeprefix("torch.") for known in platform.supported_dtypes]
+    names = [str(supported).removeprefix("torch.") for supported in platform.supported_dtypes]
     if (name := str(dtype).removeprefix("torch.")) not in names:
         raise UnsupportedError(
             f"got vllm_dtype={name!r}, want one that vLLM computes in on this {platform.device_name}: "
