@@ -43,8 +43,8 @@ BUGS = {
     ),
     "each rank has a baseline of its part": (
         COLLECTOR,
-        "parts = [own] if is_whole else gather_objects(doing, own)",
-        "parts = [own] * self.accelerator.num_processes",
+        "parts = [values] if is_whole else gather_objects(doing, values)",
+        "parts = [values] * self.accelerator.num_processes",
         RANKS,
     ),
     "a middle reward counts for none": (
@@ -103,8 +103,8 @@ BUGS = {
     ),
     "an effective sample size is one of weights": (
         METRICS,
-        "_mean(rho.square(), each)",
-        "_mean(rho, each)",
+        "_mean(rho.square(), ones)",
+        "_mean(rho, ones)",
         ["tests/trainer/batching/test_ratio_metrics.py"],
     ),
 }

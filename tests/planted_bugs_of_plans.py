@@ -58,7 +58,7 @@ BUGS = {
     ),
     "sequences that do not fit are sampled at once": (
         MODEL,
-        "if each > min(MAX_SEQUENCES, cache / fullest):",
+        "if per_replica > min(MAX_SEQUENCES, cache / fullest):",
         "if False:",
         CACHE,
     ),

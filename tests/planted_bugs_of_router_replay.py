@@ -22,8 +22,8 @@ BUGS = {
     ),
     "prompts are shared wherever they went": (
         "trainer/batching/micro_batches.py",
-        "same.setdefault((tuple(prompt), routing), [])",
-        'same.setdefault((tuple(prompt), b""), [])',
+        "by_prompt.setdefault((tuple(prompt), routing), [])",
+        'by_prompt.setdefault((tuple(prompt), b""), [])',
         TREES,
     ),
     "layers that are computed again choose for themselves": (

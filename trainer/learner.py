@@ -136,11 +136,11 @@ class Learner:
             router_aux_loss_coef=router_loss_coefficient(base_model(model), args),
             routing=self.routing,
         )
-        alone = None
+        teacher_policy = None
         if isinstance(teacher, torch.nn.Module):
-            alone = PolicyLoss(teacher, self.loss_config, temperature=args.temperature)
+            teacher_policy = PolicyLoss(teacher, self.loss_config, temperature=args.temperature)
         head_rows, hidden_size = base_model(model).get_output_embeddings().weight.shape
-        layout, self.is_random = self._self_check([policy] if alone is None else [policy, alone])
+        layout, self.is_random = self._self_check([policy] if teacher_policy is None else [policy, teacher_policy])
         self.can_skip = can_skip(args, router_coefficient=self.router_coefficient)
         self.packing = dataclasses.replace(
             layout,
@@ -167,7 +167,7 @@ class Learner:
         self._unwrapped: PolicyLoss = accelerator.unwrap_model(self.policy)
         self._reduced = reduced_parameters(self.policy, args)
         self.reference = None if frozen is None else shard_frozen(accelerator, frozen, self.policy)
-        self.teacher = None if teacher is None else self._make_teacher(alone, vocab_size=head_rows)
+        self.teacher = None if teacher is None else self._make_teacher(teacher_policy, vocab_size=head_rows)
         self.scheduler = optimizers[1] or make_schedule(optimizer, args, max_steps)
         self.beginning = self._beginning(optimizer)
         named = self._unwrapped.named_parameters()
@@ -187,12 +187,12 @@ class Learner:
         layout = shared_layout(measured, share_prompts=self.args.share_prompts, may_share=may_share)
         return layout, measured[0].is_random
 
-    def _make_teacher(self, alone: PolicyLoss | None, *, vocab_size: int) -> Teacher:
+    def _make_teacher(self, teacher_policy: PolicyLoss | None, *, vocab_size: int) -> Teacher:
         lend: Any = self._reference_policy
         weights, args = SELF, self.args
-        if alone is not None:
-            weights = same_weights(self.accelerator, "the teacher", alone.model)
-            lend = functools.partial(nullcontext, shard_frozen(self.accelerator, alone.eval()))
+        if teacher_policy is not None:
+            weights = same_weights(self.accelerator, "the teacher", teacher_policy.model)
+            lend = functools.partial(nullcontext, shard_frozen(self.accelerator, teacher_policy.eval()))
         options = {"coef": args.distillation_coef, "kind": args.distillation_kind, "beta": args.distillation_beta}
         return Teacher(lend=lend, vocab_size=vocab_size, options=options, identity=options | {"model": weights})
 
@@ -239,24 +239,24 @@ class Learner:
         """What is trained has been so since the trainer was made, whose optimizer has nothing else; some of it is."""
         if is_adapted(self._unwrapped.model):
             check_adapter(self._unwrapped.model)
-        now = dict(self._unwrapped.named_parameters())
-        had = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        parameters = dict(self._unwrapped.named_parameters())
+        optimized = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
         # FSDP2 puts other objects into the place of its shards.
-        others = now.keys() ^ self._made.keys()
+        changed = parameters.keys() ^ self._made.keys()
         self._checked, groups = self._forms(), len(self.optimizer.param_groups)
-        for name in now.keys() & self._made.keys():
-            made, one = self._made[name], now[name]
+        for name in parameters.keys() & self._made.keys():
+            made, one = self._made[name], parameters[name]
             is_same = one is made.weight or self.accelerator.is_fsdp2
             # PEFT's DoRA makes a new object around the codes of 4 bits, in each pass on a CPU.
             is_same = is_same or (not one.requires_grad and one.data_ptr() == made.weight.data_ptr())
-            is_new = one.requires_grad and not made.is_trained and id(one) not in had
+            is_new = one.requires_grad and not made.is_trained and id(one) not in optimized
             if not is_same or is_new or made.form != (one.dtype, one.shape):
-                others.add(name)
-        if others or groups != len(self.beginning[0]) or not any(one.requires_grad for one in now.values()):
-            what = f"{groups} groups of the optimizer" if groups != len(self.beginning[0]) else "weights, none trained,"
-            what = f"{len(others)} weights, such as {min(others)}," if others else what
+                changed.add(name)
+        if changed or groups != len(self.beginning[0]) or not any(one.requires_grad for one in parameters.values()):
+            got = f"{groups} groups of the optimizer" if groups != len(self.beginning[0]) else "weights, none trained,"
+            got = f"{len(changed)} weights, such as {min(changed)}," if changed else got
             raise InputError(
-                f"got {what} that are not as they were when the trainer was made (another tensor, shape or dtype, or "
+                f"got {got} that are not as they were when the trainer was made (another tensor, shape or dtype, or "
                 "trained since), want what its optimizer was made for; fix: change the model before GRPOTrainer(...)"
             )
 

@@ -50,11 +50,11 @@ def self_check(policy: PolicyLoss) -> Measured:
 
     UnsupportedError for a model whose log-probs are not those of the loss, which is not causal, or which fails.
     """
-    given: Any = policy.model
-    model: Any = base_model(given)
+    wrapped: Any = policy.model
+    model: Any = base_model(wrapped)
     name, any_lengths, config = type(model).__name__, takes_any_lengths(model), model.config.get_text_config()
     # Virtual tokens are no part of the model's own logits; an attention kernel may need a GPU.
-    plain = given.disable_adapter() if is_prompt_tuned(given) else nullcontext()
+    plain = wrapped.disable_adapter() if is_prompt_tuned(wrapped) else nullcontext()
     needs_gpu = any_lengths and model.device.type == "cpu"
     eager = replaced(config, "_attn_implementation_internal", "eager") if needs_gpu else nullcontext()
     try:
@@ -65,7 +65,7 @@ def self_check(policy: PolicyLoss) -> Measured:
             if (routing := policy.routing) is not None and routing.replaces:
                 row = _row(model, [_FIRST])
                 routing.check(lambda own: policy.measure(replace(row, routed_experts=own), "logprobs"))
-            is_random, has_routers = has_dropout(given), policy.router_aux_loss_coef != 0.0 and _has_routers(model)
+            is_random, has_routers = has_dropout(wrapped), policy.router_aux_loss_coef != 0.0 and _has_routers(model)
     except (FusedGRPOError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -86,15 +86,15 @@ def check_options(measured: Measured, policy: PolicyLoss, args: GRPOConfig) -> N
 
     UnsupportedError for dropout that cannot be disabled, InputError for a coefficient without router logits.
     """
-    name, given = type(policy.causal_lm).__name__, args.router_aux_loss_coef
+    name, coefficient = type(policy.causal_lm).__name__, args.router_aux_loss_coef
     if args.disable_dropout and measured.is_random:
         raise UnsupportedError(
             f"got disable_dropout=True and a {name} that is random in training mode all the same, want rates as "
             "attributes of its layers; fix: a config whose dropout is 0"
         )
-    if given and not measured.has_routers:
+    if coefficient and not measured.has_routers:
         raise InputError(
-            f"got router_aux_loss_coef={given} with a {name}, which does not return router logits, want a "
+            f"got router_aux_loss_coef={coefficient} with a {name}, which does not return router logits, want a "
             "mixture-of-experts model that does; fix: leave it out"
         )
     policy.router_aux_loss_coef *= measured.has_routers

@@ -283,7 +283,7 @@ def rollout_seconds(run: Run, gpus: int, tensor_parallel: int, *, colocate: bool
     gpu, size, replicas = GPUS[run.gpu], run.size, gpus // tensor_parallel
     if replicas == 0:
         return math.inf
-    each = math.ceil(run.completions / replicas)
+    per_replica = math.ceil(run.completions / replicas)
     alive, part = survivors(run.completion_length, run.max_completion_length), run.max_completion_length / BINS
     ages = [(index + 0.5) * part for index in range(BINS)]
     leaving = tuple(min(1.0, sum(alive[index:]) * part / run.completion_length) for index in range(BINS))  # S_e
@@ -294,12 +294,12 @@ def rollout_seconds(run: Run, gpus: int, tensor_parallel: int, *, colocate: bool
     places = min(MAX_SEQUENCES, int(cache / (age + shared)))
     if places < 1:
         return math.inf
-    prompt_tokens = math.ceil(each / run.num_generations) * run.prompt_length
+    prompt_tokens = math.ceil(per_replica / run.num_generations) * run.prompt_length
     seconds = 2 * prompt_tokens * size.in_products / (tensor_parallel * gpu.flops * gpu.reached * run.rates.decode)
     if run.in_flight:
-        places = min(places, each * max(1, run.generate_ahead))
+        places = min(places, per_replica * max(1, run.generate_ahead))
         full = token_seconds(run, tensor_parallel, places, run.prompt_length + age)
-        return seconds + full * each * run.completion_length / places
+        return seconds + full * per_replica * run.completion_length / places
 
     def drained(shares: Sequence[float], sequences: int) -> float:
         """The time in which so many that start at once end, of whom these shares are unfinished at each age."""
@@ -307,17 +307,17 @@ def rollout_seconds(run: Run, gpus: int, tensor_parallel: int, *, colocate: bool
         for share, at in zip(shares, ages, strict=True):
             # The probability that the batch takes that long. Replicas may be more than there are sequences.
             unfinished = 1 - (1 - share) ** min(sequences * replicas, run.completions)
-            one = token_seconds(run, tensor_parallel, max(1.0, sequences * share), run.prompt_length + at)
-            total += part * unfinished * one
+            seconds_per_token = token_seconds(run, tensor_parallel, max(1.0, sequences * share), run.prompt_length + at)
+            total += part * unfinished * seconds_per_token
         return total
 
-    together = drained(alive, each)
+    together = drained(alive, per_replica)
     # Sequences that start together grow together: the cache is fullest long after the start.
     fullest = max(share * (at + shared) for share, at in zip(alive, ages, strict=True))
-    if each > min(MAX_SEQUENCES, cache / fullest):
-        places = min(places, each)
+    if per_replica > min(MAX_SEQUENCES, cache / fullest):
+        places = min(places, per_replica)
         full = token_seconds(run, tensor_parallel, places, run.prompt_length + age)
-        refilled = full * (each * run.completion_length / places - age) + drained(leaving, places)
+        refilled = full * (per_replica * run.completion_length / places - age) + drained(leaving, places)
         together = max(together, refilled)  # to wait for a place makes nothing faster
     return seconds + together + run.tool_seconds
 

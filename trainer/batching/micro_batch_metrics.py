@@ -99,8 +99,8 @@ def ratio_sums(part: MicroBatch, logprobs: Tensor, config: GRPOLossConfig) -> Su
         sums |= {MISMATCH: _mean(kl_term(apart, "k3"), is_known), BIT_EQUAL: _mean(old == sampling, is_known)}
         if config.sampling_correction is not None and terms.correction != "sampler":  # whose weights are in the ratio
             rho = _rho(old, inputs, config)
-            each = torch.ones_like(rho)
-            sums |= {f"{RATIO}/mean": _mean(rho, each), SAMPLE_SIZE: _mean(rho.square(), each)}
+            ones = torch.ones_like(rho)
+            sums |= {f"{RATIO}/mean": _mean(rho, ones), SAMPLE_SIZE: _mean(rho.square(), ones)}
             sums |= {f"{RATIO}/min": rho.amin(), f"{RATIO}/max": rho.amax()}
     return sums
 
@@ -122,14 +122,14 @@ def _clip_sums(low: Tensor, high: Tensor, counts: Tensor, config: GRPOLossConfig
 
 def inputs_of(part: MicroBatch, config: GRPOLossConfig) -> LossInputs:
     """The inputs of the loss of a micro-batch, without the counts of its step."""
-    given = LossArguments(
+    arguments = LossArguments(
         part.advantages,
         cu_seqlens=part.cu_seqlens,
         old_logprobs=part.old_logprobs,
         ref_logprobs=part.ref_logprobs,
         sampling_logprobs=part.sampling_logprobs,
     )
-    return loss_inputs(given, part.targets.shape, config, dtype=torch.float32, device=part.targets.device)
+    return loss_inputs(arguments, part.targets.shape, config, dtype=torch.float32, device=part.targets.device)
 
 
 def means(merged: Mapping[str, Any]) -> dict[str, float]:
@@ -192,7 +192,7 @@ def turn_differences(metrics: Mapping[str, float]) -> list[tuple[float, float]]:
     return [(metrics[f"{name}/mean"], metrics[f"{name}/max"]) for name in turn_names]
 
 
-def merge_metrics(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The metrics of an optimizer step from those of its micro-batches, or of ranks, with one wait for the device.
 
     Those in SUMMED are summed, as are pairs [2] of a sum and the count that it is to go over; those that end with
@@ -202,7 +202,7 @@ def merge_metrics(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     where there are means.
     """
     as_number = functools.partial(torch.as_tensor, dtype=torch.float32)
-    parts = [{name: as_number(value).detach() for name, value in part.items()} for part in given]
+    parts = [{name: as_number(value).detach() for name, value in part.items()} for part in metrics]
     names = list(dict.fromkeys(name for part in parts for name in part))
     if not names:
         return {}

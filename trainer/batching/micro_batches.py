@@ -63,13 +63,13 @@ def trees_of(batch: Sequence[Sample], chosen: Sequence[int], packing: Packing) -
     """The chosen indices, those with the same prompt in the trees that cost least; each alone where none is shared."""
     if not packing.share_prompts:
         return [[index] for index in chosen]
-    same: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
+    by_prompt: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
     for index in chosen:
         prompt, experts = batch[index].prompt_ids, batch[index].routed_experts
         routing = experts[: len(prompt)].numpy().tobytes() if packing.replays and experts is not None else b""
-        same.setdefault((tuple(prompt), routing), []).append(index)
+        by_prompt.setdefault((tuple(prompt), routing), []).append(index)
     trees, most = [], packing.sequences if packing.max_tokens is None else None
-    for (shared, _), members in same.items():
+    for (shared, _), members in by_prompt.items():
         if len(members) == 1:  # which shares its prompt with none
             trees.append(members)
             continue
@@ -244,20 +244,20 @@ def _support(
 
 def _experts(batch: Sequence[Sample], placed: Iterable[tuple[int, Sequence[int]]], places: int) -> Tensor | None:
     """`routed_experts` of trees that start at these places."""
-    rows, where = list[Tensor](), list[Tensor]()
+    rows, positions = list[Tensor](), list[Tensor]()
     for place, tree in placed:
         for sample in map(batch.__getitem__, tree):
             assert sample.routed_experts is not None
             # Those of the prompt come with its first completion.
             experts = sample.routed_experts[0 if sample is batch[tree[0]] else len(sample.prompt_ids) :]
             rows.append(experts)
-            where.append(torch.arange(place, place + len(experts)))
+            positions.append(torch.arange(place, place + len(experts)))
             place += len(experts) + 1
     if not rows:
         return None
     ids = torch.cat(rows).to(torch.int16)  # which takes no other k, where an assignment of slices would repeat it
     table = ids.new_full((places, *ids.shape[1:]), -1)
-    table[torch.cat(where)] = ids
+    table[torch.cat(positions)] = ids
     return table
 
 

@@ -72,13 +72,14 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, full:
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any, tensors: Any) -> None:
     """The inverse of `optimizer_state` and `pack`, of what `check_optimizer_state` accepts. A collective."""
-    own, here = optimizer_state(model, optimizer, full=False), dict[str, Tensor]()
-    pack(own, here, "optimizer")
-    groups = zip(optimizer.param_groups, own["param_groups"], strict=True)
-    parameters = {name: one for group, of in groups for name, one in zip(of["params"], group["params"], strict=True)}
+    own, shards = optimizer_state(model, optimizer, full=False), dict[str, Tensor]()
+    pack(own, shards, "optimizer")
+    parameters = dict[str, Tensor]()
+    for group, own_group in zip(optimizer.param_groups, own["param_groups"], strict=True):
+        parameters |= zip(own_group["params"], group["params"], strict=True)
     # In the same order on all ranks.
     placed = {
-        path: as_shards(tensors[path], here.get(path, parameters.get(path.split("/")[2]))) for path in sorted(tensors)
+        path: as_shards(tensors[path], shards.get(path, parameters.get(path.split("/")[2]))) for path in sorted(tensors)
     }
     state = unpack(saved, placed)
     optimizer.load_state_dict(state)
@@ -103,19 +104,19 @@ def check_optimizer_state(own: dict[str, Any], saved: Any, *, is_torch_class: bo
         unknown |= {name for entry in saved_entries for name in entry if is_torch_class}.difference(*own_entries)
     if unknown:
         raise ValueError(f"{min(unknown, key=str)!r} is nothing of this run's")
-    rest = {name: value for name, value in own.items() if name != "param_groups"}
-    rest["state"] = {name: values for name, values in own["state"].items() if name in saved["state"]}
-    check_alike(rest, saved, "optimizer", counts=True)
-    for place, (here, there) in enumerate(zip(own["param_groups"], saved["param_groups"], strict=True)):
-        for name, value in here.items():
+    expected = {name: value for name, value in own.items() if name != "param_groups"}
+    expected["state"] = {name: values for name, values in own["state"].items() if name in saved["state"]}
+    check_alike(expected, saved, "optimizer", counts=True)
+    for place, (group, saved_group) in enumerate(zip(own["param_groups"], saved["param_groups"], strict=True)):
+        for name, value in group.items():
             # It may have begun with nothing.
             counts = isinstance(value, list) or (isinstance(value, float) and value in (0.0, math.inf, -math.inf))
-            check_alike(value, there.get(name), f"optimizer.param_groups[{place}].{name}", counts=counts)
-        if here["params"] != there["params"] or not all(0 <= beta < 1 for beta in there.get("betas", ())):
-            raise ValueError(f"a group of parameters has others, or betas={there.get('betas')}")
-        for name in sorted(here.keys() & there.keys() - {"lr", "params"}):
-            if _written(here[name]) != _written(there[name]):
-                values = f"{reprlib.repr(there[name])} in the checkpoint, {reprlib.repr(here[name])} now"
+            check_alike(value, saved_group.get(name), f"optimizer.param_groups[{place}].{name}", counts=counts)
+        if group["params"] != saved_group["params"] or not all(0 <= beta < 1 for beta in saved_group.get("betas", ())):
+            raise ValueError(f"a group of parameters has others, or betas={saved_group.get('betas')}")
+        for name in sorted(group.keys() & saved_group.keys() - {"lr", "params"}):
+            if _written(group[name]) != _written(saved_group[name]):
+                values = f"{reprlib.repr(saved_group[name])} in the checkpoint, {reprlib.repr(group[name])} now"
                 differ.append(f"{name} of the optimizer: {values}; the checkpoint's counts: it is loaded")
     return differ
 
@@ -126,21 +127,21 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, schedule
     It is tried out: two more of the optimizer's class, over a parameter like the smallest of each group, make a step
     and save and load the state, in shards under FSDP2. One whose constructor wants other arguments is not tried.
     """
-    generators, part, what = random_state(), schedule, "step() or state"
+    generators, part, stage = random_state(), schedule, "step() or state"
     trained = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
     try:
         inspect.signature(type(schedule).step).bind(schedule)
         if is_saved:
             _written(schedule.state_dict())
-        part, what = optimizer, "parameters or step()"
+        part, stage = optimizer, "parameters or step()"
         own = [trained.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
         if None in own or not any(own):
             numbers = f"of {len(own)}, {own.count(None)} are not the model's and {own.count(True)} are trained"
             raise ValueError(f"{numbers} (a peft_config freezes a model: pass a PeftModel and the optimizer of that)")
         inspect.signature(type(optimizer).step).bind(optimizer)
-        if pair := _smaller_ones(optimizer):
+        if pair := _trial_optimizers(optimizer):
             pair[0][1].step()
-            what = "saved state"
+            stage = "saved state"
         if pair and is_saved:
             if named := [key for key in pair[0][1].state if not isinstance(key, Tensor)]:  # as PEFT's LoRA-FA
                 raise TypeError(f"a part of it is that of {named[0]!r}, want parts of parameters alone")
@@ -153,7 +154,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, schedule
                 raise ValueError("another one comes back")
     except Exception as error:
         raise UnsupportedError(
-            f"got {type(part).__name__} in optimizers, whose {what} gives {type(error).__name__}: {error}; want steps "
+            f"got {type(part).__name__} in optimizers, whose {stage} gives {type(error).__name__}: {error}; want steps "
             "without arguments, on dense gradients of the model's parameters (of shards, under FSDP2), and states of "
             "tensors, numbers, text, None, and lists, tuples and mappings of these; fix: another one; where it is its "
             "state alone, save_only_model=True"
@@ -162,9 +163,9 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, schedule
         set_random_state(generators)
 
 
-def _smaller_ones(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+def _trial_optimizers(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
     """Two with the same options, over a parameter like the smallest one of each group, and their models; or none."""
-    made, make = list[tuple[nn.Module, torch.optim.Optimizer]](), type(optimizer)
+    trials, kind = list[tuple[nn.Module, torch.optim.Optimizer]](), type(optimizer)
     for _ in range(2):
         groups, model = list[dict[str, Any]](), nn.ParameterList()
         for group in optimizer.param_groups:
@@ -174,11 +175,11 @@ def _smaller_ones(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Module, tor
                 model[-1].grad = torch.ones_like(model[-1])
                 groups[-1]["params"].append(model[-1])
         defaults = {
-            name: optimizer.defaults[name] for name in inspect.signature(make).parameters if name in optimizer.defaults
+            name: optimizer.defaults[name] for name in inspect.signature(kind).parameters if name in optimizer.defaults
         }
         with suppress(Exception):
-            made.append((model, make(groups, **deepcopy(defaults))))
-    return made
+            trials.append((model, kind(groups, **deepcopy(defaults))))
+    return trials
 
 
 def _written(state: Any) -> tuple[str, bytes]:

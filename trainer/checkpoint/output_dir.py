@@ -86,17 +86,17 @@ def check_space(directory: Path, model: int, *, copies: int, checkpoints_kept: i
 
     Raises CheckpointError where there is none for it and one of them; a warning says that not all of them fit.
     """
-    free, one = shutil.disk_usage(there := existing(directory)).free, model * copies
+    free, size = shutil.disk_usage(folder := existing(directory)).free, model * copies
     fix = "fix: free some space (save_total_limit, save_only_model, save_strategy='no'), or another output_dir"
-    if free < (wanted := model + one * (checkpoints_kept > 0)):
+    if free < (wanted := model + size * (checkpoints_kept > 0)):
         raise CheckpointError(
-            f"got {bytes_text(free)} free at {there}, want about {bytes_text(wanted)} for the final model and "
+            f"got {bytes_text(free)} free at {folder}, want about {bytes_text(wanted)} for the final model and "
             f"checkpoints; {fix}"
         )
     more = checkpoints_kept - len(checkpoints(directory))  # a run that is resumed has those that are there
-    if more > 1 and free < (wanted := model + one * more):
+    if more > 1 and free < (wanted := model + size * more):
         warn_once(
-            f"got {bytes_text(free)} free at {there}, room for {(free - model) // one} more checkpoints, want about "
+            f"got {bytes_text(free)} free at {folder}, room for {(free - model) // size} more checkpoints, want about "
             f"{bytes_text(wanted)} for the final model and the {more} that this run is going to keep; {fix}"
         )
 

@@ -166,9 +166,9 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
     rank = accelerator.process_index
     process_file, is_torch_class = files.PROCESS_FILE.format(rank=rank), type(optimizer).__module__.startswith("torch.")
     # Collectives are outside of `all_ranks_succeed`.
-    moves = files.model_state(learner.reference.model, full=False) if _reference_moves(learner) else {}
-    own, options = optimizer_state(learner.policy, optimizer, full=False), saved_options(learner.args)
-    here = _numbers(learner, collector.state(wait=False)[0], {}, learner.scheduler.state_dict())
+    own_reference = files.model_state(learner.reference.model, full=False) if _reference_moves(learner) else {}
+    own_optimizer, options = optimizer_state(learner.policy, optimizer, full=False), saved_options(learner.args)
+    own_numbers = _numbers(learner, collector.state(wait=False)[0], {}, learner.scheduler.state_dict())
     with all_ranks_succeed(accelerator, f"reading {checkpoint}"):
         numbers = files.read_numbers(checkpoint, learner.max_steps)
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
@@ -176,7 +176,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             packed = {name: numbers[name] for name in ("optimizer", "scheduler")}
             described = collector.described()
             changed = differences(learner, numbers, checkpoint, mid_batch=saved is not None, described=described)
-            kind, lambdas = "lr_scheduler_type", here["scheduler"].get("lr_lambdas")
+            kind, lambdas = "lr_scheduler_type", own_numbers["scheduler"].get("lr_lambdas")
             if numbers["options"].get(kind) != options[kind] and lambdas is not None:
                 packed["scheduler"]["lr_lambdas"] = lambdas  # of another formula
         weights = files.read_weights(_model(learner), checkpoint)
@@ -184,7 +184,7 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
             unread_tensors = dict(tensors)
             numbers |= {name: unpack(value, unread_tensors) for name, value in packed.items()}
         with refuse_unusable(checkpoint, files.TRAINING_FILE):
-            checked_numbers = files.check_numbers(numbers, here, collector.sampler.stream_form)
+            checked_numbers = files.check_numbers(numbers, own_numbers, collector.sampler.stream_form)
             state = files.read_trainer_state(checkpoint, numbers["step"])
             files.check_cursors(numbers, state.epoch, learner)
         with refuse_unusable(checkpoint, files.OPTIMIZER_FILE):
@@ -193,9 +193,9 @@ def restore(checkpoint: Path, learner: Any, collector: Any) -> Restored:
                 rates = [group.get(name) for group in numbers["optimizer"]["param_groups"]]
                 if numbers["scheduler"].get(scheduled, rates) != rates:
                     changed.append(f"{name} is {rates}, where its schedule has {numbers['scheduler'][scheduled]}")
-            unlike = check_optimizer_state(own, numbers["optimizer"], is_torch_class=is_torch_class)
+            unlike = check_optimizer_state(own_optimizer, numbers["optimizer"], is_torch_class=is_torch_class)
         with files.tensors_of(checkpoint, files.REFERENCE_FILE, names) as reference:
-            files.check_tensors(moves, reference)
+            files.check_tensors(own_reference, reference)
         with files.tensors_of(checkpoint, process_file, names) as rank_tensors:
             groups = files.by_group(rank_tensors)
             prefetched = files.check_rollouts(groups, saved, learner, step=numbers["step"])
@@ -303,17 +303,17 @@ def differences(
     CheckpointError where one of them has to be as it was. `saved` is the content of training.json, `described` are the
     model's config, tokenizer and rewards of this run.
     """
-    here, there = identity(learner), saved["run"]
-    refused = [(name, there.get(name), here[name]) for name in here if there.get(name) != here[name]]
-    options, before, lines = saved_options(learner.args) | described, saved["options"], list[str]()
-    for name in sorted(name for name in options.keys() & before.keys() if options[name] != before[name]):
-        wins, why = rule_of(name, learner.args, mid_batch=mid_batch)
+    own_run, saved_run = identity(learner), saved["run"]
+    refused = [(name, saved_run.get(name), own_run[name]) for name in own_run if saved_run.get(name) != own_run[name]]
+    options, saved_values, lines = saved_options(learner.args) | described, saved["options"], list[str]()
+    for name in sorted(name for name in options.keys() & saved_values.keys() if options[name] != saved_values[name]):
+        wins, reason = rule_of(name, learner.args, mid_batch=mid_batch)
         if wins == "refused":
-            refused += [] if name in here else [(name, before[name], options[name])]
+            refused += [] if name in own_run else [(name, saved_values[name], options[name])]
         else:
             which = "the checkpoint's" if wins == "checkpoint" else "the new one"
-            values = f"{_SHORT.repr(before[name])} in the checkpoint, {_SHORT.repr(options[name])} now"
-            lines.append(f"{name}: {values}; {which} counts: {why}")
+            values = f"{_SHORT.repr(saved_values[name])} in the checkpoint, {_SHORT.repr(options[name])} now"
+            lines.append(f"{name}: {values}; {which} counts: {reason}")
     if refused:
         got, want = (", ".join(f"{entry[0]}={_SHORT.repr(entry[place])}" for entry in refused) for place in (2, 1))
         raise CheckpointError(

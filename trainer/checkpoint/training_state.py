@@ -133,13 +133,13 @@ def read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
     """The full weights, under the policy's names, or the adapter; CheckpointError where they do not fit the model."""
     if is_adapted(model):
         return read_adapter(model, checkpoint)
-    saved, here = dict[str, Tensor](), model.state_dict()
+    saved, own = dict[str, Tensor](), model.state_dict()
     for name in sorted(read_manifest(checkpoint)):
         if fnmatch(name, "model*.safetensors"):
             with tensors_of(checkpoint, name) as shard:
                 saved |= shard
     with refuse_unusable(checkpoint, "model.safetensors"):
-        _check_dtypes(model, here, saved)
+        _check_dtypes(model, own, saved)
         # transformers maps the names of a checkpoint to those of its models. It gives all weights one dtype: here one
         # that holds them all exactly, so that each can have its own again.
         load: Any = type(model).from_pretrained
@@ -150,13 +150,13 @@ def read_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
         for name, weight in loaded.named_parameters():
             if not weight.isfinite().all():
                 raise ValueError(f"{name} is not finite")
-        return {f"model.{name}": value.to(here[name].dtype) for name, value in loaded.state_dict().items()}
+        return {f"model.{name}": value.to(own[name].dtype) for name, value in loaded.state_dict().items()}
 
 
-def _check_dtypes(model: Any, here: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+def _check_dtypes(model: Any, own: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
     """Raise ValueError where a saved weight has another dtype than this run would save it with."""
     # A checkpoint may have other names for them, and other shapes; on "meta" they take no memory.
-    empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in here.items()}
+    empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in own.items()}
     for name, value in revert_weight_conversion(model, empty).items():
         if name in saved and saved[name].dtype != value.dtype:
             raise ValueError(f"it has {saved[name].dtype} as {name!r}, where this run has {value.dtype}")
@@ -253,7 +253,7 @@ def _set_generators(state: dict[str, Tensor], python: Any, numpy: Any, cpu: Any)
     cpu.set_state(state["torch"])
 
 
-def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, counts: bool = False) -> Any:
+def check_alike(own: Any, saved: Any, path: str, *, exact: bool = False, counts: bool = False) -> Any:
     """Compare saved values with what this run has in their place: keys, lengths, kinds of values.
 
     Nothing is known of what is None or empty here. Flags may be missing, which a later version of PyTorch has added.
@@ -262,40 +262,40 @@ def check_alike(here: Any, saved: Any, where: str, *, exact: bool = False, count
 
     Returns what this run would have saved in its place: no other name is loaded into its objects.
     """
-    if here is None:
+    if own is None:
         return None if isinstance(saved, dict | list) else saved
-    if saved is None and isinstance(here, bool):
+    if saved is None and isinstance(own, bool):
         return None
     options = {"exact": exact, "counts": counts}
-    if isinstance(here, dict) and isinstance(saved, dict):
-        there = {name: saved.get(name, saved.get(str(name))) for name in here}  # JSON has no numbers as names
-        checked = {name: check_alike(here[name], value, f"{where}.{name}", **options) for name, value in there.items()}
-        return {name: value for name, value in checked.items() if here[name] is None or value is not None}
-    if isinstance(here, list | tuple) and isinstance(saved, list | tuple):
-        if len(here) not in (0, len(saved)) and not (counts and isinstance(here, list)):
-            raise TypeError(f"{where} has {len(saved)} values, want {len(here)}")
-        pairs = enumerate(zip(here, saved, strict=False))
-        values = [check_alike(*pair, f"{where}[{index}]", **options) for index, pair in pairs]
-        return saved if len(values) != len(saved) else tuple(values) if isinstance(here, tuple) else values
-    if isinstance(here, Tensor) and isinstance(saved, Tensor):
-        check_tensors({where: here}, {where: saved})
-    elif is_number(here) and is_number(saved):
-        largest = 2**53 if here <= 2**53 else 2**128  # where a stream has a generator's state
-        whole = not (exact and isinstance(here, int)) or (isinstance(saved, int) and saved <= largest)
-        if not whole or not (counts or (math.isfinite(saved) and saved >= min(here, 0))):
-            raise TypeError(f"{where} is {saved}")
-    elif not isinstance(here, str | bool) or type(here) is not type(saved):
-        raise TypeError(f"{where} is {reprlib.repr(saved)}, want a value such as {reprlib.repr(here)}")
+    if isinstance(own, dict) and isinstance(saved, dict):
+        entries = {name: saved.get(name, saved.get(str(name))) for name in own}  # JSON has no numbers as names
+        checked = {name: check_alike(own[name], value, f"{path}.{name}", **options) for name, value in entries.items()}
+        return {name: value for name, value in checked.items() if own[name] is None or value is not None}
+    if isinstance(own, list | tuple) and isinstance(saved, list | tuple):
+        if len(own) not in (0, len(saved)) and not (counts and isinstance(own, list)):
+            raise TypeError(f"{path} has {len(saved)} values, want {len(own)}")
+        pairs = enumerate(zip(own, saved, strict=False))
+        values = [check_alike(*pair, f"{path}[{index}]", **options) for index, pair in pairs]
+        return saved if len(values) != len(saved) else tuple(values) if isinstance(own, tuple) else values
+    if isinstance(own, Tensor) and isinstance(saved, Tensor):
+        check_tensors({path: own}, {path: saved})
+    elif is_number(own) and is_number(saved):
+        largest = 2**53 if own <= 2**53 else 2**128  # where a stream has a generator's state
+        whole = not (exact and isinstance(own, int)) or (isinstance(saved, int) and saved <= largest)
+        if not whole or not (counts or (math.isfinite(saved) and saved >= min(own, 0))):
+            raise TypeError(f"{path} is {saved}")
+    elif not isinstance(own, str | bool) or type(own) is not type(saved):
+        raise TypeError(f"{path} is {reprlib.repr(saved)}, want a value such as {reprlib.repr(own)}")
     return saved
 
 
-def check_tensors(here: Tensors, saved: Tensors) -> None:
+def check_tensors(own: Tensors, saved: Tensors) -> None:
     """ValueError for a name, shape or dtype other than this run's, or a value that is not finite where its are."""
-    for name in sorted(here.keys() | saved.keys()):
-        got, want = (_form(tensors.get(name)) for tensors in (saved, here))
+    for name in sorted(own.keys() | saved.keys()):
+        got, want = (_form(tensors.get(name)) for tensors in (saved, own))
         if got != want:
             raise ValueError(f"{name!r} is {got}, where this run has {want}")
-        if saved[name].is_floating_point() and not saved[name].isfinite().all() and here[name].isfinite().all():
+        if saved[name].is_floating_point() and not saved[name].isfinite().all() and own[name].isfinite().all():
             raise ValueError(f"{name!r} is not finite")
         if name.startswith("optimizer.") and "_sq" in name.rpartition(".")[2] and (saved[name] < 0).any():
             raise ValueError(f"{name!r} has negative squares")
@@ -309,9 +309,9 @@ def _form(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: Any) -> dict[str, Any]:
+def check_numbers(numbers: dict[str, Any], own: dict[str, Any], stream_form: Any) -> dict[str, Any]:
     """Of the content of training.json what this run would save there; KeyError or TypeError where it is not that."""
-    checked: dict[str, Any] = check_alike(here, numbers, "content", exact=True)
+    checked: dict[str, Any] = check_alike(own, numbers, "content", exact=True)
     place = numbers["collector"]["sampler"]
     stream_form = None if place.get("stream") is None else stream_form
     check_alike({"stream": stream_form}, place, "content.collector.sampler", exact=True)
@@ -323,9 +323,9 @@ def check_numbers(numbers: dict[str, Any], here: dict[str, Any], stream_form: An
     return checked
 
 
-def _check_log(where: str, log: Any) -> None:
+def _check_log(name: str, log: Any) -> None:
     if not isinstance(log, dict) or not all(value is None or is_number(value) for value in log.values()):
-        raise TypeError(f"{where} is {reprlib.repr(log)}, want numbers")
+        raise TypeError(f"{name} is {reprlib.repr(log)}, want numbers")
 
 
 def check_cursors(numbers: dict[str, Any], epoch: float, learner: Any) -> None:
@@ -373,8 +373,8 @@ def check_rollouts(
     steps = args.optimizer_steps_per_generation(processes)
     size = args.per_device_train_batch_size * args.micro_batches_per_generation(processes)
     prefetched = [parts[name] for name in map(prefetched_group, range(len(parts))) if name in parts]
-    others = parts.keys() - set(map(prefetched_group, range(len(prefetched))))
-    if others != {f"buffer.{index}" for index in range(0 if saved is None else steps)}:
+    buffers = parts.keys() - set(map(prefetched_group, range(len(prefetched))))
+    if buffers != {f"buffer.{index}" for index in range(0 if saved is None else steps)}:
         raise ValueError(f"it has {sorted(parts)}, want {0 if saved is None else steps} batches in progress")
     if saved is not None:
         check_alike(RolloutBuffer([], 1, 0).state()[0], saved, "buffer", exact=True)
@@ -384,20 +384,20 @@ def check_rollouts(
         if saved["done"] and "old_logprobs.values" not in parts[f"buffer.{saved['done'] % steps}"]:
             raise ValueError("the log-probs of the policy that sampled the next batch are missing")
         _check_log("metrics", saved["metrics"])
-    for where, both in parts.items():
-        part, greedy = without_prefix(both)
-        _check_sequences(part, where, learner)
+    for group, table in parts.items():
+        part, greedy = without_prefix(table)
+        _check_sequences(part, group, learner)
         if greedy:
-            _check_sequences(greedy, f"{where}.greedy", learner)
-        oldest, versions = saved["weight_version"] if where in others else 0, part["weight_version"]
-        if where not in others and len(versions) != size:
-            raise ValueError(f"{where} has {len(versions)} samples, want {size}")
+            _check_sequences(greedy, f"{group}.greedy", learner)
+        oldest, versions = saved["weight_version"] if group in buffers else 0, part["weight_version"]
+        if group not in buffers and len(versions) != size:
+            raise ValueError(f"{group} has {len(versions)} samples, want {size}")
         if ((versions < oldest) | (versions > step)).any():
-            raise ValueError(f"{where}.weight_version is not one from {oldest} to {step}, which sampled the batch")
+            raise ValueError(f"{group}.weight_version is not one from {oldest} to {step}, which sampled the batch")
     return prefetched
 
 
-def _check_sequences(part: dict[str, Tensor], where: str, learner: Any) -> None:
+def _check_sequences(part: dict[str, Tensor], group: str, learner: Any) -> None:
     """The samples of a table are checked as an engine's are, and the table is the one that would be saved of them."""
     samples = from_tensors(part)
     torch.testing.assert_close(part, as_tensors(samples), rtol=0, atol=0, equal_nan=True)
@@ -415,4 +415,4 @@ def _check_sequences(part: dict[str, Tensor], where: str, learner: Any) -> None:
         if advantages is not None and not (len(advantages) == sample.num_own and advantages.isfinite().all()):
             wrong = wrong or "advantages of other tokens than it has"
         if wrong or not math.isfinite(sample.advantage) or math.isinf(sample.reward) or sample.weight_version < 0:
-            raise ValueError(f"{where} has {wrong or 'a number that no run leaves'}")
+            raise ValueError(f"{group} has {wrong or 'a number that no run leaves'}")

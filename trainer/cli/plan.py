@@ -93,10 +93,10 @@ def answer(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _line(one: Step) -> str:
-    sampling = f"{one.replicas} x TP {one.tensor_parallel} sample"
-    where = f"{one.rollout_gpus} sample and train in turn" if one.colocate else f"{sampling}, {one.train_gpus} train"
-    rollouts, rewards, training, sync = one.phases.values()
-    parts = f"{rollouts:8,.1f} {rewards:7,.1f} {training:8,.1f} {sync:6,.1f} {one.seconds:9,.1f}"
-    tokens = one.run.completions * one.run.completion_length
-    return f"{where:30} {parts} {short_number(tokens / one.seconds):>8}"
+def _line(step: Step) -> str:
+    sampling = f"{step.replicas} x TP {step.tensor_parallel} sample"
+    where = f"{step.rollout_gpus} sample and train in turn" if step.colocate else f"{sampling}, {step.train_gpus} train"
+    rollouts, rewards, training, sync = step.phases.values()
+    parts = f"{rollouts:8,.1f} {rewards:7,.1f} {training:8,.1f} {sync:6,.1f} {step.seconds:9,.1f}"
+    tokens = step.run.completions * step.run.completion_length
+    return f"{where:30} {parts} {short_number(tokens / step.seconds):>8}"

@@ -314,14 +314,14 @@ class Collector:
         failures = self._by_group("looking for failures", [sample.failure for sample in samples], shared)
         return rows, with_fields(samples, {"failure": failures})
 
-    def _by_group(self, doing: str, own: list[T], made: Callable[[list[T]], Iterable[U]]) -> list[U]:
-        """For each completion of this rank what is `made` of its group, on whichever ranks: a collective then."""
+    def _by_group(self, doing: str, values: list[T], function: Callable[[list[T]], Iterable[U]]) -> list[U]:
+        """For each completion of this rank what `function` makes of its group, whichever ranks have it: collective."""
         size, is_whole = self.args.num_generations, self.group_part == self.args.num_generations
-        parts = [own] if is_whole else gather_objects(doing, own)
+        parts = [values] if is_whole else gather_objects(doing, values)
         every = list(chain.from_iterable(parts))
-        results = chain.from_iterable(made(every[first : first + size]) for first in range(0, len(every), size))
+        results = chain.from_iterable(function(every[first : first + size]) for first in range(0, len(every), size))
         before = 0 if is_whole else sum(map(len, parts[: self.accelerator.process_index]))
-        return list(islice(results, before, before + len(own)))
+        return list(islice(results, before, before + len(values)))
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -448,11 +448,11 @@ class Collector:
         groups = [samples[first : first + size] for first in range(0, len(samples), size)]
         idle = [is_whole and not any(one.has_advantage for one in group) for group in groups for _ in group]
         norms = self.learner.score_norms(with_fields(samples, {"skipped": idle}))
-        own = []
+        scores = []
         for sample, values in zip(samples, norms, strict=True):
-            where = range(sample.num_own) if is_tir else sample.own(range(len(sample.completion_ids)))
-            own.append(Scores(sample.reward, values, torch.tensor(where)))
-        advantages = self._by_group("joining groups", own, partial(token_advantages, zero_tail=is_tir))
+            places = range(sample.num_own) if is_tir else sample.own(range(len(sample.completion_ids)))
+            scores.append(Scores(sample.reward, values, torch.tensor(places)))
+        advantages = self._by_group("joining groups", scores, partial(token_advantages, zero_tail=is_tir))
         return with_fields(samples, {"token_advantages": advantages})
 
     def _learned_from(self, scored: Scored) -> list[Sample]:

@@ -63,7 +63,7 @@ def check_ranks(start: Start, optimizers: Optimizers) -> None:
     if start.processes == 1:
         return
     with all_ranks_succeed(start.accelerator, "reading what this rank is given"):
-        own = given(start, optimizers)
+        own = rank_inputs(start, optimizers)
         held = held_by_functions(start)
     compare_ranks("comparing what ranks are given", own)
     ranks = gather_objects("comparing what functions hold", held)
@@ -71,7 +71,7 @@ def check_ranks(start: Start, optimizers: Optimizers) -> None:
         warn_of_other_values(ranks)
 
 
-def given(start: Start, optimizers: Optimizers) -> dict[str, str]:
+def rank_inputs(start: Start, optimizers: Optimizers) -> dict[str, str]:
     """Of everything that a rank is given a short text, which is the same on all ranks for the same things."""
     accelerator: Any = start.accelerator
     facts = dict[str, str]()
@@ -232,10 +232,10 @@ def _instructions(code: CodeType) -> list[Any]:
     return [code.co_code, list(code.co_names), constants]
 
 
-def settings_of(one: Any) -> str:
+def settings_of(instance: Any) -> str:
     """An optimizer by the options of its groups, a schedule by its attributes."""
-    groups = getattr(one, "param_groups", None)
+    groups = getattr(instance, "param_groups", None)
     if groups is None:
-        return f"{type(one).__name__}, {digest(plain(vars(one)))}"
+        return f"{type(instance).__name__}, {digest(plain(vars(instance)))}"
     shapes = [{**group, "params": [[*weight.shape] for weight in group["params"]]} for group in groups]
-    return f"{type(one).__name__}, {digest(plain(shapes))}"
+    return f"{type(instance).__name__}, {digest(plain(shapes))}"

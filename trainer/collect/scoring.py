@@ -130,24 +130,24 @@ def score_rollouts(
     # A group that was sampled again may have other columns.
     shared = [name for name in samples[0].extra if all(name in sample.extra for sample in samples)]
     columns = [row | {name: one.extra[name] for name in shared} for row, one in zip(rows, samples, strict=True)]
-    are_messages, given = bool(rows) and is_conversational(rows[0]), list[Any](texts)
+    are_messages, completions = bool(rows) and is_conversational(rows[0]), list[Any](texts)
     if are_messages:
-        given = [as_completion(row, text) for row, text in zip(rows, texts, strict=True)]
+        completions = [as_completion(row, text) for row, text in zip(rows, texts, strict=True)]
     episodes = [sample.episode for sample in samples if sample.episode is not None]  # of all samples, or of none
     if episodes:
-        given = [episode.messages for episode in episodes]
+        completions = [episode.messages for episode in episodes]
         columns = [row | {"prompt": episode.prompt} for row, episode in zip(columns, episodes, strict=True)]
     elif are_messages and has_own_parser(tokenizer):
-        _parse(given, samples, tokenizer)
+        _parse(completions, samples, tokenizer)
     # The functions do not see groups for which the engine failed.
-    sound, said = [place for place, sample in enumerate(samples) if sample.failure is None], dict[str, Any]()
+    sound, outcome = [place for place, sample in enumerate(samples) if sample.failure is None], dict[str, Any]()
     per_function = torch.full((len(samples), len(rewards.names)), torch.nan, dtype=torch.float32)
     dropped, logged = torch.ones(len(samples), dtype=torch.bool), [dict[str, Any]() for _ in samples]
     if sound:
         environments = [getattr(samples[place].episode, "environment", None) for place in sound]
         output = rewards(
             [columns[place] for place in sound],
-            [given[place] for place in sound],
+            [completions[place] for place in sound],
             [samples[place].completion_ids for place in sound],
             num_generations=size,
             trainer_state=trainer_state,
@@ -155,14 +155,14 @@ def score_rollouts(
         )
         per_function[sound], dropped[sound] = output.per_function, output.dropped
         calls = [([sound[place] for place in places], values) for places, values in output.calls]
-        said = {"seconds": output.seconds, "calls": calls, "failure": output.failure}
+        outcome = {"seconds": output.seconds, "calls": calls, "failure": output.failure}
         for name, values in output.extra.items():
             by_place = dict(zip(sound, values, strict=True))
             for place, record in enumerate(logged):
                 record[name] = by_place.get(place)
     unscored = (per_function.isnan().all(1) & ~dropped).nonzero()[:, 0].tolist()
     if unscored:
-        example = {**columns[unscored[0]], "completion": given[unscored[0]]}
+        example = {**columns[unscored[0]], "completion": completions[unscored[0]]}
         _log.warning(_UNSCORED, shown(example), unscored_is, len(unscored), len(columns))
     scores: dict[str, Sequence[Any]] = {
         "row": rows,
@@ -177,7 +177,7 @@ def score_rollouts(
         weight_version=samples[0].weight_version,
         has_support=all(sample.kept_sizes is not None for sample in samples),
         reward_names=rewards.names,
-        **said,
+        **outcome,
     )
 
 
@@ -212,12 +212,12 @@ def without_rewards(sample: Sample) -> Sample:
     return replace(sample, dropped=True, reward=math.nan, rewards=[math.nan] * len(sample.rewards))
 
 
-def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
+def _parse(completions: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
     """Replace the messages among the completions by what TRL makes of them: `content`, `reasoning_content`, ...
 
     As in TRL, a completion that cannot be parsed (a malformed tool call) is a message with its whole text.
     """
-    failed, places = 0, [index for index, one in enumerate(given) if not isinstance(one, str)]
+    failed, places = 0, [index for index, one in enumerate(completions) if not isinstance(one, str)]
     for index in places:
         try:
             message = parsed_reply(tokenizer, samples[index].completion_ids, samples[index].prompt_ids)
@@ -226,7 +226,7 @@ def _parse(given: list[Any], samples: Sequence[Sample], tokenizer: Any) -> None:
                 if not isinstance(function["name"], str):
                     raise TypeError("a tool call without a name")
                 function["arguments"] = {} if function.get("arguments") is None else function["arguments"]
-            given[index] = [message]
+            completions[index] = [message]
         except Exception:  # of the template, which is a program, or of what the model wrote
             failed += 1
     if failed and failed == len(places):
@@ -260,13 +260,15 @@ class RolloutFacts(NamedTuple):
     @classmethod
     def of(cls, scored: Scored) -> RolloutFacts:
         samples = scored.samples
-        numbers = [(one.reward, one.baseline, float(one.num_own), *one.rewards) for one in samples]
+        numbers = [(sample.reward, sample.baseline, float(sample.num_own), *sample.rewards) for sample in samples]
         table = torch.tensor(numbers, dtype=torch.float32).view(len(samples), 3 + len(scored.reward_names))
-        flags = [(one.finish_reason == "stop", one.failure is not None, one.dropped) for one in samples]
-        kept_sizes = [one.kept_sizes for one in samples if one.kept_sizes is not None]
+        flags = [(sample.finish_reason == "stop", sample.failure is not None, sample.dropped) for sample in samples]
+        kept_sizes = [sample.kept_sizes for sample in samples if sample.kept_sizes is not None]
         sizes = torch.cat([torch.zeros(1, dtype=torch.int32), *kept_sizes])
-        episodes = [one.episode for one in samples if one.episode is not None]
-        calls = [(one.turns, len(one.calls), sum(call.failed for call in one.calls)) for one in episodes]
+        episodes = [sample.episode for sample in samples if sample.episode is not None]
+        calls = [
+            (episode.turns, len(episode.calls), sum(call.failed for call in episode.calls)) for episode in episodes
+        ]
         rewards, baselines, lengths = table[:, :3].unbind(1)
         ended, failed, dropped = torch.tensor(flags, dtype=torch.bool).view(-1, 3).unbind(1)
         supports = torch.stack([(sizes > 0).sum(), sizes.sum(), sizes.amax()]).float()

@@ -429,8 +429,8 @@ class GRPOConfig(LossOptions, DerivedOptions):
     def sampling(self, *, seed: int, n: int | None = None, temperature: float | None = None) -> SamplingParams:
         """The sampling parameters; `n` and `temperature` replace those of training."""
         # What scripts for TRL say again in `generation_kwargs`, or what does not reach a completion.
-        said = {"do_sample": True, "use_cache": True, "num_return_sequences": 1, "temperature": self.temperature}
-        said |= dict.fromkeys(("max_new_tokens", "max_tokens"), self.max_completion_length)
+        repeated = {"do_sample": True, "use_cache": True, "num_return_sequences": 1, "temperature": self.temperature}
+        repeated |= dict.fromkeys(("max_new_tokens", "max_tokens"), self.max_completion_length)
         return SamplingParams(
             n=self.num_generations if n is None else n,
             max_tokens=self.max_completion_length,
@@ -449,7 +449,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
                 name: value
                 for name, value in (self.generation_kwargs or {}).items()
                 if value is not None and name not in (*OVERRIDDEN, "pad_token_id", "bos_token_id")
-                if name not in said or said[name] != value  # of other names it may be an array
+                if name not in repeated or repeated[name] != value  # of other names it may be an array
             },
         )
 

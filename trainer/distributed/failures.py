@@ -54,13 +54,13 @@ _reports: ContextVar[bool] = ContextVar("reports", default=False)  # whether thi
 _log = logging.getLogger(__name__)
 
 
-def gather_objects(doing: str, here: T) -> list[T]:
-    """`here` of each rank, in their order. A collective: every rank has to call it.
+def gather_objects(doing: str, value: T) -> list[T]:
+    """The `value` of each rank, in their order. A collective: every rank has to call it.
 
     PeerError, on all ranks, where `doing` is not the same on all: else each would take the values of another place in
     the run for those that it asked for.
     """
-    ranks: list[tuple[str, T]] = gather_object([(doing, here)])
+    ranks: list[tuple[str, T]] = gather_object([(doing, value)])
     places = {place: [rank for rank, (other, _) in enumerate(ranks) if other == place] for place, _ in ranks}
     if len(places) > 1:
         got = ", ".join(f"rank {' and '.join(map(str, numbers[:8]))} {place}" for place, numbers in places.items())
@@ -87,9 +87,9 @@ def compare_ranks(doing: str, own: Mapping[str, str]) -> None:
     )
 
 
-def any_rank(accelerator: Accelerator, here: bool, doing: str) -> bool:
-    """Whether `here` is true on any rank. A collective, as `gather_objects`."""
-    return here if accelerator.num_processes == 1 else any(gather_objects(doing, here))
+def any_rank(accelerator: Accelerator, condition: bool, doing: str) -> bool:
+    """Whether the `condition` is true on any rank. A collective, as `gather_objects`."""
+    return condition if accelerator.num_processes == 1 else any(gather_objects(doing, condition))
 
 
 def agree(accelerator: Accelerator, control: TrainerControl) -> None:
@@ -233,17 +233,17 @@ class _FailureStore:
                 return f"rank {rank} of {self.count} has failed, and this one stopped with it: {reason}"
             silent = [rank for rank in range(self.count) if not self.store.check([f"{self.prefix}/{rank}"])]
             ended = "ended without reporting an error"
-        who = f"rank {' or '.join(map(str, silent))} of {self.count}"
+        silent_text = f"rank {' or '.join(map(str, silent))} of {self.count}"
         if not silent:
             return f"the connection between the {self.count} ranks broke, and none of them reported why"
         if not timed_out:
             return (
-                f"{who} {ended}, and this one stopped with it; killed, or out of memory? "
+                f"{silent_text} {ended}, and this one stopped with it; killed, or out of memory? "
                 "fix: read its log and the kernel's, and call there what this one calls; resume_from_checkpoint goes "
                 "on from the last checkpoint"
             )
         reason = (
-            f"{who} did not reach a collective within ddp_timeout; it hangs, or is slower than that; "
+            f"{silent_text} did not reach a collective within ddp_timeout; it hangs, or is slower than that; "
             "fix: a time limit for what it waits for (reward_timeout, vllm_server_timeout), or a longer ddp_timeout"
         )
         self.report(reason)  # a rank that is only slow reads it there

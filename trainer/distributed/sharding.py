@@ -219,13 +219,13 @@ def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: Any) -> Any:
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare(policy, optimizer)
-    made = [optimizer.state.pop(one, None) for group in optimizer.param_groups for one in group["params"]]
+    states = [optimizer.state.pop(parameter, None) for group in optimizer.param_groups for parameter in group["params"]]
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    now = (one for group in optimizer.param_groups for one in group["params"])
-    for one, state in zip(now, made, strict=True):
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for parameter, state in zip(parameters, states, strict=True):
         if state is not None:
             full = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
-            optimizer.state[one] = state | {name: as_shards(value, one) for name, value in full.items()}
+            optimizer.state[parameter] = state | {name: as_shards(value, parameter) for name, value in full.items()}
     return policy, optimizer
 
 

@@ -441,15 +441,15 @@ class Advice:
         self.differences.append(mean)
         if len(self.first_differences) < GROWTH_STEPS:
             self.first_differences.append(mean)
-        before, now = (sum(values) / GROWTH_STEPS for values in (self.first_differences, self.differences))
-        whole = len(self.differences) == GROWTH_STEPS
-        if not whole or now < LEAST_DIFFERENCE or now < min(GROWTH * before, FAR_DIFFERENCE):
+        first_mean, last_mean = (sum(values) / GROWTH_STEPS for values in (self.first_differences, self.differences))
+        is_full = len(self.differences) == GROWTH_STEPS
+        if not is_full or last_mean < LEAST_DIFFERENCE or last_mean < min(GROWTH * first_mean, FAR_DIFFERENCE):
             return None
         fix = "" if self.args.off_policy_mask_threshold is not None else "off_policy_mask_threshold=0.05, "
         if self.args.generate_ahead > 1 and self.args.generate_ahead_max_kl is None:
             fix += "generate_ahead_max_kl=0.001, "
         return (
-            f"the log-probs of sampler and trainer differ by {short_number(now)} nats on average "
-            f"({short_number(before)} in the first steps): what is trained and what is sampled are far apart; fix: "
+            f"the log-probs of sampler and trainer differ by {short_number(last_mean)} nats on average "
+            f"({short_number(first_mean)} in the first steps): what is trained and what is sampled are far apart; fix: "
             f"{fix}a lower learning_rate, fewer num_iterations or steps_per_generation, or the engine in fp32"
         )

@@ -83,24 +83,24 @@ def try_schedule(schedule: Any, optimizer: torch.optim.Optimizer, steps: int) ->
 
     InputError for that, and for a learning rate that is no finite number of at least 0.
     """
-    before, state, made = [dict(group) for group in optimizer.param_groups], copy.deepcopy(schedule.state_dict()), 0
-    held = [{name: one.clone() for name, one in group.items() if isinstance(one, Tensor)} for group in before]
+    groups, state, step = [dict(group) for group in optimizer.param_groups], copy.deepcopy(schedule.state_dict()), 0
+    clones = [{name: one.clone() for name, one in group.items() if isinstance(one, Tensor)} for group in groups]
     try:
         with warnings.catch_warnings(action="ignore"):  # of a schedule that moves before its optimizer
-            while made < min(steps, TRIED_STEPS):
-                made += 1
+            while step < min(steps, TRIED_STEPS):
+                step += 1
                 rates = [float(group["lr"]) for group in optimizer.param_groups]
                 if not all(0 <= rate < math.inf for rate in rates):
                     raise ValueError(f"learning rates {rates}")
                 schedule.step()
     except Exception as error:
         raise InputError(
-            f"got a {type(schedule).__name__} that gives {type(error).__name__}: {error}, in step {made} of "
+            f"got a {type(schedule).__name__} that gives {type(error).__name__}: {error}, in step {step} of "
             f"{steps}, want a learning rate for each; fix: a schedule of that length"
         ) from error
     finally:
         schedule.load_state_dict(state)
-        for group, first, tensors in zip(optimizer.param_groups, before, held, strict=True):
+        for group, first, tensors in zip(optimizer.param_groups, groups, clones, strict=True):
             group.clear()
             group.update(first)
             for name, tensor in tensors.items():  # such as a rate that is moved in place

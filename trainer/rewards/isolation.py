@@ -38,7 +38,7 @@ START_SECONDS = 300.0  # to import the function's module, which no completion is
 REPLY_BYTES = 1 << 18  # of one completion or tool call
 _INSIDE = "FUSED_GRPO_ISOLATED"  # the variable of a worker with the names of the functions in whose workers it began
 Failed = float | None | Literal["raise"]
-What = Literal["reward function", "tool"]
+Role = Literal["reward function", "tool"]
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def isolated_tool(
     # The one that was called last is called next, so that no more start than are needed.
     idle = LifoQueue[IsolatedFunction]()
     for _ in range(workers):
-        idle.put(IsolatedFunction(reference, timeout=timeout, memory=memory, secrets=secrets, what="tool"))
+        idle.put(IsolatedFunction(reference, timeout=timeout, memory=memory, secrets=secrets, role="tool"))
 
     @functools.wraps(function)
     def call(*positional: Any, **named: Any) -> str:
@@ -122,7 +122,7 @@ def isolated_tool(
 
 
 def importable(
-    function: RewardFunction | str, what: What, *, timeout: float, memory: int | None
+    function: RewardFunction | str, role: Role, *, timeout: float, memory: int | None
 ) -> tuple[str, RewardFunction]:
     """The name by which a new process imports a function, and the function; InputError as `isolated`."""
     if not 0 < timeout <= LONGEST:
@@ -130,7 +130,7 @@ def importable(
     if memory is not None and memory <= 0:
         raise InputError(f"got memory={memory}, want bytes > 0, or None for no limit")
     reference = function if isinstance(function, str) else _reference(function)
-    loaded = load_reward(function, what=what) if isinstance(function, str) else function
+    loaded = load_reward(function, what=role) if isinstance(function, str) else function
     if is_async(loaded):
         raise InputError(f"got the async function {reference}, want a plain one: a worker does one thing at a time")
     return reference, loaded
@@ -157,7 +157,7 @@ class IsolatedFunction:
     timeout: float
     memory: int | None
     secrets: Collection[str] = ()
-    what: What = "reward function"
+    role: Role = "reward function"
     _worker: Worker | None = None
     is_isolated: ClassVar[bool] = True
 
@@ -260,7 +260,7 @@ class Worker:
         try:
             with worker_socket:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", WORKER, function.what, reference, *limits],
+                    [sys.executable, "-m", WORKER, function.role, reference, *limits],
                     stdin=worker_socket.fileno(),
                     stdout=worker_socket.fileno(),
                     env={

@@ -1,6 +1,6 @@
 """The worker process of isolated functions: calls one reward function or tool for requests that it reads from stdin.
 
-    python -m fused_grpo.trainer.rewards.worker <what> <function> <seconds> <bytes>
+    python -m fused_grpo.trainer.rewards.worker <role> <function> <seconds> <bytes>
 
 A request is a line: its number, and JSON: the columns of one completion for a reward function, the positional and the
 named arguments for a tool. The worker echoes the number before it calls the function; then it replies with a line of
@@ -32,7 +32,7 @@ _NO_TEXT = re.compile(r"<.* at 0x[0-9a-f]+>+", re.I | re.S)  # of an object with
 _ERROR = 2000  # characters of a tool's exception
 
 
-def main(what: str, reference: str, seconds: float, memory: int) -> None:
+def main(role: str, reference: str, seconds: float, memory: int) -> None:
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -41,7 +41,7 @@ def main(what: str, reference: str, seconds: float, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold prompts and columns
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     try:
-        function = load_reward(reference, what=what)
+        function = load_reward(reference, what=role)
     except Exception as error:
         print(json.dumps({"error": shown(error)}), file=replies)
         return
@@ -49,7 +49,7 @@ def main(what: str, reference: str, seconds: float, memory: int) -> None:
     around = inspect.unwrap(function, stop=is_isolated)
     function = vars(around)["__wrapped__"] if is_isolated(around) else function
     answer: Callable[[Any], str] = functools.partial(tool_reply, function)
-    if what != "tool":
+    if role != "tool":
         answer = functools.partial(reward_reply, RewardCaller(function, reward_name(function)))
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -64,7 +64,7 @@ def reasoning_gym_task(
         if not isinstance(value, int) or not least <= value < HELD_OUT_SEEDS // 2:
             raise InputError(f"got {name}={value!r}, want a whole number of at least {least}, below 2^30")
     described, seen = json.dumps([generator, options]), set[str]()
-    maker = IsolatedFunction(f"{_PROCESS}:entry_of", timeout=MOST_SECONDS, memory=None, what="tool")
+    maker = IsolatedFunction(f"{_PROCESS}:entry_of", timeout=MOST_SECONDS, memory=None, role="tool")
     heldout = list(_new_rows(maker, described, seed + HELD_OUT_SEEDS, heldout_size, seen))
     train = list(_new_rows(maker, described, seed, size, seen))
     if not train:

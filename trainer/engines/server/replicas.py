@@ -333,16 +333,16 @@ async def asked_again(ask: Callable[[], Awaitable[T]], *, but: type[RequestError
 
     So what is asked may arrive twice: its answer was lost, or a proxy has sent it again.
     """
-    asked = 0.0
+    retry_after = 0.0
     for pause in _PAUSES:
         if pause:  # else its request begins before the next prompt looks for the least busy server
-            await asyncio.sleep(max(pause, asked))
+            await asyncio.sleep(max(pause, retry_after))
         try:
             return await ask()
         except RequestError as error:
             if not error.retry or (but and isinstance(error, but)):
                 raise
-            last, asked = error, error.pause
+            last, retry_after = error, error.pause
     raise last
 
 
