@@ -56,8 +56,8 @@ BUGS = {
     ),
     "the kernel's penalty leads away": (
         KERNEL,
-        "of_logprob += slope",
-        "of_logprob -= slope",
+        "d_log_p += slope",
+        "d_log_p -= slope",
         LOSS_KERNEL,
     ),
     "a penalty needs an advantage": (

@@ -166,8 +166,8 @@ def column_blocks(tile, WIDTH: tl.constexpr):
     if tile.shape[1] <= WIDTH:
         return (tile,)
     else:
-        left, right = halves(tile)
-        return column_blocks(left, WIDTH) + column_blocks(right, WIDTH)
+        left_half, right_half = halves(tile)
+        return column_blocks(left_half, WIDTH) + column_blocks(right_half, WIDTH)
 
 
 @triton.jit

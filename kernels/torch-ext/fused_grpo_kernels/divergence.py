@@ -116,30 +116,30 @@ def _sums(student, teacher, m_s, m_t, log_rho, beta, V, KIND: tl.constexpr, BLOC
         if has_peaks and KIND != JSD:
             top_s, top_t = tl.maximum(m_s, tl.max(z_s, 0)), tl.maximum(m_t, tl.max(z_t, 0))
             rise_s, rise_t = top_s - m_s, top_t - m_t
-            m_s, m_t, by_s, by_t, fall = top_s, top_t, exp(-rise_s), exp(-rise_t), rise_t - rise_s
+            m_s, m_t, decay_s, decay_t, fall = top_s, top_t, exp(-rise_s), exp(-rise_t), rise_t - rise_s
             # A sum may be inf, of tokens without probability in the other model: 0 * inf is to be 0.
             if KIND == REVERSE:
-                x = by_s * tl.where(by_s == 0.0, 0.0, x + fall * s)
-                x_peak = by_s * tl.where(by_s == 0.0, 0.0, x_peak + fall * peaks_s)
+                x = decay_s * tl.where(decay_s == 0.0, 0.0, x + fall * s)
+                x_peak = decay_s * tl.where(decay_s == 0.0, 0.0, x_peak + fall * peaks_s)
             else:
-                x, x_peak = by_t * x, by_t * x_peak
-                y = by_t * tl.where(by_t == 0.0, 0.0, y - fall * (t + peaks_t))
+                x, x_peak = decay_t * x, decay_t * x_peak
+                y = decay_t * tl.where(decay_t == 0.0, 0.0, y - fall * (t + peaks_t))
             # Former peaks are others.
             x, x_peak = tl.where(rise_s > 0.0, x + x_peak, x), tl.where(rise_s > 0.0, 0.0, x_peak)
-            s, peaks_s = tl.where(rise_s > 0.0, by_s * (s + peaks_s), s), tl.where(rise_s > 0.0, 0.0, peaks_s)
-            t, peaks_t = tl.where(rise_t > 0.0, by_t * (t + peaks_t), t), tl.where(rise_t > 0.0, 0.0, peaks_t)
+            s, peaks_s = tl.where(rise_s > 0.0, decay_s * (s + peaks_s), s), tl.where(rise_s > 0.0, 0.0, peaks_s)
+            t, peaks_t = tl.where(rise_t > 0.0, decay_t * (t + peaks_t), t), tl.where(rise_t > 0.0, 0.0, peaks_t)
             c_s, c_t = z_s - m_s, z_t - m_t
-        e_s, e_t, of_x, of_y = _terms(c_s, c_t, log_rho, beta, KIND)
+        e_s, e_t, x_terms, y_terms = _terms(c_s, c_t, log_rho, beta, KIND)
         if has_peaks:
             peaks_s += tl.where(c_s == 0.0, 1.0, 0.0)
             peaks_t += tl.where(c_t == 0.0, 1.0, 0.0)
-            x_peak += tl.where(c_s == 0.0, of_x, 0.0)
-            e_s, of_x = tl.where(c_s == 0.0, 0.0, e_s), tl.where(c_s == 0.0, 0.0, of_x)
+            x_peak += tl.where(c_s == 0.0, x_terms, 0.0)
+            e_s, x_terms = tl.where(c_s == 0.0, 0.0, e_s), tl.where(c_s == 0.0, 0.0, x_terms)
             e_t = tl.where(c_t == 0.0, 0.0, e_t)
         s += e_s
         t += e_t
-        x += of_x
-        y += of_y
+        x += x_terms
+        y += y_terms
     ties_s, ties_t = tl.sum(peaks_s, 0) - 1.0, tl.sum(peaks_t, 0) - 1.0
     return m_s, m_t, tl.sum(s, 0) + ties_s, tl.sum(t, 0) + ties_t, tl.sum(x, 0), tl.sum(x_peak, 0), tl.sum(y, 0)
 
@@ -193,38 +193,40 @@ def _divergence_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     inverse_s, inverse_t = inverse(tl.load(student_temperature + row)), inverse(tl.load(teacher_temperature + row))
-    of_s = (student + row * student_row, student_bias, student_scale, student_softcap, inverse_s)
-    of_t = (teacher + row * teacher_row, teacher_bias, teacher_scale, teacher_softcap, inverse_t)
+    student_args = (student + row * student_row, student_bias, student_scale, student_softcap, inverse_s)
+    teacher_args = (teacher + row * teacher_row, teacher_bias, teacher_scale, teacher_softcap, inverse_t)
     m_s, m_t, log_rho = tl.full([], LOWEST, tl.float32), tl.full([], LOWEST, tl.float32), 0.0
     if KIND == JSD:
-        m_s, m_t, s, t = _sums(of_s, of_t, m_s, m_t, log_rho, beta, V, FORWARD, BLOCK_V)[:4]
+        m_s, m_t, s, t = _sums(student_args, teacher_args, m_s, m_t, log_rho, beta, V, FORWARD, BLOCK_V)[:4]
         log_rho = _log_rho(s, t)
-        x_others, x_peak, y = _sums(of_s, of_t, m_s, m_t, log_rho, beta, V, KIND, BLOCK_V)[4:]
+        x_others, x_peak, y = _sums(student_args, teacher_args, m_s, m_t, log_rho, beta, V, KIND, BLOCK_V)[4:]
     else:
-        m_s, m_t, s, t, x_others, x_peak, y = _sums(of_s, of_t, m_s, m_t, log_rho, beta, V, KIND, BLOCK_V)
+        m_s, m_t, s, t, x_others, x_peak, y = _sums(
+            student_args, teacher_args, m_s, m_t, log_rho, beta, V, KIND, BLOCK_V
+        )
     tl.store(divergence + row, _divergence_of(s, t, x_others + x_peak, y, beta, KIND))
     if gradient is not None:
         weight, g, target = tl.load(upstream + row), 0.0, -1
         if targets is not None:
             g, target = tl.load(grad_logprobs + row), tl.load(targets + row).to(tl.int32)
         if KIND == FORWARD:
-            by_x, by_e = -weight / (1.0 + t), (g - weight) / (1.0 + s)
+            x_factor, e_factor = -weight / (1.0 + t), (g - weight) / (1.0 + s)
         else:
             factor = weight if KIND == REVERSE else (beta - 1.0) * weight
-            by_x = factor / (1.0 + s)
-            by_e = (by_x * (x_others + x_peak) + g) / (1.0 + s)
-        of_others = by_x * x_others - by_e * s
+            x_factor = factor / (1.0 + s)
+            e_factor = (x_factor * (x_others + x_peak) + g) / (1.0 + s)
+        gradient_of_others = x_factor * x_others - e_factor * s
         # c of the most probable token, 0, where it has more than half of the probability; elsewhere 1, which no c is.
         confident = tl.where(s < 1.0, 0.0, 1.0)
         for first in range(0, V, BLOCK_V):
             columns = first + tl.arange(0, BLOCK_V)
-            raw, z = _logits(of_s, first, V, BLOCK_V)
-            c_s, c_t = z - m_s, _logits(of_t, first, V, BLOCK_V)[1] - m_t
+            raw, z = _logits(student_args, first, V, BLOCK_V)
+            c_s, c_t = z - m_s, _logits(teacher_args, first, V, BLOCK_V)[1] - m_t
             terms = _terms(c_s, c_t, log_rho, beta, KIND)
-            dz = by_x * terms[2] - by_e * terms[0]
+            dz = x_factor * terms[2] - e_factor * terms[0]
             # Minus the gradient of all the others, with that of the target.
             at_target = tl.where(columns == target, g, 0.0)
-            dz = tl.where(c_s == confident, at_target - g - of_others, dz + at_target)
+            dz = tl.where(c_s == confident, at_target - g - gradient_of_others, dz + at_target)
             d_raw = dz * logit_slope(raw, student_scale, student_softcap, inverse_s)
             tl.debug_barrier()
             tl.store(gradient + row * gradient_row + columns, d_raw.to(gradient.dtype.element_ty), mask=columns < V)

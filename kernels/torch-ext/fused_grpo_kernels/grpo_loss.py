@@ -181,7 +181,7 @@ def _kl_terms(kl, slope, beta, q, ratio, log_r, CORRECTED: tl.constexpr, OF_TOKE
     OF_TOKEN: r is the token's own, and the derivative in log p has that in log r. With "k3", r exp(q) cancels in their
     sum; elsewhere exp(q + log r) stands for it at a large q, where exp(q) alone may be infinite.
     """
-    beta, shared = tl.cast(beta, tl.float32), tl.zeros(q.shape, tl.float32)
+    beta, d_log_r = tl.cast(beta, tl.float32), tl.zeros(q.shape, tl.float32)
     kl, slope = beta * kl, beta * slope
     if CORRECTED:
         far = q > LARGE_Q
@@ -191,8 +191,8 @@ def _kl_terms(kl, slope, beta, q, ratio, log_r, CORRECTED: tl.constexpr, OF_TOKE
             kl = tl.where(far, beta * (whole - ratio * (1.0 + q)), kl)
             slope = -beta * q * ratio if OF_TOKEN else tl.where(far, beta * (ratio - whole), slope)
         if not (OF_TOKEN and KL == "k3"):
-            shared = kl
-    return kl, slope, shared
+            d_log_r = kl
+    return kl, slope, d_log_r
 
 
 @triton.jit
@@ -201,14 +201,14 @@ def _sampling_correction(current, old, sampled, correction_bounds, CORRECTION: t
     and equal log-probs have a ratio of 1, even -inf."""
     clip_min, clip_max = correction_bounds
     clip_min, clip_max = tl.cast(clip_min, tl.float32), tl.cast(clip_max, tl.float32)
-    known, rho = sampled == sampled, tl.full(current.shape, 1.0, tl.float32)
+    has_logprob, rho = sampled == sampled, tl.full(current.shape, 1.0, tl.float32)
     if CORRECTION == "truncate" or CORRECTION == "mask":
-        rho = tl.exp(tl.where(known & (old != sampled), old - sampled, 0.0))
+        rho = tl.exp(tl.where(has_logprob & (old != sampled), old - sampled, 0.0))
     if CORRECTION == "truncate":
         rho = _at_most(tl.where(rho < clip_min, clip_min, rho), clip_max)
     if CORRECTION == "mask":
         rho = tl.where((rho < clip_min) | (rho > clip_max), 0.0, rho)
-    return rho, tl.where(known & (current != sampled), tl.abs(current - sampled), 0.0)
+    return rho, tl.where(has_logprob & (current != sampled), tl.abs(current - sampled), 0.0)
 
 
 @triton.jit
@@ -298,7 +298,7 @@ def _grpo_loss_kernel(
     log_r = change if log_ratio is None else _load_masked(log_ratio, tokens, on)
     ratio = tl.exp(log_r)
     advantage = _load_masked(advantages, tokens, on)
-    policy, of_ratio, of_logprob, low, high = _policy(ratio, advantage, current, old, bounds, FORM)
+    policy, d_log_r, d_log_p, low, high = _policy(ratio, advantage, current, old, bounds, FORM)
 
     rho, difference = tl.full([BLOCK], 1.0, tl.float32), tl.zeros([BLOCK], tl.float32)
     if sampling_logprobs is not None:
@@ -309,8 +309,8 @@ def _grpo_loss_kernel(
     # A weight or an advantage of 0 selects 0, since r A would be inf * 0 where the old log-prob is -inf. NaN stays.
     left_out = (rho == 0.0) | ((advantage == 0.0) & (ratio == ratio))
     policy = tl.where(left_out, 0.0, policy * rho)
-    of_ratio = tl.where(left_out, 0.0, of_ratio * rho)
-    of_logprob = tl.where(left_out, 0.0, of_logprob * rho)
+    d_log_r = tl.where(left_out, 0.0, d_log_r * rho)
+    d_log_p = tl.where(left_out, 0.0, d_log_p * rho)
 
     kl = tl.zeros([BLOCK], tl.float32)
     cost = policy
@@ -318,24 +318,24 @@ def _grpo_loss_kernel(
     if log_ratio_penalty is not None:
         slope = tl.cast(log_ratio_penalty, tl.float32) * change
         cost += 0.5 * slope * change
-        of_logprob += slope
+        d_log_p += slope
     if kl_cov_weights is not None:
         penalty = _load_masked(kl_cov_weights, tokens, on)
         cost += penalty * tl.abs(change)
-        of_logprob += tl.where(change < 0.0, -penalty, tl.where(change > 0.0, penalty, 0.0))
+        d_log_p += tl.where(change < 0.0, -penalty, tl.where(change > 0.0, penalty, 0.0))
     if ref_logprobs is not None:
         q = _load_masked(ref_logprobs, tokens, on) - current
-        kl, of_kl = _kl(q, KL)
+        kl, d_kl = _kl(q, KL)
         if beta is not None:
-            term, own, shared = _kl_terms(kl, of_kl, beta, q, ratio, log_r, BIAS_CORRECTION_KL, log_ratio is None, KL)
+            term, d_kl_p, d_kl_r = _kl_terms(kl, d_kl, beta, q, ratio, log_r, BIAS_CORRECTION_KL, log_ratio is None, KL)
             cost += term
-            of_logprob += own
-            of_ratio += shared
+            d_log_p += d_kl_p
+            d_log_r += d_kl_r
     if log_ratio is None:
-        of_logprob += of_ratio
+        d_log_p += d_log_r
     else:
-        tl.store(grad_log_ratio + tokens, tl.where(on, weight * of_ratio, 0.0), mask=exists)
-    gradient = tl.where(on, weight * of_logprob, 0.0)
+        tl.store(grad_log_ratio + tokens, tl.where(on, weight * d_log_r, 0.0), mask=exists)
+    gradient = tl.where(on, weight * d_log_p, 0.0)
     tl.store(grad_logprobs + tokens, gradient, mask=exists)
 
     entropies = _load_masked(entropy, tokens, on)
@@ -353,11 +353,11 @@ def _token_statistics_kernel(partials, results, programs, BLOCK: tl.constexpr):
     sums, largest = tl.zeros([16], tl.float64), tl.full([16], float("-inf"), tl.float32)
     for first in range(0, programs, BLOCK):
         row = first + tl.arange(0, BLOCK)[:, None]
-        there = (row < programs) & exists[None, :]
-        part = tl.load(partials + row * PARTIALS + column[None, :], mask=there, other=0.0)
+        inside = (row < programs) & exists[None, :]
+        part = tl.load(partials + row * PARTIALS + column[None, :], mask=inside, other=0.0)
         sums += tl.sum(part.to(tl.float64), 0)
         signed = tl.where(is_smallest[None, :], -part, part)
-        largest = tl.maximum(largest, tl.max(tl.where(there, signed, float("-inf")), 0))
+        largest = tl.maximum(largest, tl.max(tl.where(inside, signed, float("-inf")), 0))
     total = tl.where(is_sum, sums.to(tl.float32), tl.where(is_smallest, -largest, largest))
     _store_results(results, total)
 

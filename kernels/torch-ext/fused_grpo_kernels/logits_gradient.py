@@ -59,12 +59,12 @@ def _logits_gradient_kernel(
     m = tl.where(m == float("-inf"), 0.0, m)
     others = -expm1(row_logprob)
     share = tl.math.div_rn(others, tl.where(row_total == 0.0, 1.0, row_total))
-    g_entropy, mean, of_target, surprise = 0.0, 0.0, 0.0, 0.0
+    g_entropy, row_entropy, target_entropy_term, surprise = 0.0, 0.0, 0.0, 0.0
     if grad_entropy is not None:
         # The clamps, here and below, avoid 0 * -inf; beyond them a factor is 0.
-        g_entropy, mean = tl.load(grad_entropy + row), tl.load(entropy + row)
-        of_target = exp(row_logprob) * (tl.maximum(row_logprob, -128.0) + mean)
-        surprise = tl.log(tl.maximum(share, 1.2e-38)) + mean
+        g_entropy, row_entropy = tl.load(grad_entropy + row), tl.load(entropy + row)
+        target_entropy_term = exp(row_logprob) * (tl.maximum(row_logprob, -128.0) + row_entropy)
+        surprise = tl.log(tl.maximum(share, 1.2e-38)) + row_entropy
     for first in range(0, V, BLOCK_V):
         columns = first + tl.arange(0, BLOCK_V)
         x = load_logits(start, bias, columns, V, True)
@@ -74,7 +74,7 @@ def _logits_gradient_kernel(
         p = share * exp(centred)
         dz = tl.where(is_target, g * others, -g * p)
         if grad_entropy is not None:
-            dz -= g_entropy * tl.where(is_target, of_target, p * (tl.maximum(centred, -128.0) + surprise))
+            dz -= g_entropy * tl.where(is_target, target_entropy_term, p * (tl.maximum(centred, -128.0) + surprise))
         d_raw = dz * logit_slope(x, logit_scale, softcap, inverse_temperature)
         # A row without a gradient is 0, even if its logits are NaN.
         d_raw = tl.where((g == 0.0) & (g_entropy == 0.0), 0.0, d_raw)

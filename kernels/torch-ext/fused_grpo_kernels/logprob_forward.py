@@ -74,8 +74,8 @@ def _logprob_forward_kernel(
         first_column = tile * BLOCK_V
         raw = product(hidden, weight, strides, first_row, first_column, N, D, V, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D)
         # Masks cost more than the exponential, and most tiles need none.
-        here = (target >= first_column) & (target < first_column + BLOCK_V)
-        masked = (first_column + BLOCK_V > V) | (tl.max(here.to(tl.int32), 0) > 0)
+        in_tile = (target >= first_column) & (target < first_column + BLOCK_V)
+        masked = (first_column + BLOCK_V > V) | (tl.max(in_tile.to(tl.int32), 0) > 0)
         blocks = column_blocks(raw, WIDE)
         for i in tl.static_range(len(blocks)):
             first = first_column + i * blocks[i].shape[1]

@@ -117,8 +117,8 @@ def _softmax_weights_forward_kernel(
         first_column = tile * BLOCK_V
         raw = product(hidden, weight, strides, first_row, first_column, N, D, V, EVEN_D, BLOCK_N, BLOCK_V, BLOCK_D)
         # Masks cost more than the exponential, and most tiles need none.
-        here = (target >= first_column) & (target < first_column + BLOCK_V)
-        masked = (first_column + BLOCK_V > V) | (tl.max(here.to(tl.int32), 0) > 0)
+        in_tile = (target >= first_column) & (target < first_column + BLOCK_V)
+        masked = (first_column + BLOCK_V > V) | (tl.max(in_tile.to(tl.int32), 0) > 0)
         blocks = column_blocks(raw, WIDE)
         for i in tl.static_range(len(blocks)):
             first = first_column + i * blocks[i].shape[1]
@@ -209,14 +209,14 @@ def _finish_weights_kernel(
     inverse_temperature = inverse(tl.load(temperature + rows * temperature_row, mask=row_exists, other=1.0))
     tl.store(scale + rows, -share * logit_scale * inverse_temperature, mask=row_exists)
 
-    of_target = -row_total
+    target_weight = -row_total
     if slope is not None:
-        of_target *= tl.load(slope + rows, mask=row_exists, other=0.0)
+        target_weight *= tl.load(slope + rows, mask=row_exists, other=0.0)
     # Rows without a finite total must not affect products with other rows.
     lost = row_exists & ((row_total < float("inf")) == 0)
     start = weights + rows.to(tl.int64) * weights_row
     target = tl.load(targets + rows, mask=row_exists, other=0)
-    tl.store(start + target, of_target.to(weights.dtype.element_ty), mask=row_exists & (lost == 0))
+    tl.store(start + target, target_weight.to(weights.dtype.element_ty), mask=row_exists & (lost == 0))
     if tl.max(lost.to(tl.int32), 0) > 0:
         for first in range(0, V, BLOCK_V):
             columns = first + tl.arange(0, BLOCK_V)

@@ -39,15 +39,15 @@ def _entry_logits_kernel(
     """Grid: blocks of BLOCK_E entries. A program alone writes the logits of its entries."""
     entries = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     exists = entries < E
-    of_hidden = hidden + tl.load(rows + entries, mask=exists, other=0)[:, None] * hidden_row
-    of_weight = weight + tl.load(tokens + entries, mask=exists, other=0)[:, None] * weight_row
+    hidden_starts = hidden + tl.load(rows + entries, mask=exists, other=0)[:, None] * hidden_row
+    weight_starts = weight + tl.load(tokens + entries, mask=exists, other=0)[:, None] * weight_row
     products = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     for first in range(0, D, BLOCK_D):
         features = first + tl.arange(0, BLOCK_D)
         inside = exists[:, None] & (features < D)[None, :]
         features = features.to(tl.int64)[None, :]
-        h = tl.load(of_hidden + features * hidden_column, mask=inside, other=0.0)
-        w = tl.load(of_weight + features * weight_column, mask=inside, other=0.0)
+        h = tl.load(hidden_starts + features * hidden_column, mask=inside, other=0.0)
+        w = tl.load(weight_starts + features * weight_column, mask=inside, other=0.0)
         products += h.to(tl.float32) * w.to(hidden.dtype.element_ty).to(tl.float32)
     tl.store(out + entries, tl.sum(products, 1), mask=exists)
 

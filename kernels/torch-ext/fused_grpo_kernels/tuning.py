@@ -173,10 +173,10 @@ TILES_FROM: dict[str, TilesFrom] = {
 
 def prefers_tiles(hidden: Tensor) -> bool:
     """Whether log-probs of these hidden states [N, D] without a gradient should be computed by tiles of logits."""
-    known = TILES_FROM.get(architecture(hidden.device))
-    if known is None or hidden.dtype == torch.float32:
+    thresholds = TILES_FROM.get(architecture(hidden.device))
+    if thresholds is None or hidden.dtype == torch.float32:
         return False
-    return hidden.shape[0] >= known.rows and hidden.shape[1] >= known.hidden_size
+    return hidden.shape[0] >= thresholds.rows and hidden.shape[1] >= thresholds.hidden_size
 
 
 # A product of so many FLOP takes 1.5 ms on an H200, which hides that this kernel has seven launches instead of one.
