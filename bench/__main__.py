@@ -71,21 +71,21 @@ def name_of(options: argparse.Namespace) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="fused-grpo bench", description="Memory and speed beside the peers.")
+    flags = argparse.ArgumentParser(prog="fused-grpo bench", description="Memory and speed beside the peers.")
     in_clone = (HERE / "results").is_dir()
-    found.add_argument(
+    flags.add_argument(
         "--output",
         type=Path,
         default=HERE / "results" if in_clone else Path("bench-results"),
         metavar="DIR",
         help="folder for <machine>/<date>.json, .md and charts (default: bench-results, in a clone bench/results)",
     )
-    found.add_argument("--suite", choices=("cpu", "gpu"), help="suite to run (default: gpu where there is a GPU)")
-    found.add_argument("--tiny", action="store_true", help="use small sizes, to see that everything runs")
-    found.add_argument("--only", metavar="EXPR", help="run some of the tests, selected like pytest -k")
-    found.add_argument("-m", dest="markers", metavar="MARKERS", help="run the tests of cpu, gpu, trainer or long")
-    found.add_argument("--render", type=Path, metavar="FILE", help="only write tables and charts of FILE again")
-    return found
+    flags.add_argument("--suite", choices=("cpu", "gpu"), help="suite to run (default: gpu where there is a GPU)")
+    flags.add_argument("--tiny", action="store_true", help="use small sizes, to see that everything runs")
+    flags.add_argument("--only", metavar="EXPR", help="run some of the tests, selected like pytest -k")
+    flags.add_argument("-m", dest="markers", metavar="MARKERS", help="run the tests of cpu, gpu, trainer or long")
+    flags.add_argument("--render", type=Path, metavar="FILE", help="only write tables and charts of FILE again")
+    return flags
 
 
 def write(result: dict[str, Any], path: Path) -> None:

@@ -38,25 +38,25 @@ LOGIT_STD = 2.5
 
 def main() -> None:
     threads = torch.get_num_threads()
-    path, found = raw_file("accuracy", "python -m fused_grpo.bench.accuracy", torch_threads=threads)
-    found["problems"] = [
+    path, entries = raw_file("accuracy", "python -m fused_grpo.bench.accuracy", torch_threads=threads)
+    entries["problems"] = [
         {**work.described(), "seed": seed, **measure_one(work, seed, implementations())}
         for seed, work in enumerate(WORKS)
     ]
-    write(path, found)
+    write(path, entries)
     print(f"{path}; name it in docs/accuracy.md, and run python -m fused_grpo.bench.pages")
 
 
 def implementations() -> list[Implementation]:
     """All implementations of log-probs, and three that are measured only here."""
-    known = {implementation.name: implementation for implementation in peers.everyone() if not implementation.floor}
-    mine, full = known.pop("fused-grpo"), known.pop("full logits")
+    by_name = {implementation.name: implementation for implementation in peers.everyone() if not implementation.floor}
+    fused, full = by_name.pop("fused-grpo"), by_name.pop("full logits")
     others = [
         implementation
-        for implementation in known.values()
+        for implementation in by_name.values()
         if implementation.logprobs is not None or implementation.missing
     ]
-    return [mine, frozen(), full, full_fp32(), *others, liger_grpo()]
+    return [fused, frozen(), full, full_fp32(), *others, liger_grpo()]
 
 
 def frozen() -> Implementation:
@@ -85,8 +85,8 @@ def liger_grpo() -> Implementation:
         from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 
         def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
-            found: Tensor = LigerFusedLinearPPOBase.chunk_forward(hidden[None], weight, targets[None])[0]
-            return found
+            values: Tensor = LigerFusedLinearPPOBase.chunk_forward(hidden[None], weight, targets[None])[0]
+            return values
 
         return {"logprobs": logprobs}
 
@@ -116,10 +116,10 @@ def measured(implementation: Implementation, batch: Batch, work: Work, right: Re
     print(f"V={work.shape.vocab}  {implementation.name}", why_not or "", flush=True)
     if why_not is not None:
         return {**row, "missing": why_not}
-    found = errors(implementation.run(batch, work), right)
-    gradients = [found[name] and found[name]["relative"] for name in ("hidden", "weight")]
-    assert not Errors(found["logprobs"]["max"], *gradients).too_large(work), f"got {found} from {implementation.name}"
-    return {**row, **found}
+    error = errors(implementation.run(batch, work), right)
+    gradients = [error[name] and error[name]["relative"] for name in ("hidden", "weight")]
+    assert not Errors(error["logprobs"]["max"], *gradients).too_large(work), f"got {error} from {implementation.name}"
+    return {**row, **error}
 
 
 def problem(work: Work, seed: int) -> Batch:

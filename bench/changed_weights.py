@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Shares and bytes of syncs that send changed weights alone.")
     parser.add_argument("--steps", type=int, default=6)
     steps = parser.parse_args().steps
-    path, found = raw_file("changed-weights", "python -m fused_grpo.bench.changed_weights")
+    path, entries = raw_file("changed-weights", "python -m fused_grpo.bench.changed_weights")
     seconds = min((_seconds() for _ in range(3)), key=lambda seconds: seconds["trainer"])
     print(seconds, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -55,7 +55,7 @@ def main() -> None:
                 runs = [_trained(*run, steps, tokenizer, Path(scratch, str(run))) for run in RUNS]
             finally:
                 server.terminate()
-    write(path, found | {"seconds_for_each_gb": seconds, "runs": runs})
+    write(path, entries | {"seconds_for_each_gb": seconds, "runs": runs})
     print(path)
 
 
@@ -92,7 +92,7 @@ def closeness(completions: list[Any], answer: list[str], **columns: Any) -> list
     """1 for the answer, less for a number far from it: other than 0 or 1, so that each step has a gradient."""
     numbers = [re.findall(r"-?\d{1,9}", reply[0]["content"]) for reply in completions]
     pairs = zip(numbers, answer, strict=True)
-    return [1 / (1 + abs(int(found[-1]) - int(want))) if found else 0.0 for found, want in pairs]
+    return [1 / (1 + abs(int(guesses[-1]) - int(want))) if guesses else 0.0 for guesses, want in pairs]
 
 
 def _trained(rate: float, interval: int, steps: int, tokenizer: Any, folder: Path) -> dict[str, Any]:

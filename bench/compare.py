@@ -67,9 +67,9 @@ class Change:
 
     @property
     def row(self) -> Row:
-        found = self.new or self.old
-        assert found is not None
-        return found
+        row = self.new or self.old
+        assert row is not None
+        return row
 
     @property
     def fails(self) -> bool:
@@ -84,9 +84,9 @@ def compare(old: Result, new: Result, allowed: Thresholds) -> list[Change]:
     changes = []
     for name in dict.fromkeys([*before, *after]):
         pair = before.get(name, nothing), after.get(name, nothing)
-        was, now = ({row.implementation: row for row in group.rows} for group in pair)
-        for implementation in dict.fromkeys([*was, *now]):
-            changes.append(change_of(was.get(implementation), now.get(implementation), pair, allowed))
+        old_rows, new_rows = ({row.implementation: row for row in group.rows} for group in pair)
+        for implementation in dict.fromkeys([*old_rows, *new_rows]):
+            changes.append(change_of(old_rows.get(implementation), new_rows.get(implementation), pair, allowed))
     return changes
 
 
@@ -109,7 +109,7 @@ def rounds_of(row: Row, floor: Row | None) -> list[float]:
     if floor is None:
         return seconds
     if len(row.seconds) == len(floor.seconds) > 1:
-        return [mine / least for mine, least in zip(row.seconds, floor.seconds, strict=True)]
+        return [measured / floor_seconds for measured, floor_seconds in zip(row.seconds, floor.seconds, strict=True)]
     return [second / floor.median for second in seconds]
 
 
@@ -130,14 +130,14 @@ def memory_worse(old: Row, new: Row, allowed: Thresholds) -> list[str]:
 
 def errors_worse(old: Row, new: Row) -> list[str]:
     """NaN counts as larger than every number."""
-    found = []
+    descriptions = []
     for name, before in old.errors.items():
         after = new.errors.get(name)
         if after is None:
-            found.append(f"error of {name} is not measured any more")
+            descriptions.append(f"error of {name} is not measured any more")
         elif not after <= max(MOST_GROWTH_OF_ERRORS * before, ROUNDING):
-            found.append(f"error of {name} from {before:.1e} to {after:.1e}")
-    return found
+            descriptions.append(f"error of {name} from {before:.1e} to {after:.1e}")
+    return descriptions
 
 
 def reason_for(row: Row | None, group: Group) -> str:
@@ -188,10 +188,10 @@ def check_same_machine(old: Result, new: Result) -> None:
     fields = ("name", "device", "threads")
     pairs = {name: tuple(result["machine_info"].get(name) for result in (old, new)) for name in fields}
     pairs["version of torch"] = (version_of(old, "torch"), version_of(new, "torch"))
-    other = [f"{name} {was!r} and {now!r}" for name, (was, now) in pairs.items() if was != now]
-    if other:
+    facts = [f"{name} {old!r} and {new!r}" for name, (old, new) in pairs.items() if old != new]
+    if facts:
         raise InputError(
-            f"got files of different machines ({'; '.join(other)}), want two of the same, whose times can be compared; "
+            f"got files of different machines ({'; '.join(facts)}), want two of the same, whose times can be compared; "
             "fix: measure both on one machine, or --allow-other-machine"
         )
 

@@ -61,10 +61,10 @@ def suite_of(config: pytest.Config) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "implementation" in metafunc.fixturenames:
-        found = cases(suite_of(metafunc.config), tiny=metafunc.config.getoption("--tiny"))
+        suite_cases = cases(suite_of(metafunc.config), tiny=metafunc.config.getoption("--tiny"))
         pairs = [
             pytest.param(case, name, marks=[pytest.mark.long] * case.long, id=f"{case.name}: {name}")
-            for case in found
+            for case in suite_cases
             for name in case.names
         ]
         metafunc.parametrize(("case", "implementation"), pairs)
@@ -81,9 +81,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-def keep_figures(kept: Path, case: str, found: dict[str, Measurement]) -> None:
+def keep_figures(kept: Path, case: str, measurements: dict[str, Measurement]) -> None:
     """Add a case to the file of an unfinished run."""
-    entry = {"run": run_identity(), "case": case, "found": {name: vars(m) for name, m in found.items()}}
+    entry = {"run": run_identity(), "case": case, "found": {name: vars(m) for name, m in measurements.items()}}
     with kept.open("a") as file:
         # The newline comes first, so that half a line of a killed run spoils no other line.
         file.write("\n" + json.dumps(entry))
@@ -107,16 +107,16 @@ class Figures:
 
     def __init__(self, pool: WorkerPool, notes: Notes, kept: Path | None) -> None:
         self._pool, self._notes, self._kept = pool, notes, kept
-        self._found = {} if kept is None else kept_figures(kept)
+        self._measurements = {} if kept is None else kept_figures(kept)
 
     def of(self, case: Case) -> dict[str, Measurement]:
-        if case.name not in self._found:
-            self._found[case.name] = found = self._pool.measure(
+        if case.name not in self._measurements:
+            self._measurements[case.name] = measurements = self._pool.measure(
                 case.work, case.names, rounds=case.rounds, slow=case.slow, memory=case.memory
             )
             if self._kept is not None:
-                keep_figures(self._kept, case.name, found)
-        return self._found[case.name]
+                keep_figures(self._kept, case.name, measurements)
+        return self._measurements[case.name]
 
     def note(self, kind: str, **entry: Any) -> None:
         """Add an entry to the result file beside the benchmarks."""
@@ -131,9 +131,9 @@ class Figures:
 
 @pytest.fixture(scope="session")
 def pool(pytestconfig: pytest.Config) -> Iterator[WorkerPool]:
-    found = WorkerPool("cuda" if torch.cuda.is_available() else "cpu")
-    yield found
-    found.close()
+    workers = WorkerPool("cuda" if torch.cuda.is_available() else "cpu")
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(scope="session")
@@ -151,10 +151,10 @@ class Replay:
         return self.now
 
     def into(self, benchmark: Any, seconds: list[float]) -> None:
-        left = iter(seconds)
+        remaining = iter(seconds)
 
         def run() -> None:
-            self.now += next(left, 0.0)
+            self.now += next(remaining, 0.0)
 
         benchmark.pedantic(run, rounds=len(seconds))
 

@@ -79,10 +79,10 @@ def run(rate: float, k: int, correction: str, seed: int) -> dict[str, Any]:
         demo |= {"output_dir": folder, "save_strategy": "no", "use_vllm": False, "eval_steps": None}
         demo |= {"generate_ahead": k, "learning_rate": rate, "seed": seed, "log_completions": False}
         demo |= CORRECTIONS[correction]
-        own: dict[str, Any] = {"eval_dataset": splits.heldout, "processing_class": tokenizer}
+        data: dict[str, Any] = {"eval_dataset": splits.heldout, "processing_class": tokenizer}
         engine = Beside(model, tokenizer)
         args = GRPOConfig(**demo)
-        trainer = GRPOTrainer(model, arithmetic.sum_reward, args, splits.train, **own, rollout_engine=engine)
+        trainer = GRPOTrainer(model, arithmetic.sum_reward, args, splits.train, **data, rollout_engine=engine)
         result = trainer.train()
         steps = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     assert result.eval_before is not None
@@ -95,13 +95,13 @@ def run(rate: float, k: int, correction: str, seed: int) -> dict[str, Any]:
     return row
 
 
-def of_weights(row: dict[str, Any]) -> Array:
+def rewards_by_version(row: dict[str, Any]) -> Array:
     """The mean reward of what each of the first weight versions samples, the same ones for every k."""
     versions = np.arange(len(row["reward"])) - row["off_policy_steps"]
     sampled = np.unique(versions)  # by several batches, or by none, where the number in flight changes
     means = [np.mean(row["reward"], where=versions == version) for version in sampled]
-    of_each: Array = np.interp(np.arange(len(versions) - max(COUNTS)), sampled, means)
-    return of_each
+    rewards: Array = np.interp(np.arange(len(versions) - max(COUNTS)), sampled, means)
+    return rewards
 
 
 class Remote(RolloutEngine):
@@ -164,19 +164,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
     name, module = "generate-ahead" + "-seconds" * parsed.seconds, "python -m fused_grpo.bench.generate_ahead"
-    path, found = raw_file(name, module + " --seconds" * parsed.seconds)
+    path, entries = raw_file(name, module + " --seconds" * parsed.seconds)
     print(path)
     if parsed.seconds:
-        write(path, found | {"runs": [seconds(each, k, 20) for each in LATENCIES for k in TIMED]})
+        write(path, entries | {"runs": [seconds(latencies, k, 20) for latencies in LATENCIES for k in TIMED]})
         return
     cases = list(itertools.product(range(parsed.seeds), RATES, KINDS))
     rows = [run(rate, *kind, seed) for seed, rate, kind in cases]
-    write(path, found | {"runs": rows})
+    write(path, entries | {"runs": rows})
     for rate in RATES:
         on_policy = np.array([])
         for kind in KINDS:
             runs = [row for row, case in zip(rows, cases, strict=True) if case[1:] == (rate, kind)]
-            curves = np.array([of_weights(row) for row in runs])
+            curves = np.array([rewards_by_version(row) for row in runs])
             figures = {"held-out": [row["after"] for row in runs], "reward of the same weights": curves.mean(1)}
             figures["rollouts are steps old"] = [statistics.mean(row["off_policy_steps"]) for row in runs]
             for name, values in figures.items():

@@ -15,7 +15,7 @@ class Allocations(NamedTuple):
 
     peak: int
     """The most bytes at a time."""
-    left: int
+    retained: int
     """Bytes that are still allocated afterwards, by the result or elsewhere."""
     result: Any
 

@@ -63,7 +63,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     if rounds < 2:
         parser.error(f"got --rounds {rounds}, want 2 or more, which have quartiles")
-    path, found = raw_file("outputs-cost", f"python -m fused_grpo.bench.outputs --rounds {rounds}")
+    path, entries = raw_file("outputs-cost", f"python -m fused_grpo.bench.outputs --rounds {rounds}")
     torch.manual_seed(0)
     pairs = calls()
     for pair in pairs.values():  # warm up
@@ -73,12 +73,12 @@ def main() -> None:
         name: interleaved_seconds(dict(zip(("without", "with"), pair, strict=True)), rounds=rounds)
         for name, pair in pairs.items()
     }
-    write(path, found | {"shape": {"N": N, "D": D, "V": V}, "seconds": seconds})
+    write(path, entries | {"shape": {"N": N, "D": D, "V": V}, "seconds": seconds})
     print(path)
-    for name, both in seconds.items():
-        of_rounds = [b / a for a, b in zip(both["without"], both["with"], strict=True)]
-        low, median, high = statistics.quantiles(of_rounds, n=4)
-        print(f"{name}: medians {quotient(both, 'with', 'without'):.4f}, of rounds {median:.4f} ({low:.4f}-{high:.4f})")
+    for name, runs in seconds.items():
+        ratios = [b / a for a, b in zip(runs["without"], runs["with"], strict=True)]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        print(f"{name}: medians {quotient(runs, 'with', 'without'):.4f}, of rounds {median:.4f} ({low:.4f}-{high:.4f})")
 
 
 if __name__ == "__main__":

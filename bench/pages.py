@@ -80,11 +80,11 @@ Times = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """By plan and shape, what is predicted."""
 
 
-def figures(what: str, group: str | None, path: Path) -> str:
+def figures(kind: str, group: str | None, path: Path) -> str:
     """The content of a block, without the link to its file."""
-    match what:
+    match kind:
         case "loss" | "logprobs" | "divergence" | "distillation":
-            return head_text(read(path), what, group)
+            return head_text(read(path), kind, group)
         case "over":
             return over_text(read(path), group or "")
         case "trainer":
@@ -106,7 +106,7 @@ def figures(what: str, group: str | None, path: Path) -> str:
             return predictions_text(json.loads(path.read_text()))
     want = "loss, logprobs, divergence, distillation, over, trainer, machine, gpu, accuracy, beside_trl, "
     want += "published_runs, simulated, predictions"
-    raise DataError(f"got the figures {what!r}, want {want}; fix: name one of these")
+    raise DataError(f"got the figures {kind!r}, want {want}; fix: name one of these")
 
 
 def head_text(result: Result, kind: str, name: str | None) -> str:
@@ -119,10 +119,10 @@ def head_text(result: Result, kind: str, name: str | None) -> str:
 
 def over_text(result: Result, name: str) -> str:
     """Seconds, and memory where it was counted, of the groups whose names have `name` in them, by N."""
-    found = [group for group in groups_of(result).values() if group.work is not None and name in group.name]
-    found.sort(key=lambda group: work_of(group)["tokens"])
-    names = dict.fromkeys(row.implementation for group in reversed(found) for row in group.rows)
-    if not found:
+    matching = [group for group in groups_of(result).values() if group.work is not None and name in group.name]
+    matching.sort(key=lambda group: work_of(group)["tokens"])
+    names = dict.fromkeys(row.implementation for group in reversed(matching) for row in group.rows)
+    if not matching:
         raise DataError(f"got no group with {name!r} in its name; fix: name one of {list(groups_of(result))}")
 
     def cell(group: Group, implementation: str) -> str:
@@ -132,15 +132,15 @@ def over_text(result: Result, name: str) -> str:
         seconds = tables.bold(number_text(row.median), not row.is_floor and row.median == group.best_time)
         return seconds if row.peak is None else f"{seconds} ({number_text(row.peak / 2**20)})"
 
-    header = ["s (MiB)", *(f"N={work_of(group)['tokens']:,}" for group in found)]
-    return tables.markdown(header, [[name, *(cell(group, name) for group in found)] for name in names])
+    header = ["s (MiB)", *(f"N={work_of(group)['tokens']:,}" for group in matching)]
+    return tables.markdown(header, [[name, *(cell(group, name) for group in matching)] for name in names])
 
 
 def trainer_text(result: Result, name: str | None) -> str:
-    found = [group for group in groups_of(result).values() if not tables.is_head(group)]
-    chosen = [group for group in found if name is None or name in group.name]
+    trainers = [group for group in groups_of(result).values() if not tables.is_head(group)]
+    chosen = [group for group in trainers if name is None or name in group.name]
     if not chosen:
-        has = "; ".join(group.name for group in found) or "none"
+        has = "; ".join(group.name for group in trainers) or "none"
         raise DataError(f"got no group of a trainer with {name!r} in its name, want one of: {has}; fix: name one")
     return "\n\n".join(f"{group.name}:\n\n{tables.other_table(group)}" for group in chosen)
 
@@ -222,7 +222,7 @@ def predictions_text(content: Mapping[str, Any]) -> str:
     name, *others = content["machines"]
     ((shape, operations),) = content["operations"][name].items()
     N, times = int(shape.rpartition("=")[2]), content["predicted"][name]
-    other = {(machine, D): content["predicted"][machine] for machine in others for D in sizes_of(times)[0]}
+    predicted = {(machine, D): content["predicted"][machine] for machine in others for D in sizes_of(times)[0]}
     D, tokens = sizes_of(times)
     parts = [
         f"Vocabulary {content['vocab']:,}, {content['dtype']}, {content['sequences']} sequences. A GEMM in Triton is "
@@ -248,8 +248,8 @@ def predictions_text(content: Mapping[str, Any]) -> str:
         "## Other machines",
         f"Milliseconds of the device alone, and in parentheses the multiple of the bare GEMMs, at N={N}.",
         tables.markdown(
-            ["", *(f"{machine}, D={D}" for machine, D in other)],
-            [[plan, *(time_cell(other[key], plan, shape_of(key[1], N)) for key in other)] for plan in times],
+            ["", *(f"{machine}, D={D}" for machine, D in predicted)],
+            [[plan, *(time_cell(predicted[key], plan, shape_of(key[1], N)) for key in predicted)] for plan in times],
         ),
     ]
     return "\n\n".join(parts)
@@ -272,8 +272,8 @@ def machines_table(machines: Mapping[str, Any]) -> str:
 
 def published_table(points: Sequence[Mapping[str, Any]]) -> str:
     def cells(p: Mapping[str, Any]) -> list[str]:
-        what, ratio = f"{p['what']}, {p['N']} x {p['D']} x {p['V']}", ratio_text(p)
-        return [p["machine"], what, p["source"], number_text(p["ms"]), number_text(p["predicted"]), ratio]
+        label, ratio = f"{p['what']}, {p['N']} x {p['D']} x {p['V']}", ratio_text(p)
+        return [p["machine"], label, p["source"], number_text(p["ms"]), number_text(p["predicted"]), ratio]
 
     return tables.markdown(["", "what", "source", "ms", "predicted", "ratio"], [cells(p) for p in points])
 
@@ -323,9 +323,9 @@ def operations_table(operations: Mapping[str, list[list[Any]]]) -> str:
         total = sum(ms for _, _, ms in rows)
         large = [row for row in rows if row[2] >= 0.05 * total]
         small = rows[len(large) :]
-        found = [[f"`{name}`", count, ms] for name, count, ms in large]
-        found += [["others", sum(count for _, count, _ in small), sum(ms for _, _, ms in small)]]
-        lines += [[plan, name, str(count), number_text(ms), f"{ms / total:.1%}"] for name, count, ms in found]
+        shown = [[f"`{name}`", count, ms] for name, count, ms in large]
+        shown += [["others", sum(count for _, count, _ in small), sum(ms for _, _, ms in small)]]
+        lines += [[plan, name, str(count), number_text(ms), f"{ms / total:.1%}"] for name, count, ms in shown]
     return tables.markdown(["", "operation", "launches", "ms", "share"], lines, text=2)
 
 
@@ -335,8 +335,8 @@ def rewritten(text: str, folder: Path) -> str:
         raise DataError(f"got a block of figures without its end, or an end without a block, want {END!r} after each")
 
     def block(match: re.Match[str]) -> str:
-        what, group, path = match["what"], match["group"], match["path"]
-        inside = figures(what, group, folder / path)
+        kind, group, path = match["what"], match["group"], match["path"]
+        inside = figures(kind, group, folder / path)
         return f"{match[0].partition(chr(10))[0]}\n{inside}\n\nRaw file: [{Path(path).name}]({path}).\n{END}"
 
     return BLOCK.sub(block, text)

@@ -54,7 +54,7 @@ from fused_grpo.bench import pages
 from fused_grpo.bench.heads.peers import named
 from fused_grpo.bench.heads.suites import FLOOR
 from fused_grpo.bench.heads.work import Batch, Gradients, Kind, Work
-from fused_grpo.bench.predictions.cuda_trace import Operation, Trace, fake_gpu, known
+from fused_grpo.bench.predictions.cuda_trace import Operation, Trace, fake_gpu, fake_with_values
 from fused_grpo.bench.predictions.predicted import PATH, plan_of, shape_of
 from fused_grpo.bench.predictions.published import MEASURED, POINTS, Point
 from fused_grpo.bench.report.gpu_results import latest, read_lines
@@ -149,9 +149,9 @@ class Job:
 
     @property
     def work(self) -> Work:
-        how: dict[str, Any] = {"dtype": DTYPE, "sequences": SEQUENCES, "gradients": self.gradients}
-        how |= {"several": self.several, "kept": self.kept}
-        return Work(kind=self.kind, head=HEADS[self.D], tokens=self.N, **how)
+        options: dict[str, Any] = {"dtype": DTYPE, "sequences": SEQUENCES, "gradients": self.gradients}
+        options |= {"several": self.several, "kept": self.kept}
+        return Work(kind=self.kind, head=HEADS[self.D], tokens=self.N, **options)
 
 
 def seconds_of(operation: Operation, machine: Machine) -> float:
@@ -163,8 +163,8 @@ def seconds_of(operation: Operation, machine: Machine) -> float:
     if operation.flops and operation.dtype not in TENSOR_CORES:
         raise ValueError(f"got a GEMM of {operation.dtype}, want one of {TENSOR_CORES}: no other rate is assumed")
     rate = machine.flops * (TRITON_GEMM if operation.triton else 1.0)
-    of_memory, of_threads = operation.bytes / machine.bytes_per_s, operation.instructions / machine.instructions_per_s
-    return max(operation.flops / rate, of_memory, of_threads, operation.tiles * machine.tile_s, machine.launch_s)
+    memory_s, thread_s = operation.bytes / machine.bytes_per_s, operation.instructions / machine.instructions_per_s
+    return max(operation.flops / rate, memory_s, thread_s, operation.tiles * machine.tile_s, machine.launch_s)
 
 
 def seconds_of_call(trace: Trace, machine: Machine) -> float:
@@ -206,7 +206,7 @@ def empty_batch(work: Work) -> Batch:
     if work.kept is not None:
         with _disable_current_modes():
             spread, ones = (31 * torch.arange(b * t) % head.vocab).view(b, t), torch.ones(b, t, dtype=torch.int64)
-        targets, mask = known(spread), known(ones)
+        targets, mask = fake_with_values(spread), fake_with_values(ones)
     return Batch(
         torch.empty(vectors, **half, requires_grad=work.gradients != "no_grad"),
         torch.empty(matrix, **half, requires_grad=work.gradients == "trainable"),
@@ -234,10 +234,10 @@ def predict(job: Job) -> dict[str, Any]:
 
 def operations_of(trace: Trace, machine: Machine) -> list[list[Any]]:
     """[name, launches, total ms], the longest first."""
-    found: dict[str, list[float]] = {}
+    durations: dict[str, list[float]] = {}
     for operation in trace.operations:
-        found.setdefault(operation.name, []).append(seconds_of(operation, machine))
-    ordered = sorted(found.items(), key=lambda item: -sum(item[1]))
+        durations.setdefault(operation.name, []).append(seconds_of(operation, machine))
+    ordered = sorted(durations.items(), key=lambda item: -sum(item[1]))
     return [[name, len(seconds), rounded(sum(seconds))] for name, seconds in ordered]
 
 
@@ -267,11 +267,11 @@ def jobs(names: Sequence[str] = IMPLEMENTATIONS) -> list[Job]:
     return [job for job in asked if able[job.implementation].why_not(job.work, "cuda") is None]
 
 
-def content(found: Iterable[tuple[Job, dict[str, Any]]]) -> dict[str, Any]:
+def content(predictions: Iterable[tuple[Job, dict[str, Any]]]) -> dict[str, Any]:
     """predicted.json."""
     machines, times = {machine.name: asdict(machine) for machine in MACHINES}, dict[str, Any]()
     operations: dict[str, Any] = {}
-    for job, facts in found:
+    for job, facts in predictions:
         if shown := facts.pop("operations", None):
             operations[job.plan] = shown
         times.setdefault(job.machine.name, {}).setdefault(job.plan, {})[shape_of(job.D, job.N)] = facts
@@ -302,7 +302,7 @@ def point_of(point: Point, machine: Mapping[str, Any]) -> dict[str, Any]:
 
 def measured(times: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What was measured of the predicted works, in interleaved rounds where there were such, else alone."""
-    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    entries: dict[tuple[str, int, int], dict[str, Any]] = {}
     lines = [line for line in latest(read_lines(MEASURED)) if line["stage"] in ("peers", "losses")]
     for line in sorted(lines, key=lambda line: line["stage"] == "losses"):
         shape, plan, ms = line.get("shape") or {}, line["figure"], line["value"]
@@ -311,8 +311,8 @@ def measured(times: Mapping[str, Any]) -> list[dict[str, Any]]:
         expected = times.get(plan, {}).get(shape_of(shape["D"], shape["N"]), {}).get("ms")
         facts = {"plan": plan, "D": shape["D"], "N": shape["N"], "ms": rounded(ms / 1e3), "predicted": expected}
         if expected is not None:
-            found.setdefault((plan, shape["D"], shape["N"]), facts)
-    return [*found.values()]
+            entries.setdefault((plan, shape["D"], shape["N"]), facts)
+    return [*entries.values()]
 
 
 def text_of(value: Any, depth: int = 0) -> str:

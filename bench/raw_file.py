@@ -27,12 +27,12 @@ def raw_file(name: str, made_by: str, **more: Any) -> tuple[Path, dict[str, Any]
     return path, {"made_by": made_by, "date": today, "commit": commit(), "environment": environment(), **more}
 
 
-def begun(path: Path, here: dict[str, Any], *, same: Sequence[str], fix: str) -> dict[str, Any]:
-    """What an earlier run has written to `path`, to go on with, or what is `here`; DataError where `same` differ."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else here
-    if other := [name for name in same if found[name] != here[name]]:
-        raise DataError(f"got {path} of another {' and '.join(other)}, want one run throughout; fix: {fix}")
-    return found
+def begun(path: Path, first_entries: dict[str, Any], *, same: Sequence[str], fix: str) -> dict[str, Any]:
+    """What an earlier run has written to `path`, to go on with, or `first_entries`; DataError where `same` differ."""
+    entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else first_entries
+    if differing := [name for name in same if entries[name] != first_entries[name]]:
+        raise DataError(f"got {path} of another {' and '.join(differing)}, want one run throughout; fix: {fix}")
+    return entries
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -100,15 +100,15 @@ class StandIn(ThreadingHTTPServer):
                 if not self._work:
                     self._changed.wait_for(lambda: bool(self._work))
                     until = time.monotonic()
-                sequences = sum(left > 0 for missing, _ in self._work for left in missing)
+                sequences = sum(remaining > 0 for missing, _ in self._work for remaining in missing)
             # A sleep that took too long is made up for: only the schedule counts.
             until += token_seconds(self.run, 1, sequences, self.run.prompt_length)
             time.sleep(max(0.0, until - time.monotonic()))
             with self._changed:
-                for missing, done in self._work:
-                    missing[:] = [max(0, left - 1) for left in missing]
+                for missing, completed in self._work:
+                    missing[:] = [max(0, remaining - 1) for remaining in missing]
                     if not any(missing):
-                        done.set()
+                        completed.set()
                 self._work = [request for request in self._work if any(request[0])]
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -116,11 +116,11 @@ class StandIn(ThreadingHTTPServer):
         alive = survivors(self.run.completion_length, longest)
         draws = [self._random.random() for _ in range(body["n"])]
         lengths = [max(1, round(sum(draw < share for share in alive) * longest / BINS)) for draw in draws]
-        done = threading.Event()
+        completed = threading.Event()
         with self._changed:
-            self._work.append(([*lengths], done))
+            self._work.append(([*lengths], completed))
             self._changed.notify()
-        done.wait()
+        completed.wait()
         return {"choices": [choice(index, length, length < longest) for index, length in enumerate(lengths)]}
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
@@ -241,16 +241,16 @@ def measured(run: Run, *, ranks: int, servers: int, steps: int) -> list[float]:
     urls: Any = context.SimpleQueue()
     server = context.Process(target=serve, args=(run, servers, urls), daemon=True)
     server.start()
-    known = urls.get()
+    server_urls = urls.get()
     with tempfile.TemporaryDirectory() as out:
-        body = partial(train, run=run, ranks=ranks, port=port, urls=known, steps=steps + 3, out=out)
+        body = partial(train, run=run, ranks=ranks, port=port, urls=server_urls, steps=steps + 3, out=out)
         started = [context.Process(target=body, args=(number,)) for number in range(ranks)]
-        for one in started:
-            one.start()
-        for one in started:
-            one.join()
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
         server.terminate()
-        if failed := [one.exitcode for one in started if one.exitcode]:
+        if failed := [process.exitcode for process in started if process.exitcode]:
             raise SystemExit(f"ranks ended with {failed}")
         lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     return [line["step_time"] for line in lines[2:-1]]
@@ -269,8 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append({"mode": mode, "predicted": predicted.phases | {"seconds": predicted.seconds}, "steps": times})
         print(f"{mode}: predicted {predicted.seconds:.2f} s, measured {statistics.mean(times):.2f} s", flush=True)
     if raw is not None:
-        path, found = raw
-        write(path, found | {"modes": rows})
+        path, entries = raw
+        write(path, entries | {"modes": rows})
         print(path)
 
 

@@ -84,13 +84,13 @@ def run(case: tuple[str, str, bool, bool, int]) -> dict[str, Any]:
     torch.set_num_threads(1)
     age, options, kind = CONDITIONS[condition]
     with tempfile.TemporaryDirectory() as folder:
-        how = {"output_dir": folder, "max_steps": STEPS, "save_strategy": "no", "use_vllm": False}
-        how |= {"vllm_importance_sampling_correction": weights, "score_centering": kind if centred else "off"}
-        how |= {"seed": seed, "log_completions": False, "logprob_mismatch": "warn", "eval_steps": STEPS}
-        model, tokenizer, rewards, train, heldout, args = (built_in if name == "built-in" else real)(how | options)
-        own: dict[str, Any] = {"eval_dataset": heldout, "processing_class": tokenizer}
+        shared = {"output_dir": folder, "max_steps": STEPS, "save_strategy": "no", "use_vllm": False}
+        shared |= {"vllm_importance_sampling_correction": weights, "score_centering": kind if centred else "off"}
+        shared |= {"seed": seed, "log_completions": False, "logprob_mismatch": "warn", "eval_steps": STEPS}
+        model, tokenizer, rewards, train, heldout, args = (built_in if name == "built-in" else real)(shared | options)
+        data: dict[str, Any] = {"eval_dataset": heldout, "processing_class": tokenizer}
         engine = Behind(model, tokenizer, age)
-        result = GRPOTrainer(model, rewards, args, train, **own, rollout_engine=engine).train()
+        result = GRPOTrainer(model, rewards, args, train, **data, rollout_engine=engine).train()
     assert result.eval_before is not None
     assert result.eval_after is not None
     row = {"condition": condition, "importance weights": weights, "centred": centred, "seed": seed}
@@ -111,15 +111,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     conditions, arms = [name for name in CONDITIONS_OF[given.model] if given.only in name], ARMS[given.model]
     cases = [(given.model, name, *arm, seed) for name in conditions for seed in range(given.seeds) for arm in arms]
     made_by = f"python -m fused_grpo.bench.stale_rollouts --model {given.model}"
-    path, found = raw_file(f"stale-{given.model}", made_by, steps=STEPS, runs=[])
-    found = begun(path, found, same=("commit", "environment", "steps"), fix="move it away")
-    rows: list[dict[str, Any]] = found["runs"]
-    known = [[row[key] for key in ("condition", "importance weights", "centred", "seed")] for row in rows]
-    cases = [case for case in cases if [*case[1:]] not in known]
+    path, entries = raw_file(f"stale-{given.model}", made_by, steps=STEPS, runs=[])
+    entries = begun(path, entries, same=("commit", "environment", "steps"), fix="move it away")
+    rows: list[dict[str, Any]] = entries["runs"]
+    measured = [[row[key] for key in ("condition", "importance weights", "centred", "seed")] for row in rows]
+    cases = [case for case in cases if [*case[1:]] not in measured]
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
         for row in pool.imap(run, cases):
             rows.append(row)
-            write(path, found)
+            write(path, entries)
     print(path)
     for condition in conditions:
         for weights, centred in arms:

@@ -31,14 +31,14 @@ SAMPLING: tuple[Mapping[str, Any], ...] = (
 
 
 def main() -> None:
-    path, found = raw_file("truncated-sampling", "python -m fused_grpo.bench.truncated_sampling")
+    path, entries = raw_file("truncated-sampling", "python -m fused_grpo.bench.truncated_sampling")
     runs = [
         measured(engine, support, options)
         for options in SAMPLING
         for engine in ("transformers", "vllm")
         for support in ("require", "off")
     ]
-    write(path, found | {"runs": runs})
+    write(path, entries | {"runs": runs})
     print(path)
 
 
@@ -52,17 +52,17 @@ def measured(engine: str, support: str, options: Mapping[str, Any]) -> dict[str,
     tokenizer, ratios = arithmetic.build_tokenizer(), list[Tensor]()
     with tempfile.TemporaryDirectory() as folder:
         sizes: dict[str, Any] = {"per_device_train_batch_size": 64, "max_completion_length": 16, "max_steps": 3}
-        how: dict[str, Any] = {"sampling_support": support, "use_vllm": engine == "vllm", "bf16": False}
-        args = GRPOConfig(folder, **sizes, **how, **options, learning_rate=1e-3, save_strategy="no")
-        own = TransformersEngine(model, tokenizer) if engine == "transformers" else None
+        engine_options: dict[str, Any] = {"sampling_support": support, "use_vllm": engine == "vllm", "bf16": False}
+        args = GRPOConfig(folder, **sizes, **engine_options, **options, learning_rate=1e-3, save_strategy="no")
+        rollout_engine = TransformersEngine(model, tokenizer) if engine == "transformers" else None
         rows = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
-        trainer = GRPOTrainer(model, _reward, args, rows, processing_class=tokenizer, rollout_engine=own)
+        trainer = GRPOTrainer(model, _reward, args, rows, processing_class=tokenizer, rollout_engine=rollout_engine)
         _record(trainer, ratios)
         metrics = trainer.train().metrics
-    found = torch.cat(ratios).double()
-    row = {"engine": engine, "sampling_support": support, **options, "tokens": len(found), "mean": found.mean().item()}
-    row |= {"outside [0.9, 1.1]": ((found - 1).abs() > 0.1).double().mean().item()}
-    row |= {"largest |log ratio|": found.log().abs().max().item(), "kept": metrics.get("sampling/kept_tokens/mean")}
+    ratio = torch.cat(ratios).double()
+    row = {"engine": engine, "sampling_support": support, **options, "tokens": len(ratio), "mean": ratio.mean().item()}
+    row |= {"outside [0.9, 1.1]": ((ratio - 1).abs() > 0.1).double().mean().item()}
+    row |= {"largest |log ratio|": ratio.log().abs().max().item(), "kept": metrics.get("sampling/kept_tokens/mean")}
     print(row, flush=True)
     return row
 

@@ -98,11 +98,11 @@ class Roofline:
     @classmethod
     def of(cls, device_name: str) -> Roofline:
         """The rates of the device with this name in torch."""
-        machine, found = predicted.machine_of(device_name), predicted.content()
+        machine, content = predicted.machine_of(device_name), predicted.content()
         if machine is None:
             return cls()
-        rates = found["machines"][machine]
-        return cls(rates["flops"], rates["bytes_per_s"], found["triton_gemm"])
+        rates = content["machines"][machine]
+        return cls(rates["flops"], rates["bytes_per_s"], content["triton_gemm"])
 
     def seconds(self, *, flop: float = 0.0, moved: float = 0.0) -> float | None:
         """The longer of the times for so many operations and so many bytes."""

@@ -31,10 +31,10 @@ def gemms(scale: Scale) -> Iterator[Figure]:
         D, V = scale.head(name)
         for R in scale.rows:
             flop = 2 * R * D * V
-            for what, action in products(scale, R, D, V).items():
+            for label, action in products(scale, R, D, V).items():
                 seconds = Clock(scale.device, queued=True).seconds(action.run)
                 expected = over(flop / 1e12, scale.roofline.seconds(flop=flop, moved=action.moved))
-                yield figure_of(what, flop / seconds / 1e12, "TFLOP/s", expected, R=R, D=D, V=V)
+                yield figure_of(label, flop / seconds / 1e12, "TFLOP/s", expected, R=R, D=D, V=V)
 
 
 def products(scale: Scale, R: int, D: int, V: int) -> dict[str, Action]:
@@ -48,12 +48,12 @@ def products(scale: Scale, R: int, D: int, V: int) -> dict[str, Action]:
         with full_precision(out):
             multiply_into(out, a, b, accumulate=accumulate)
 
-    of_weight = size * (V + D) * R + 4 * V * D
+    dw_bytes = size * (V + D) * R + 4 * V * D
     return {
         "logits": Action(lambda: product(logits, hidden, weight.t()), size * (R + V) * D + 4 * R * V),
         "dH": Action(lambda: product(d_hidden, weights, weight), size * (R + D) * V + 4 * R * D),
-        "dW": Action(lambda: product(d_weight, weights.t(), hidden), of_weight),
-        "dW, added": Action(lambda: product(d_weight, weights.t(), hidden, accumulate=True), of_weight + 4 * V * D),
+        "dW": Action(lambda: product(d_weight, weights.t(), hidden), dw_bytes),
+        "dW, added": Action(lambda: product(d_weight, weights.t(), hidden, accumulate=True), dw_bytes + 4 * V * D),
     }
 
 
@@ -74,8 +74,8 @@ def over_logits(scale: Scale, logits: Tensor, D: int) -> dict[str, Action]:
     (R, V), kernels, dtype = logits.shape, triton(), getattr(torch, scale.dtype)
     rows, targets = scale.tensor(R, dtype=torch.float32), torch.randint(V, (R,), device=logits.device)
     options: dict[str, Any] = {"temperature": torch.ones_like(rows)}
-    known = kernels.finish_rows([kernels.row_statistics(logits, targets, entropy=True, **options)], entropy=True)
-    gradient = {**options, "dtype": dtype, "statistics": known, "grad_logprobs": rows}
+    statistics = kernels.finish_rows([kernels.row_statistics(logits, targets, entropy=True, **options)], entropy=True)
+    gradient = {**options, "dtype": dtype, "statistics": statistics, "grad_logprobs": rows}
     hidden, half = scale.tensor(R, D), torch.full((), 0.5, device=logits.device)
     read, written = 4 * R * V, (4 + dtype.itemsize) * R * V
 
@@ -89,7 +89,7 @@ def over_logits(scale: Scale, logits: Tensor, D: int) -> dict[str, Action]:
         ),
         "softmax_weights_": weights(),
         "softmax_weights_, entropy": weights(entropy=True),
-        "softmax_weights_, known": weights(statistics=known),
+        "softmax_weights_, known": weights(statistics=statistics),
         "logits_gradient_, entropy": Action(
             lambda: kernels.logits_gradient_(logits, targets, grad_entropy=rows, **gradient), written
         ),
@@ -123,9 +123,9 @@ def forward(scale: Scale) -> Iterator[Figure]:
                     ("weights without logits", functools.partial(triton().softmax_weights_forward, out=out), straight),
                     ("GEMM and weights", weights_of_logits, None if gemm is None else gemm + (passed or 0)),
                 ]
-            for what, op, expected in ops:
+            for label, op, expected in ops:
                 seconds = clock.seconds(functools.partial(op, hidden, weight, targets, **options))
-                yield figure_of(what, seconds * 1e3, "ms", scaled(expected, 1e3), N=N, D=D, V=V)
+                yield figure_of(label, seconds * 1e3, "ms", scaled(expected, 1e3), N=N, D=D, V=V)
         for rows, columns in scale.tiles:
             N = scale.kernel_tokens[-1]
             seconds = clock.seconds(functools.partial(through_tiles, scale.tensor(N, D), weight, (rows, columns)))
@@ -148,15 +148,15 @@ def through_tiles(hidden: Tensor, weight: Tensor, shape: tuple[int, int]) -> Sta
 
 def through_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: Tensor) -> list[Any]:
     """Log-probs by the vendor's GEMM and one read of each chunk of logits."""
-    kernels, rows, found = triton(), min(4096, len(hidden)), []
+    kernels, rows, statistics = triton(), min(4096, len(hidden)), []
     memory = kernels.empty_tile(rows, len(weight), dtype=torch.float32, device=hidden.device)
     with full_precision(hidden):
-        for some in (slice(first, first + rows) for first in range(0, len(hidden), rows)):
-            logits = memory[: len(hidden[some])]
-            multiply_into(logits, hidden[some], weight.t())
-            state = kernels.row_statistics(logits, targets[some], temperature=temperature[some])
-            found.append(kernels.finish_rows([state], entropy=False))
-    return found
+        for chunk in (slice(first, first + rows) for first in range(0, len(hidden), rows)):
+            logits = memory[: len(hidden[chunk])]
+            multiply_into(logits, hidden[chunk], weight.t())
+            state = kernels.row_statistics(logits, targets[chunk], temperature=temperature[chunk])
+            statistics.append(kernels.finish_rows([state], entropy=False))
+    return statistics
 
 
 def weights_of_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: Tensor) -> None:
@@ -164,11 +164,11 @@ def weights_of_logits(hidden: Tensor, weight: Tensor, targets: Tensor, *, temper
     rows = min(4096, len(hidden))
     memory = triton().empty_tile(rows, len(weight), dtype=torch.float32, device=hidden.device)
     with full_precision(hidden):
-        for some in (slice(first, first + rows) for first in range(0, len(hidden), rows)):
-            logits = memory[: len(hidden[some])]
-            multiply_into(logits, hidden[some], weight.t())
-            given = {"temperature": temperature[some], "dtype": hidden.dtype}
-            triton().softmax_weights_(logits, targets[some], **given)
+        for chunk in (slice(first, first + rows) for first in range(0, len(hidden), rows)):
+            logits = memory[: len(hidden[chunk])]
+            multiply_into(logits, hidden[chunk], weight.t())
+            given = {"temperature": temperature[chunk], "dtype": hidden.dtype}
+            triton().softmax_weights_(logits, targets[chunk], **given)
 
 
 def triton() -> Any:

@@ -70,16 +70,14 @@ def beside(scale: Scale, works: Iterable[Work], implementations: Sequence[str]) 
         for work in works:
             names = FOR_IDLE if work.idle else implementations
             ready: dict[str, Measurement] = {}
-            for name, found in prepared(pool, work, names, spent, scale.patience):
-                yield from facts(scale, work, name, found)
-                if found.absent is None:
-                    ready[name] = found
+            for name, measurement in prepared(pool, work, names, spent, scale.patience):
+                yield from facts(scale, work, name, measurement)
+                if measurement.absent is None:
+                    ready[name] = measurement
             pool.time(ready, rounds=ROUNDS)
-            for name, found in ready.items():
-                yield time_of(scale, work, name, found)
-            yield from ratios(
-                scale, work, {name: found for name, found in ready.items() if found.absent is None}, times
-            )
+            for name, measurement in ready.items():
+                yield time_of(scale, work, name, measurement)
+            yield from ratios(scale, work, {name: m for name, m in ready.items() if m.absent is None}, times)
     finally:
         pool.close()
 
@@ -93,63 +91,63 @@ def prepared(
         yield name, Measurement(absent=f"left out, because its preparations took {spent[name]:.0f} s")
     chosen = [name for name in names if name not in late]
     pool.release_all_but(chosen)
-    for some, at_once in (
+    for group, at_once in (
         ([x for x in chosen if x not in COMPILED], AT_ONCE),
         ([x for x in chosen if x in COMPILED], 1),
     ):
-        for name, found in pool.prepare(work, some, at_once=at_once) if some else ():
-            spent[name] += found.preparation
-            yield name, found
+        for name, measurement in pool.prepare(work, group, at_once=at_once) if group else ():
+            spent[name] += measurement.preparation
+            yield name, measurement
 
 
-def facts(scale: Scale, work: Work, name: str, found: Measurement) -> Iterator[Figure]:
+def facts(scale: Scale, work: Work, name: str, measurement: Measurement) -> Iterator[Figure]:
     """What is known before the time: bytes and errors, or why there are none."""
-    if found.absent is not None:
-        yield time_of(scale, work, name, found)
+    if measurement.absent is not None:
+        yield time_of(scale, work, name, measurement)
         return
     plan, shape = predicted.plan_of(name, work.kind, work.gradients), shape_of(work)
-    if found.peak is not None:
-        yield figure_of(f"{plan}: peak", found.peak / GIB, "GiB", None, **shape)
-    for what, error in (found.errors or {}).items():
+    if measurement.peak is not None:
+        yield figure_of(f"{plan}: peak", measurement.peak / GIB, "GiB", None, **shape)
+    for quantity, error in (measurement.errors or {}).items():
         if error is not None:
-            figure = figure_of(f"{plan}: error of {what}", error, "", None, **shape)
-            promised = name == OURS and work.kind == "logprobs" and what == "value"
+            figure = figure_of(f"{plan}: error of {quantity}", error, "", None, **shape)
+            promised = name == OURS and work.kind == "logprobs" and quantity == "value"
             yield replace(figure, promised=OF_ERROR if promised else None)
 
 
-def time_of(scale: Scale, work: Work, name: str, found: Measurement) -> Figure:
-    expected = predicted.of_work(name, work.described(), scale.device_name)
-    rounds = tuple(seconds * 1e3 for seconds in found.seconds) if found.absent is None else ()
+def time_of(scale: Scale, work: Work, name: str, measurement: Measurement) -> Figure:
+    expected = predicted.seconds_of_work(name, work.described(), scale.device_name)
+    rounds = tuple(seconds * 1e3 for seconds in measurement.seconds) if measurement.absent is None else ()
     plan = predicted.plan_of(name, work.kind, work.gradients)
     value = statistics.median(rounds) if rounds else None
     figure = figure_of(plan, value, "ms", scaled(expected, 1e3), **shape_of(work))
-    return replace(figure, note=found.absent and f"absent: {found.absent}", rounds=rounds)
+    return replace(figure, note=measurement.absent and f"absent: {measurement.absent}", rounds=rounds)
 
 
-def ratios(scale: Scale, work: Work, found: Mapping[str, Measurement], times: dict[Work, float]) -> Iterator[Figure]:
+def ratios(scale: Scale, work: Work, measured: Mapping[str, Measurement], times: dict[Work, float]) -> Iterator[Figure]:
     """The promised ratios of a work; `times` has ours of all works until now."""
-    if OURS not in found:
+    if OURS not in measured:
         return
-    ours = times[work] = found[OURS].median
+    ours = times[work] = measured[OURS].median
     if work.idle:
         if (whole := times.get(replace(work, idle=0.0))) is not None:
             yield ratio(work, f"{OURS}, {work.idle:.0%} idle / none", ours / whole, OF_IDLE)
         return
     for over, under, bound in PROMISED.get((work.kind, work.gradients), ()):
-        if (work.head, work.tokens) == (scale.heads[0], scale.usual) and {over, under} <= found.keys():
-            yield ratio(work, f"{over} / {under}", found[over].median / found[under].median, bound)
-    others = {name: x.median for name, x in found.items() if not name.startswith(OURS) and name != FLOOR}
+        if (work.head, work.tokens) == (scale.heads[0], scale.usual) and {over, under} <= measured.keys():
+            yield ratio(work, f"{over} / {under}", measured[over].median / measured[under].median, bound)
+    others = {name: x.median for name, x in measured.items() if not name.startswith(OURS) and name != FLOOR}
     if others:
         fastest = min(others, key=others.__getitem__)
         yield ratio(work, f"fastest other / {OURS}", others[fastest] / ours, OF_OTHERS, fastest=fastest)
-    beside = {name: x.peak - work.gradient_bytes for name, x in found.items() if x.peak is not None}
+    beside = {name: x.peak - work.gradient_bytes for name, x in measured.items() if x.peak is not None}
     if work.kind == "loss" and {ALL_LOGITS, OURS} <= beside.keys() and work.tokens == scale.usual:
-        what = f"peak beside gradients: {ALL_LOGITS} / {OURS}"
-        yield ratio(work, what, beside[ALL_LOGITS] / beside[OURS], OF_MEMORY)
+        label = f"peak beside gradients: {ALL_LOGITS} / {OURS}"
+        yield ratio(work, label, beside[ALL_LOGITS] / beside[OURS], OF_MEMORY)
 
 
-def ratio(work: Work, what: str, value: float, bound: str, **more: str) -> Figure:
-    figure = figure_of(f"{what}: {work.kind}, {work.gradients}", value, "x", None, **shape_of(work), **more)
+def ratio(work: Work, label: str, value: float, bound: str, **more: str) -> Figure:
+    figure = figure_of(f"{label}: {work.kind}, {work.gradients}", value, "x", None, **shape_of(work), **more)
     return replace(figure, promised=bound)
 
 

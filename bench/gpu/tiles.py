@@ -21,11 +21,11 @@ def tiles(scale: Scale) -> Iterator[Figure]:
 
     A candidate that the device has no memory or registers for has no value, but the reason.
     """
-    yield from of_gemm(scale)
-    yield from of_row(scale)
+    yield from gemm_tiles(scale)
+    yield from row_tiles(scale)
 
 
-def of_gemm(scale: Scale) -> Iterator[Figure]:
+def gemm_tiles(scale: Scale) -> Iterator[Figure]:
     tuning, clock, device = tables(), Clock(scale.device, queued=True), torch.device(scale.device)
     usual, arch = tuning.gemm_tile(device, getattr(torch, scale.dtype), aligned=True), tuning.architecture(device)
     table = tuning.SINGLE if scale.dtype == "float32" else tuning.ALIGNED
@@ -40,7 +40,7 @@ def of_gemm(scale: Scale) -> Iterator[Figure]:
                 yield from measured(clock, run, "tile " + written(tile), 2 * N * D * V / 1e12, "TFLOP/s", N=N, D=D, V=V)
 
 
-def of_row(scale: Scale) -> Iterator[Figure]:
+def row_tiles(scale: Scale) -> Iterator[Figure]:
     tuning, clock, device = tables(), Clock(scale.device, queued=True), torch.device(scale.device)
     dtype, arch = getattr(torch, scale.dtype), tuning.architecture(device)
     _, V = scale.head(scale.heads[0])
@@ -53,14 +53,14 @@ def of_row(scale: Scale) -> Iterator[Figure]:
         for block_v, num_warps in scale.row_tiles:
             tile = tuning.RowTile(block_v, num_warps)
             with mock.patch.dict(tuning.ROW, {arch: tile}):
-                what = f"row tile {written(tile)}"
-                yield from measured(clock, run, what, moved, "GB/s", prepare=prepare, R=R, V=V)
+                label = f"row tile {written(tile)}"
+                yield from measured(clock, run, label, moved, "GB/s", prepare=prepare, R=R, V=V)
 
 
 def measured(
     clock: Clock,
     run: Callable[[], object],
-    what: str,
+    label: str,
     amount: float,
     unit: str,
     *,
@@ -71,9 +71,9 @@ def measured(
     try:
         seconds = clock.seconds(run, prepare=prepare)
     except Exception as error:  # of Triton's compiler or launcher: there is no list of what they raise
-        yield replace(figure_of(what, None, unit, None, **shape), note=f"{type(error).__name__}: {error}"[:200])
+        yield replace(figure_of(label, None, unit, None, **shape), note=f"{type(error).__name__}: {error}"[:200])
     else:
-        yield figure_of(what, amount / seconds, unit, None, **shape)
+        yield figure_of(label, amount / seconds, unit, None, **shape)
 
 
 def written(tile: Any) -> str:

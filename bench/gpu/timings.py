@@ -71,13 +71,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def machine(scale: Scale) -> dict[str, Any]:
-    found: dict[str, Any] = {**environment(), **versions(PACKAGES), "gpu": scale.device_name}
-    found["date"] = datetime.date.today().isoformat()
+    facts: dict[str, Any] = {**environment(), **versions(PACKAGES), "gpu": scale.device_name}
+    facts["date"] = datetime.date.today().isoformat()
     if scale.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {"memory": properties.total_memory, "multiprocessors": properties.multi_processor_count}
-        found |= {"l2": getattr(properties, "L2_cache_size", None), "cuda": torch.version.cuda}
-    return found
+        facts |= {"memory": properties.total_memory, "multiprocessors": properties.multi_processor_count}
+        facts |= {"l2": getattr(properties, "L2_cache_size", None), "cuda": torch.version.cuda}
+    return facts
 
 
 def ceilings(scale: Scale) -> Iterator[Figure]:
@@ -113,7 +113,7 @@ def timed(scale: Scale, name: str, work: Work, *, budget: float | None = None) -
     implementation = named(name) if budget is None else with_chunks_of(int(budget * GIB))
     batch, expected = batch_of(work, scale.device), None
     if budget is None:
-        expected = predicted.of_work(name, work.described(), scale.device_name)
+        expected = predicted.seconds_of_work(name, work.described(), scale.device_name)
     seconds = Clock(scale.device).seconds(lambda: implementation.run(batch, work))
     shape = {"N": work.tokens, "D": work.shape.hidden, "V": work.shape.vocab, "chunk GiB": budget}
     plan = predicted.plan_of(name, work.kind, work.gradients, work.several, work.kept)
@@ -149,8 +149,8 @@ def trace(scale: Scale, output: Path) -> Iterator[Figure]:
             events = [event for event in events if str(event.device_type) == "DeviceType.CUDA"]
         spent: dict[str, list[float]] = {}
         for event in events:
-            of_device = scale.device == "cuda"
-            ms = (event.self_device_time_total if of_device else event.self_cpu_time_total) / 1e3
+            on_device = scale.device == "cuda"
+            ms = (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e3
             spent.setdefault(event.name, []).append(ms)
         total = sum(map(sum, spent.values()))
         plan, machine = predicted.plan_of(OURS, work.kind, work.gradients), predicted.machine_of(scale.device_name)
@@ -159,8 +159,8 @@ def trace(scale: Scale, output: Path) -> Iterator[Figure]:
         yield figure_of("launches", len(events), "", None, **shape)
         span = max(event.time_range.end for event in events) - min(event.time_range.start for event in events)
         yield figure_of("idle", 1 - total * 1e3 / span, "share", None, **shape)
-        for key, each in sorted(spent.items(), key=lambda row: -sum(row[1]))[:12]:
-            yield figure_of(key[:100], sum(each), "ms", None, count=len(each), **shape)
+        for key, durations in sorted(spent.items(), key=lambda row: -sum(row[1]))[:12]:
+            yield figure_of(key[:100], sum(durations), "ms", None, count=len(durations), **shape)
 
 
 MEASURED = (ceilings, gemms, passes, forward, tiles, losses, trace, headline, peers)

@@ -149,8 +149,8 @@ def longest(*, tiny: bool) -> Iterator[Figure]:
                 fails[trainer] = length
                 yield figure_of(f"longest completion: {trainer}, less than", length, "tokens", None, **shape)
             if fits[OURS] and fails[TRL] < math.inf:
-                ratio, what = fits[OURS] / fails[TRL], "longest completion: ours over TRL, at least"
-                yield replace(figure_of(what, ratio, "x", None, **shape), promised=PROMISED_LENGTH)
+                ratio, label = fits[OURS] / fails[TRL], "longest completion: ours over TRL, at least"
+                yield replace(figure_of(label, ratio, "x", None, **shape), promised=PROMISED_LENGTH)
         open_ = [trainer for trainer in open_ if fails[trainer] > NEAR * fits[trainer] + 1]
 
 

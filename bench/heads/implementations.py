@@ -164,19 +164,19 @@ def full_log_softmax(batch: Batch, work: Work) -> list[Tensor]:
     """Log-probs of the whole vocabulary [N, V], of the student and of the teacher."""
     assert batch.teacher_hidden is not None
     assert batch.teacher_weight is not None
-    softcap, found = work.shape.softcap, []
+    softcap, log_probs = work.shape.softcap, []
     for hidden, weight in ((batch.hidden, batch.weight), (batch.teacher_hidden, batch.teacher_weight)):
         logits = linear(scored(hidden, batch, work), weight)
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        found.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
-    return found
+        log_probs.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
+    return log_probs
 
 
 def full_divergence(batch: Batch, work: Work) -> Tensor:
     """The ops of a trainer with both models' logits: the mean of the Jensen-Shannon divergence."""
-    found = full_log_softmax(batch, work)
-    mixed = torch.logaddexp(*found) - math.log(2.0)
-    return sum((x.exp() * (x - mixed)).sum(-1).mean() for x in found) / 2  # type: ignore[return-value]
+    log_probs = full_log_softmax(batch, work)
+    mixed = torch.logaddexp(*log_probs) - math.log(2.0)
+    return sum((x.exp() * (x - mixed)).sum(-1).mean() for x in log_probs) / 2  # type: ignore[return-value]
 
 
 def full_distillation(batch: Batch, work: Work) -> Tensor:
@@ -193,12 +193,12 @@ def full_centred(batch: Batch, work: Work) -> Tensor:
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     ids, sampler = sampler_head(targets, work)
-    of_head, of_targets = log_p.gather(-1, ids), log_p.gather(-1, targets[:, None])[:, 0]
-    p, q = of_head.detach().exp(), sampler.to(log_p.dtype).exp()
+    head_logprobs, target_logprobs = log_p.gather(-1, ids), log_p.gather(-1, targets[:, None])[:, 0]
+    p, q = head_logprobs.detach().exp(), sampler.to(log_p.dtype).exp()
     rho = (1 - q.sum(-1)) / (1 - p.sum(-1)).clamp_min(1e-6)
     c = torch.minimum(p, CAP * q) - (CAP * rho).clamp_max(1.0)[:, None] * p
     advantages = scored(batch.advantages[:, None].expand(batch.mask.shape), batch, work)
-    return dapo(padded(of_targets, batch), batch) + (advantages * (c * of_head).sum(-1)).sum() / len(c)
+    return dapo(padded(target_logprobs, batch), batch) + (advantages * (c * head_logprobs).sum(-1)).sum() / len(c)
 
 
 def ours_centred(batch: Batch, work: Work) -> Tensor:
@@ -244,8 +244,8 @@ def ours_distillation(kind: str) -> LossOp:
     def distillation(batch: Batch, work: Work) -> Tensor:
         assert batch.teacher_hidden is not None
         assert batch.teacher_weight is not None
-        how: dict[str, Any] = {"coef": COEF, "kind": kind, "softcap": work.shape.softcap}
-        return ours_loss(distillation=Distillation(batch.teacher_hidden, batch.teacher_weight, **how))(batch, work)
+        options: dict[str, Any] = {"coef": COEF, "kind": kind, "softcap": work.shape.softcap}
+        return ours_loss(distillation=Distillation(batch.teacher_hidden, batch.teacher_weight, **options))(batch, work)
 
     return distillation
 
@@ -384,11 +384,11 @@ def peer(
     name: str, requirement: str, setting: str, load: Callable[[], dict[str, Any]], **options: Any
 ) -> Implementation:
     """An implementation that may not be installed: `load` imports it and returns its `logprobs` or `loss`."""
-    version, found, missing = None, {}, None
+    version, ops, missing = None, {}, None
     try:
-        version, found = importlib.metadata.version(re.split("[<>=]", requirement)[0]), load()
+        version, ops = importlib.metadata.version(re.split("[<>=]", requirement)[0]), load()
     except importlib.metadata.PackageNotFoundError:
         missing = f"is not installed; fix: pip install {shlex.quote(requirement)}"
     except Exception as error:  # any error of an import makes it absent
         missing = f"{type(error).__name__}: {error}; fix: pip install {shlex.quote(requirement)}"
-    return Implementation(name=name, version=version, setting=setting, missing=missing, **found, **options)
+    return Implementation(name=name, version=version, setting=setting, missing=missing, **ops, **options)

@@ -36,7 +36,7 @@ def everyone() -> list[Implementation]:
 
 def named(name: str) -> Implementation:
     """An implementation by its name, without importing the others."""
-    return PEERS[name]() if name in PEERS else {found.name: found for found in _without_imports()}[name]
+    return PEERS[name]() if name in PEERS else {entry.name: entry for entry in _without_imports()}[name]
 
 
 def _without_imports() -> list[Implementation]:
@@ -108,8 +108,8 @@ def trl(*, cast_lm_head_to_fp32: bool = False) -> Implementation:
             # The op casts the head to the dtype of the hidden states, a tile at a time.
             hidden = hidden.float() if cast_lm_head_to_fp32 else hidden
             options = (1.0, width, work.shape.softcap, 1.0, ("log_probs",))
-            found: Tensor = ChunkedLogProbFunction.apply(hidden, weight, None, targets, *options)[0]
-            return found
+            values: Tensor = ChunkedLogProbFunction.apply(hidden, weight, None, targets, *options)[0]
+            return values
 
         return {"logprobs": logprobs}
 
@@ -143,8 +143,8 @@ def trl_divergence() -> Implementation:
             assert batch.teacher_hidden is not None
             student, teacher = (scored(hidden, batch, work) for hidden in (batch.hidden, batch.teacher_hidden))
             models, softcap = (student, batch.weight, None, teacher, batch.teacher_weight, None), work.shape.softcap
-            found: Tensor = ChunkedDivergenceFunction.apply(*models, 0.5, 1.0, 1.0, softcap, 1.0, softcap)[0]
-            return found.mean()
+            divergences: Tensor = ChunkedDivergenceFunction.apply(*models, 0.5, 1.0, 1.0, softcap, 1.0, softcap)[0]
+            return divergences.mean()
 
         return {"divergence": divergence}
 
@@ -163,8 +163,8 @@ def liger_jsd() -> Implementation:
             assert batch.teacher_hidden is not None
             student, teacher = (scored(hidden, batch, work) for hidden in (batch.hidden, batch.teacher_hidden))
             heads = (student, batch.weight, teacher, batch.teacher_weight)
-            found: Tensor = module(*heads, scored(batch.targets, batch, work))
-            return found
+            loss: Tensor = module(*heads, scored(batch.targets, batch, work))
+            return loss
 
         return {"divergence": divergence}
 
@@ -194,8 +194,8 @@ def liger_grpo() -> Implementation:
                 chunk_size=len(batch.targets),
             )
             given = (batch.hidden, batch.weight, batch.targets, batch.mask, batch.advantages)
-            found: Tensor = module(*given, old_per_token_logps=batch.old_logprobs)[0]
-            return found
+            loss: Tensor = module(*given, old_per_token_logps=batch.old_logprobs)[0]
+            return loss
 
         return {"loss": loss}
 
@@ -272,8 +272,8 @@ def verl() -> Implementation:
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
         def logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
-            found: Tensor = linear_cross_entropy(hidden, weight, targets, 1.0, "none")[0]
-            return found
+            values: Tensor = linear_cross_entropy(hidden, weight, targets, 1.0, "none")[0]
+            return values
 
         return {"logprobs": logprobs}
 

@@ -210,8 +210,8 @@ MOST_TOKENS = 2**20
 
 def cases(suite: str, *, tiny: bool) -> list[Case]:
     """The cases of "cpu" or "gpu"; tiny ones of the same name are one, with the implementations of all."""
-    found: dict[str, Case] = {}
+    by_name: dict[str, Case] = {}
     for case in (case.tiny() if tiny else case for case in {"cpu": CPU, "gpu": GPU}[suite]):
-        names = (*found[case.name].names, *case.names) if case.name in found else case.names
-        found[case.name] = replace(case, names=tuple(dict.fromkeys(names)))
-    return list(found.values())
+        names = (*by_name[case.name].names, *case.names) if case.name in by_name else case.names
+        by_name[case.name] = replace(case, names=tuple(dict.fromkeys(names)))
+    return list(by_name.values())

@@ -17,25 +17,25 @@ IMPLEMENTATIONS = {implementation.name: implementation for implementation in eve
 
 
 def test_head(benchmark: Any, replay: Any, figures: Any, case: Case, implementation: str) -> None:
-    measured = figures.of(case)
-    mine, floor = measured[implementation], measured.get(FLOOR)
-    if mine.absent is not None:
-        figures.note("absent", group=case.name, implementation=implementation, why=mine.absent)
-    assert not mine.rejected, mine.absent
-    if mine.absent is not None:
-        pytest.skip(mine.absent)
+    measurements = figures.of(case)
+    measurement, floor = measurements[implementation], measurements.get(FLOOR)
+    if measurement.absent is not None:
+        figures.note("absent", group=case.name, implementation=implementation, why=measurement.absent)
+    assert not measurement.rejected, measurement.absent
+    if measurement.absent is not None:
+        pytest.skip(measurement.absent)
     benchmark.group = case.name
-    replay.into(benchmark, mine.seconds)
+    replay.into(benchmark, measurement.seconds)
     benchmark.extra_info |= {
         "implementation": implementation,
         "version": IMPLEMENTATIONS[implementation].version,
         "setting": IMPLEMENTATIONS[implementation].setting,
         "work": case.work.described(),
-        "flop_per_second": case.work.flop / mine.median,
-        "share_of_products": floor.median / mine.median if floor is not None and floor.seconds else None,
-        "errors": mine.errors,
-        "memory": mine.memory,
-        "peak_bytes": mine.peak,
+        "flop_per_second": case.work.flop / measurement.median,
+        "share_of_products": floor.median / measurement.median if floor is not None and floor.seconds else None,
+        "errors": measurement.errors,
+        "memory": measurement.memory,
+        "peak_bytes": measurement.peak,
     }
 
 
@@ -44,9 +44,9 @@ def test_promise(figures: Any, promise: Promise, pytestconfig: pytest.Config, re
     """The promises about times and bytes, at the sizes for which they were made."""
     if pytestconfig.getoption("--tiny") or request.node.get_closest_marker("cpu") is None:
         pytest.skip("promised of a CPU, at full size")
-    measured = figures.of(promise.case)
+    measurements = figures.of(promise.case)
     beside = promise.case.work.gradient_bytes
-    pair = (measured[name] for name in (promise.over, promise.under))
+    pair = (measurements[name] for name in (promise.over, promise.under))
     value = promise.value(*(m.median if promise.what == "seconds" else m.peak - beside for m in pair))
     figures.promise(promise.name, promise.case.name, value, promise.bound)
 
@@ -60,7 +60,7 @@ def test_longest(pool: Any, figures: Any, work: Any, pytestconfig: Any, request:
     most = 256 if tiny else MOST_TOKENS
     asked = work.small() if tiny else work
     names = ("fused-grpo", "full logits", "TRL", "Liger GRPO")
-    found = pool.longest(asked, names, most=most)
-    for name, answer in found.items():
+    answers = pool.longest(asked, names, most=most)
+    for name, answer in answers.items():
         figures.note("longest", work=asked.described(), implementation=name, **answer)
-    assert found[OURS[0]]["tokens"] >= max(answer.get("tokens", 0) for answer in found.values())
+    assert answers[OURS[0]]["tokens"] >= max(answer.get("tokens", 0) for answer in answers.values())

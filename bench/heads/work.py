@@ -217,11 +217,11 @@ def spread_for(entropy: float, head: Head) -> float:
 
 def _logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, work: Work) -> Tensor:
     """Log-probs from logits in fp32, a few rows at a time."""
-    found, wide = list[Tensor](), weight.float()
+    logprobs, wide = list[Tensor](), weight.float()
     for rows, ids in zip(hidden.flatten(0, 1).split(256), targets.flatten().split(256), strict=True):
         logits = rows.float() @ wide.t()
-        found.append(logprobs_of(logits, ids, work))
-    return torch.cat(found).view(targets.shape)
+        logprobs.append(logprobs_of(logits, ids, work))
+    return torch.cat(logprobs).view(targets.shape)
 
 
 def logprobs_of(logits: Tensor, targets: Tensor, work: Work) -> Tensor:

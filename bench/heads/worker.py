@@ -50,7 +50,7 @@ class Worker:
         """
         memory = memory and not self.implementation.floor
         self.work, self.batch = Work(**work), None
-        self.rest()
+        self.free_memory()
         reason = self.implementation.why_not(self.work, self.device)
         if reason is not None:
             return {"absent": reason}
@@ -63,7 +63,7 @@ class Worker:
         if self.device == "cuda" or not memory:
             self.run()
         counted = self.memory() if memory else None
-        self.rest()
+        self.free_memory()
         return {"errors": None if errors is None else errors._asdict(), "memory": counted}
 
     def errors(self, work: Work) -> Errors:
@@ -75,10 +75,10 @@ class Worker:
     def release(self) -> dict[str, Any]:
         """Drop the inputs while others are measured."""
         self.batch = None
-        self.rest()
+        self.free_memory()
         return {}
 
-    def rest(self) -> None:
+    def free_memory(self) -> None:
         """Give the device's memory back; `measure` fills the allocator's cache again before it measures."""
         gc.collect()
         if self.device == "cuda":
@@ -100,7 +100,7 @@ class Worker:
         seconds = [self.timed()]
         for _ in range(min(MOST, int(SECONDS / seconds[0]))):
             seconds.append(self.timed())
-        self.rest()
+        self.free_memory()
         return {"seconds": statistics.median(seconds)}
 
     def timed(self) -> float:
@@ -123,7 +123,7 @@ class Worker:
         after = allocations_of(lambda: self.implementation.backward(before.result, batch, work), self.device)
         batch.hidden.grad = batch.weight.grad = None
         reserved = torch.cuda.max_memory_reserved() if self.device == "cuda" else None
-        return {"forward": before.peak, "backward": before.left + after.peak, "reserved": reserved}
+        return {"forward": before.peak, "backward": before.retained + after.peak, "reserved": reserved}
 
     def longest(self, work: dict[str, Any], most: int) -> dict[str, Any]:
         """The largest power of two of tokens that fits, up to `most`."""

@@ -62,9 +62,9 @@ class WorkerPool:
         Implementations that are `slow` take part in every third round.
         """
         self.release_all_but(names)
-        found = dict(self.prepare(work, names, memory=memory))
-        self.time(found, rounds=rounds, slow=slow)
-        return found
+        measurements = dict(self.prepare(work, names, memory=memory))
+        self.time(measurements, rounds=rounds, slow=slow)
+        return measurements
 
     def prepare(
         self, work: Work, names: Sequence[str], *, memory: bool = True, at_once: int = 1
@@ -73,23 +73,23 @@ class WorkerPool:
         for name in names:
             self._ensure(name)
 
-        def one(name: str) -> tuple[str, Measurement]:
-            found, start = Measurement(), time.monotonic()
-            self._note(found, self._ask(name, do="prepare", work=vars(work), memory=memory))
-            found.preparation = time.monotonic() - start
-            return name, found
+        def prepare_one(name: str) -> tuple[str, Measurement]:
+            measurement, start = Measurement(), time.monotonic()
+            self._note(measurement, self._ask(name, do="prepare", work=vars(work), memory=memory))
+            measurement.preparation = time.monotonic() - start
+            return name, measurement
 
         with ThreadPoolExecutor(at_once) as threads:
-            yield from threads.map(one, names)
+            yield from threads.map(prepare_one, names)
 
-    def time(self, found: Mapping[str, Measurement], *, rounds: int, slow: Sequence[str] = ()) -> None:
+    def time(self, measurements: Mapping[str, Measurement], *, rounds: int, slow: Sequence[str] = ()) -> None:
         """Add the seconds of interleaved rounds to what was prepared."""
-        names = list(found)
+        names = list(measurements)
         for number in range(rounds):
             for position in range(len(names)):
                 name = names[(number + position) % len(names)]
-                if found[name].absent is None and (number % 3 == 0 or name not in slow):
-                    self._note(found[name], self._ask(name, do="measure"))
+                if measurements[name].absent is None and (number % 3 == 0 or name not in slow):
+                    self._note(measurements[name], self._ask(name, do="measure"))
 
     def release_all_but(self, names: Sequence[str]) -> None:
         """Have the other workers drop their inputs."""
@@ -98,13 +98,13 @@ class WorkerPool:
 
     def longest(self, work: Work, names: Sequence[str], *, most: int) -> dict[str, dict[str, Any]]:
         """The largest power of two of tokens for which memory suffices, one implementation after the other."""
-        found = {}
+        answers = {}
         self.close()  # which frees what the others hold
         for name in names:
             self._ensure(name)
-            found[name] = self._ask(name, do="longest", work=vars(work), most=most)
+            answers[name] = self._ask(name, do="longest", work=vars(work), most=most)
             self._end(name)  # which frees its memory
-        return found
+        return answers
 
     def close(self) -> None:
         for name in list(self._workers):

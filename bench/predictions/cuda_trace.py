@@ -8,8 +8,8 @@
 
 Tensors are fake: they have a shape, a dtype and `device="cuda"`, and nothing computes. The Python code is the real one,
 so a wrong branch, a wrong keyword or a wait for the device shows. Needs a CUDA build of torch (a CPU build has no CUDA
-device) and a process without TRITON_INTERPRET. Where a plan follows from values, as that of kept tokens does, `known`
-gives a tensor some, and what follows from such tensors alone is computed too, on the CPU.
+device) and a process without TRITON_INTERPRET. Where a plan follows from values, as that of kept tokens does,
+`fake_with_values` gives a tensor some, and what follows from such tensors alone is computed too, on the CPU.
 
 Bytes of an operation follow from shapes: each input is read once, each new output is written once, and a tensor that is
 changed in place is read and written. A Triton kernel reads or writes each of its tensors once; a pass in place gets its
@@ -182,11 +182,11 @@ class Trace(TorchDispatchMode):
             return tree_map(lambda real: args[0].new_empty(real.shape, dtype=real.dtype), values)
         if name == "nonzero":
             self._wait(name)
-            found = args[0].new_empty(self._some(args[0].shape[0]), args[0].ndim, dtype=torch.int64)
+            indices = args[0].new_empty(self._some(args[0].shape[0]), args[0].ndim, dtype=torch.int64)
             if len(VALUES):  # the first ones, so that what follows has values
                 with _disable_current_modes():
-                    VALUES[found] = torch.arange(len(found))[:, None].expand(found.shape)
-            return found
+                    VALUES[indices] = torch.arange(len(indices))[:, None].expand(indices.shape)
+            return indices
         if name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1]):
             self._wait("index by a mask")
             (mask,) = args[1]
@@ -262,7 +262,7 @@ class Trace(TorchDispatchMode):
         self.held -= size
 
 
-def known(values: Tensor) -> Tensor:
+def fake_with_values(values: Tensor) -> Tensor:
     """A fake tensor with these values on the fake GPU."""
     fake = torch.empty(values.shape, dtype=values.dtype, device="cuda")
     VALUES[fake] = values
@@ -371,8 +371,8 @@ def backward(value: Tensor, gradient: Tensor | None = None) -> None:
         for (target, number), part in _gradients(node, waiting.pop(node)):
             if target is not None and part is not None:
                 part = part.sum_to_size(target._input_metadata[number].shape)  # one that was broadcast
-                known = waiting.setdefault(target, {})
-                known[number] = known[number] + part if number in known else part
+                gradients = waiting.setdefault(target, {})
+                gradients[number] = gradients[number] + part if number in gradients else part
 
 
 def _gradients(node: Any, upstream: dict[int, Tensor]) -> Iterator[tuple[tuple[Any, int], Tensor | None]]:
@@ -383,13 +383,13 @@ def _gradients(node: Any, upstream: dict[int, Tensor]) -> Iterator[tuple[tuple[A
         return
     given = [upstream.get(number) for number in range(len(node._input_metadata))]
     upstream.clear()
-    found = node.apply(*given) if hasattr(node, "needs_input_grad") else node(*given)
-    found = found if isinstance(found, tuple) else (found,)
+    gradients = node.apply(*given) if hasattr(node, "needs_input_grad") else node(*given)
+    gradients = gradients if isinstance(gradients, tuple) else (gradients,)
     targets = node.next_functions
     if hasattr(node, "needs_input_grad"):  # nodes in Python return gradients of arguments that are no tensors, too
-        found = tuple(part for part, needed in zip(found, node.needs_input_grad, strict=True) if needed)
+        gradients = tuple(part for part, needed in zip(gradients, node.needs_input_grad, strict=True) if needed)
         targets = [target for target in targets if target[0] is not None]
-    yield from zip(targets, found, strict=True)
+    yield from zip(targets, gradients, strict=True)
 
 
 @contextlib.contextmanager

@@ -23,17 +23,17 @@ def predicted(plan: str, D: int, N: int, machine: str) -> float | None:
         N: the tokens that are scored; all have a gradient.
         machine: the name that `machine_of` finds.
     """
-    found: float | None = entry(plan, D, N, machine).get("ms")
-    return found
+    ms: float | None = entry(plan, D, N, machine).get("ms")
+    return ms
 
 
 def entry(plan: str, D: int, N: int, machine: str) -> dict[str, Any]:
     """The entry of a trace: "ms", "device_ms" without the host, "launches", "waits", "peak" bytes beside the inputs."""
-    found: dict[str, Any] = content()["predicted"].get(machine, {}).get(plan, {}).get(shape_of(D, N), {})
-    return found
+    facts: dict[str, Any] = content()["predicted"].get(machine, {}).get(plan, {}).get(shape_of(D, N), {})
+    return facts
 
 
-def of_work(implementation: str, work: Mapping[str, Any], device: str) -> float | None:
+def seconds_of_work(implementation: str, work: Mapping[str, Any], device: str) -> float | None:
     """Seconds for a row of a result file, by `Work.described` and the device name of torch."""
     machine, file = machine_of(device), content()
     asked = (work["vocab"], work["dtype"], work["sequences"], work["idle"], work["uneven"])
@@ -64,5 +64,5 @@ def machine_of(device: str) -> str | None:
 @functools.cache
 def content() -> dict[str, Any]:
     """The content of predicted.json."""
-    found: dict[str, Any] = json.loads(PATH.read_text())
-    return found
+    loaded: dict[str, Any] = json.loads(PATH.read_text())
+    return loaded

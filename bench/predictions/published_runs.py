@@ -30,8 +30,8 @@ def predicted(row: Mapping[str, Any], sizes: Mapping[str, Any]) -> Step:
 
 
 def seconds(row: Mapping[str, Any], sizes: Mapping[str, Any]) -> float:
-    found = predicted(row, sizes)
-    return found.seconds if row["rollout_gpus"] else found.phases["training"] + found.phases["sync"]
+    step = predicted(row, sizes)
+    return step.seconds if row["rollout_gpus"] else step.phases["training"] + step.phases["sync"]
 
 
 def error(row: Mapping[str, Any], sizes: Mapping[str, Any]) -> float:

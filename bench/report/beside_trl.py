@@ -19,9 +19,9 @@ SMOOTHED = 8  # steps
 Run = Mapping[str, Any]
 
 
-def step_seconds(run: Run, what: str = "seconds") -> float:
+def step_seconds(run: Run, key: str = "seconds") -> float:
     """The median of the steps but the first two, which compile, allocate and warm caches."""
-    return float(median(run[what][2:]))
+    return float(median(run[key][2:]))
 
 
 def last_reward(run: Run) -> float:
@@ -39,7 +39,7 @@ def summary(run: Run) -> str:
 
 COSTS: dict[str, Callable[[Run], float]] = {
     "s per step": step_seconds,
-    "of it generating": partial(step_seconds, what="generate"),
+    "of it generating": partial(step_seconds, key="generate"),
     "memory (GB)": lambda run: float(run["memory"]) / 1e9,
 }
 
@@ -51,11 +51,11 @@ def table(content: Mapping[str, Any]) -> str:
     """
     made = {name: [run for run in content["runs"] if run["trainer"] == name] for name in TRAINERS}
     quiet = {name: [run for run in runs if "disturbed" not in run] for name, runs in made.items()}
-    theirs = {what: mean(map(cost, quiet["TRL"])) for what, cost in COSTS.items()}
+    trl_costs = {label: mean(map(cost, quiet["TRL"])) for label, cost in COSTS.items()}
     lines = []
     for name, runs in made.items():
-        costs = {what: mean(map(cost, quiet[name])) for what, cost in COSTS.items()}
-        cells = [f"{number_text(found)} ({found / theirs[what]:.2f}×)" for what, found in costs.items()]
+        costs = {label: mean(map(cost, quiet[name])) for label, cost in COSTS.items()}
+        cells = [f"{number_text(cost)} ({cost / trl_costs[label]:.2f}×)" for label, cost in costs.items()]
         held_out = ", ".join(f"{run['held_out'][1]:.3f}" for run in runs)
         lines.append([name, *cells, held_out, ", ".join(f"{last_reward(run):.3f}" for run in runs)])
     work, env = content["work"], content["environment"]
@@ -91,8 +91,8 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
             places_of = (range(1, len(rewards) + 1), minutes)
             for axes, places in list(zip(panels, places_of, strict=True))[: 1 if "disturbed" in run else 2]:
                 axes.plot(places, rewards, color=COLOURS[run["trainer"]], linewidth=1.4, alpha=0.8, label=label)
-        for axes, what in zip(panels, ("step", "minutes"), strict=True):
-            axes.set(xlabel=what, ylim=(0, None))
+        for axes, unit in zip(panels, ("step", "minutes"), strict=True):
+            axes.set(xlabel=unit, ylim=(0, None))
         panels[0].set_ylabel("reward")
         panels[1].legend(loc="lower right")
         figure.savefig(path, metadata={"Date": None, "Creator": None})

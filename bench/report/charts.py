@@ -213,16 +213,16 @@ def series_of(result: Result, group: Group, key: str) -> list[Group]:
     A model's head is a shape as well: a series over heads is ordered by D x V.
     """
     ignored = {"flop", "tokens"} if key == "tokens" else {"flop", "head", "hidden", "vocab"}
-    found: dict[tuple[Any, ...], list[Group]] = {}
+    by_work: dict[tuple[Any, ...], list[Group]] = {}
     for other in groups_of(result).values():
         if other.work is not None and other.implementations and other.work["kind"] == work_of(group)["kind"]:
-            same = tuple((name, value) for name, value in other.work.items() if name not in ignored)
-            found.setdefault(same, []).append(other)
+            shared = tuple((name, value) for name, value in other.work.items() if name not in ignored)
+            by_work.setdefault(shared, []).append(other)
 
     def wanted(groups: list[Group]) -> tuple[bool, int]:
         return len(groups) > 1 and group.name in {other.name for other in groups}, len(groups)
 
-    chosen: list[Group] = max(found.values(), key=wanted)
+    chosen: list[Group] = max(by_work.values(), key=wanted)
     return sorted(chosen, key=lambda other: float(work_of(other)["flop"]))
 
 
@@ -236,10 +236,10 @@ def scaling_chart(series: Sequence[Group], key: str, caption: str) -> Figure:
     places = [float(i) if key == "head" else float(work_of(group)["tokens"]) for i, group in enumerate(series)]
     rows = {row.implementation: row for group in series for row in group.implementations}
     for (name, row), colour in zip(rows.items(), colours(list(rows.values())), strict=True):
-        found = [next((row for row in group.implementations if row.implementation == name), None) for group in series]
+        points = [next((row for row in group.implementations if row.implementation == name), None) for group in series]
         style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4, "linewidth": 2.4 if row.ours else 1.4}
-        time.plot(places, [time_of(x, g, relative) for x, g in zip(found, series, strict=True)], label=name, **style)
-        memory.plot(places, [math.nan if x is None or not x.peak else x.peak / 2**20 for x in found], **style)
+        time.plot(places, [time_of(x, g, relative) for x, g in zip(points, series, strict=True)], label=name, **style)
+        memory.plot(places, [math.nan if x is None or not x.peak else x.peak / 2**20 for x in points], **style)
     for axes in (time, memory):
         axes.set_yscale("log")
         plain_numbers(axes.yaxis)

@@ -44,24 +44,24 @@ def read_lines(path: Path) -> list[Line]:
 
 def latest(lines: Sequence[Line]) -> list[Line]:
     """The figures that count, in the order of their first lines. Failed tests are those of the last run of a stage."""
-    found, failed = dict[tuple[Any, ...], Line](), dict[str, set[tuple[Any, ...]]]()
+    figures, failed = dict[tuple[Any, ...], Line](), dict[str, set[tuple[Any, ...]]]()
     for line in lines:
         stage, figure, shape = line["stage"], line["figure"], line.get("shape") or {}
         sizes = {name: x for name, x in shape.items() if name != "fastest"}
         key = stage, figure, json.dumps(sizes), line.get("note") if figure == "failed" else None
         failed.setdefault(stage, set()).discard(key)
-        found[key] = line
+        figures[key] = line
         if figure == "tests":  # the end of what a run says; what failed in an earlier one alone has passed, or is gone
             for old in failed[stage]:
-                del found[old]
-            failed[stage] = {key for key in found if key[:2] == (stage, "failed")}
-    return [*found.values()]
+                del figures[old]
+            failed[stage] = {key for key in figures if key[:2] == (stage, "failed")}
+    return [*figures.values()]
 
 
 def facts_of(lines: Sequence[Line]) -> dict[str, Any]:
     """Machine and versions, of the last run in the file."""
-    found: dict[str, Any] = [line for line in lines if line["figure"] == "machine"][-1]["facts"]
-    return found
+    facts: dict[str, Any] = [line for line in lines if line["figure"] == "machine"][-1]["facts"]
+    return facts
 
 
 def result_of(path: Path) -> Result:
@@ -84,14 +84,14 @@ def result_of(path: Path) -> Result:
 
 def work_of(line: Line) -> Work | None:
     """The work of a figure of the stage `peers`; None for other figures."""
-    found = re.fullmatch(r"[^:/]+: (?P<kind>loss|logprobs), (?P<gradients>\w+)(: .+)?", line["figure"])
+    match = re.fullmatch(r"[^:/]+: (?P<kind>loss|logprobs), (?P<gradients>\w+)(: .+)?", line["figure"])
     shape = line.get("shape") or {}
     heads = [
         name for name, head in HEADS.items() if name.startswith(("Qwen3", "tiny")) and head.hidden == shape.get("D")
     ]
-    if line["stage"] != "peers" or found is None or not heads:
+    if line["stage"] != "peers" or match is None or not heads:
         return None
-    options: Any = {**found.groupdict(), "idle": shape.get("idle") or 0.0}
+    options: Any = {**match.groupdict(), "idle": shape.get("idle") or 0.0}
     return Work(head=heads[0], tokens=shape["N"], dtype="bfloat16", sequences=16, **options)
 
 
@@ -119,9 +119,9 @@ def absent(lines: Sequence[Line]) -> Iterator[dict[str, str]]:
 
 
 def trainers(lines: Sequence[Line]) -> Iterator[dict[str, Any]]:
-    of_phase = [line for line in lines if line["stage"] == "phase" and line.get("shape")]
-    values = {(line["figure"], json.dumps(line["shape"])): line["value"] for line in of_phase}
-    for line in of_phase:
+    phase_lines = [line for line in lines if line["stage"] == "phase" and line.get("shape")]
+    values = {(line["figure"], json.dumps(line["shape"])): line["value"] for line in phase_lines}
+    for line in phase_lines:
         if line["figure"].startswith("a step: "):
             trainer, sizes = line["figure"].removeprefix("a step: "), line["shape"]
             rate, peak = (values[f"training phase: {trainer}{what}", json.dumps(sizes)] for what in ("", ", peak"))
@@ -136,8 +136,8 @@ def timed(group: str, extra: dict[str, Any], seconds: Sequence[float]) -> dict[s
 
 def promise_of(line: Line) -> dict[str, Any]:
     value, bound = line["value"], line["promised"]
-    found = {"what": line["figure"], "group": shape_text(line), "value": value, "bound": bound}
-    return found | {"met": is_met(value, bound)}
+    promise = {"what": line["figure"], "group": shape_text(line), "value": value, "bound": bound}
+    return promise | {"met": is_met(value, bound)}
 
 
 def shape_text(line: Line) -> str:
@@ -170,9 +170,9 @@ def correctness_section(lines: Sequence[Line]) -> str:
     rows, notes = [], []
     for line in latest(lines):
         if line["figure"] == "tests":
-            found = {what.rstrip("s"): number for number, what in COUNT.findall(line["note"])}
+            counts = {what.rstrip("s"): number for number, what in COUNT.findall(line["note"])}
             rows.append(
-                [f"`{line['stage']}`", *(found.get(what, "0") for what in ("passed", "failed", "error", "skipped"))]
+                [f"`{line['stage']}`", *(counts.get(what, "0") for what in ("passed", "failed", "error", "skipped"))]
             )
         elif line.get("unit") == "errors":
             notes.append(f"- `compute-sanitizer --tool {line['figure']}`: {errors_text(line)}")
@@ -189,11 +189,11 @@ def errors_text(line: Line) -> str:
 
 def predictions_section(lines: Sequence[Line]) -> str:
     """A table for each stage of every figure that was predicted."""
-    known = [line for line in latest(lines) if line.get("predicted") and line.get("value") is not None]
-    near = sum(1 / FAR <= line["value"] / line["predicted"] <= FAR for line in known)
-    parts = [f"{near} of {len(known)} figures are within {FAR}x of their prediction; the others are bold."]
-    for stage in dict.fromkeys(line["stage"] for line in known):
-        rows = [predicted_row(line) for line in known if line["stage"] == stage]
+    predictions = [line for line in latest(lines) if line.get("predicted") and line.get("value") is not None]
+    near = sum(1 / FAR <= line["value"] / line["predicted"] <= FAR for line in predictions)
+    parts = [f"{near} of {len(predictions)} figures are within {FAR}x of their prediction; the others are bold."]
+    for stage in dict.fromkeys(line["stage"] for line in predictions):
+        rows = [predicted_row(line) for line in predictions if line["stage"] == stage]
         parts += [
             f"### `{stage}`",
             tables.markdown(["", "sizes", "unit", "measured", "predicted", "ratio"], rows, text=3),

@@ -183,12 +183,12 @@ def headline(result: Result, *, kind: str | None = None, name: str | None = None
     Raises:
         DataError: no group was measured of that kind and name.
     """
-    found = [group for group in groups_of(result).values() if group.work is not None and group.implementations]
-    chosen = [group for group in found if kind is None or work_of(group)["kind"] == kind]
+    groups = [group for group in groups_of(result).values() if group.work is not None and group.implementations]
+    chosen = [group for group in groups if kind is None or work_of(group)["kind"] == kind]
     chosen = [group for group in chosen if name is None or name in group.name]
     if not chosen:
         asked = " and ".join(x for x in (kind, name and f"{name!r} in its name") if x) or "measured implementations"
-        has = "; ".join(group.name for group in found) or "none"
+        has = "; ".join(group.name for group in groups) or "none"
         raise DataError(f"got no group with {asked}, want one of: {has}; fix: name one of these")
     return max(chosen, key=_importance)
 
@@ -218,8 +218,8 @@ def processor(result: Result) -> str:
 
 def version_of(result: Result, package: str) -> str | None:
     """Version of a package on the machine of the result; None if it was not installed."""
-    found: str | None = result["machine_info"].get("versions", {}).get(package)
-    return found
+    version: str | None = result["machine_info"].get("versions", {}).get(package)
+    return version
 
 
 def day(result: Result) -> str:
@@ -234,8 +234,8 @@ def commit(result: Result) -> str:
 
 def rounds_text(groups: Iterable[Group]) -> str:
     """`5 rounds`, or `3 to 5 rounds`."""
-    found = {row.rounds for group in groups for row in group.rows} or {0}
-    low, high = min(found), max(found)
+    counts = {row.rounds for group in groups for row in group.rows} or {0}
+    low, high = min(counts), max(counts)
     return f"{low} rounds" if low == high else f"{low} to {high} rounds"
 
 

@@ -148,11 +148,11 @@ def head_columns(group: Group, device: str) -> dict[str, Cell]:
     """The columns, with measured over predicted times where any row has a prediction."""
 
     def predicted_cell(row: Row, group: Group) -> str:
-        seconds = None if row.work is None else predicted.of_work(row.implementation, row.work, device)
+        seconds = None if row.work is None else predicted.seconds_of_work(row.implementation, row.work, device)
         return MISSING if seconds is None else f"{row.median / seconds:.2f}"
 
-    known = any(predicted_cell(row, group) != MISSING for row in group.rows)
-    return HEAD | ({"x predicted": predicted_cell} if known else {})
+    has_predictions = any(predicted_cell(row, group) != MISSING for row in group.rows)
+    return HEAD | ({"x predicted": predicted_cell} if has_predictions else {})
 
 
 def other_table(group: Group) -> str:
@@ -198,12 +198,12 @@ def absent_text(*groups: Group) -> str:
 
 def longest_text(result: Result) -> str:
     """The most tokens that fit into memory, a table for each head."""
-    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    entries_by_work: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for entry in result.get("longest", []):
         work = entry["work"]
-        found.setdefault(tuple(work[key] for key in ("kind", "head", "dtype", "gradients")), []).append(entry)
+        entries_by_work.setdefault(tuple(work[key] for key in ("kind", "head", "dtype", "gradients")), []).append(entry)
     parts = []
-    for asked, entries in found.items():
+    for asked, entries in entries_by_work.items():
         best = max(entry.get("tokens", 0) for entry in entries)
         ordered = sorted(entries, key=lambda entry: -entry.get("tokens", -1))
         lines = [[entry["implementation"], tokens_cell(entry, best)] for entry in ordered]
@@ -231,6 +231,6 @@ def promises_text(result: Result, title: str = "## Promises\n\n") -> str:
 def settings_text(groups: Iterable[Group]) -> str:
     """The setting of each implementation, once for each setting that it was run in."""
     rows = [row for group in groups for row in group.rows if row.setting]
-    found = dict.fromkeys((row.implementation, row.version, row.setting) for row in rows)
-    lines = [f"- {name}{f' {version}' if version else ''}: {escaped(setting)}" for name, version, setting in found]
+    settings = dict.fromkeys((row.implementation, row.version, row.setting) for row in rows)
+    lines = [f"- {name}{f' {version}' if version else ''}: {escaped(setting)}" for name, version, setting in settings]
     return "\n".join(["## How each was run", "", *lines]) if lines else ""

@@ -51,37 +51,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.worker is not None:
         run(options.worker, options.seed, options)
         return
-    path, here = raw_file("beside-trl", "python -m fused_grpo.bench.trainers.beside_trl", work=work(options), runs=[])
+    path, fresh = raw_file("beside-trl", "python -m fused_grpo.bench.trainers.beside_trl", work=work(options), runs=[])
     path = options.output or path
-    found = begun(path, here, same=("commit", "environment", "work"), fix="another --output")
+    entries = begun(path, fresh, same=("commit", "environment", "work"), fix="another --output")
     for seed in range(options.seeds):
         for name in TRAINERS:
-            if any((old["trainer"], old["seed"]) == (name, seed) for old in found["runs"]):
+            if any((old["trainer"], old["seed"]) == (name, seed) for old in entries["runs"]):
                 continue
-            found["runs"].append(one_run(name, seed, options))
-            write(path, found)
-            print(summary(found["runs"][-1]), flush=True)
-    draw(found, path.with_suffix(".svg"))
+            entries["runs"].append(one_run(name, seed, options))
+            write(path, entries)
+            print(summary(entries["runs"][-1]), flush=True)
+    draw(entries, path.with_suffix(".svg"))
     print(path)
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description="A real model trained by TRL and by us on the same work.")
-    found.add_argument("--seeds", type=int, default=3)
-    found.add_argument("--steps", type=int, default=40)
-    found.add_argument("--completions", type=int, default=64, help="per step, in groups of 8")
-    found.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step of TRL's")
-    found.add_argument("--output", type=Path)
-    found.add_argument("--worker", choices=TRAINERS, help=argparse.SUPPRESS)
-    found.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
-    found.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    return found
+    flags = argparse.ArgumentParser(description="A real model trained by TRL and by us on the same work.")
+    flags.add_argument("--seeds", type=int, default=3)
+    flags.add_argument("--steps", type=int, default=40)
+    flags.add_argument("--completions", type=int, default=64, help="per step, in groups of 8")
+    flags.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step of TRL's")
+    flags.add_argument("--output", type=Path)
+    flags.add_argument("--worker", choices=TRAINERS, help=argparse.SUPPRESS)
+    flags.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    flags.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return flags
 
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
-    found = {"steps": options.steps, "completions": options.completions, "held_out_sums": HELD_OUT, "dtype": "float32"}
-    found |= {"micro_batch_tokens": MICRO_BATCH_TOKENS}
-    return found | ({"accumulation of TRL": options.accumulation} if options.accumulation > 1 else {})
+    facts = {"steps": options.steps, "completions": options.completions, "held_out_sums": HELD_OUT, "dtype": "float32"}
+    facts |= {"micro_batch_tokens": MICRO_BATCH_TOKENS}
+    return facts | ({"accumulation of TRL": options.accumulation} if options.accumulation > 1 else {})
 
 
 def one_run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def one_run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
         result = Path(folder, "result.json")
         command = [sys.executable, "-m", "fused_grpo.bench.trainers.beside_trl", "--worker", name, "--seed", str(seed)]
         command += ["--result", str(result)]
-        command += [f"--{one}={getattr(options, one)}" for one in ("steps", "completions", "accumulation")]
+        command += [f"--{option}={getattr(options, option)}" for option in ("steps", "completions", "accumulation")]
         with Path(folder, "log").open("w+") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
             peak = watch(process, result.with_name("trained"))
@@ -105,7 +105,7 @@ def watch(process: subprocess.Popen[bytes], until: Path) -> int:
     peak, root = 0, psutil.Process(process.pid)
     while process.poll() is None and not until.exists():
         with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-            peak = max(peak, sum(own_bytes(each.pid) for each in (root, *root.children(recursive=True))))
+            peak = max(peak, sum(own_bytes(child.pid) for child in (root, *root.children(recursive=True))))
         time.sleep(0.1)
     return peak
 
@@ -138,8 +138,8 @@ def run(name: str, seed: int, options: argparse.Namespace) -> None:
         trainer.train()
     options.result.with_name("trained").touch()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    found: dict[str, Any] = {"held_out": [before, accuracy(model, tokenizer, held_out)], "reward": rewards}
-    options.result.write_text(json.dumps(found | {"seconds": clock.steps, "generate": clock.generate}))
+    result: dict[str, Any] = {"held_out": [before, accuracy(model, tokenizer, held_out)], "reward": rewards}
+    options.result.write_text(json.dumps(result | {"seconds": clock.steps, "generate": clock.generate}))
 
 
 def arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -166,21 +166,21 @@ def arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 def sums(seed: int, count: int, *, held_out: bool) -> list[Row]:
     """Sums and differences of two numbers below 50, as conversations. A tenth of the pairs is held out."""
-    draw, found = random.Random(seed), list[Row]()
-    while len(found) < count:
+    draw, rows = random.Random(seed), list[Row]()
+    while len(rows) < count:
         a, b, sign = draw.randrange(1, 50), draw.randrange(1, 50), draw.choice("+-")
         if ((31 * a + 17 * b) % 10 == 0) != held_out:
             continue
         user = {"role": "user", "content": f"What is {a} {sign} {b}? Answer with the number only."}
         prompt = [{"role": "system", "content": SYSTEM}, user]
-        found.append({"prompt": prompt, "answer": str(a + b if sign == "+" else a - b)})
-    return found
+        rows.append({"prompt": prompt, "answer": str(a + b if sign == "+" else a - b)})
+    return rows
 
 
 def is_right(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
     """1 where the last number of the reply is the answer."""
     numbers = [re.findall(r"-?\d+", reply[0]["content"]) for reply in completions]
-    return [float(found[-1:] == [want]) for found, want in zip(numbers, answer, strict=True)]
+    return [float(guesses[-1:] == [want]) for guesses, want in zip(numbers, answer, strict=True)]
 
 
 class Clock(TrainerCallback):
@@ -202,9 +202,9 @@ class Clock(TrainerCallback):
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*given: Any, **named: Any) -> Any:
             start = time.perf_counter()
-            found = function(*given, **named)
+            result = function(*given, **named)
             self._generating += time.perf_counter() - start
-            return found
+            return result
 
         return wrapped
 

@@ -57,8 +57,8 @@ class Calling(Problem):
             for token, following in pairwise(chain):
                 state = embedding[token] / embedding[token].pow(2).mean().sqrt()  # what the last norm makes of it
                 head[following] += SHARP * state / self.hidden
-        found: PreTrainedModel = model
-        return found
+        calling_model: PreTrainedModel = model
+        return calling_model
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """Bytes, and each of the model's words as one token."""

@@ -83,10 +83,10 @@ class GivenStates(PolicyLoss):
         """Of the states and of the head's weight."""
         loss.backward()
         tensors = [self.states, self.model.get_output_embeddings().weight]
-        found = [tensor.grad for tensor in tensors]
+        gradients = [tensor.grad for tensor in tensors]
         for tensor in tensors:
             tensor.grad = None
-        return found
+        return gradients
 
     def step(self, part: MicroBatch) -> list[Tensor]:
         counts = {"num_tokens": float(len(part.targets)), "num_sequences": float(len(part.advantages))}
@@ -132,7 +132,7 @@ def packed(problem: Problem) -> dict[str, MicroBatch]:
     batch = with_fields(problem.batch(), {"completion_ids": ids})
     masked = with_fields(batch, {"completion_mask": [mask_of(problem)] * problem.completions})
     packing, device = Packing(one_row=True, sequences=problem.completions), torch.device(DEVICE)
-    return {name: micro_batches(one, packing, device=device)[0] for name, one in ((OWN, masked), (ALL, batch))}
+    return {name: micro_batches(samples, packing, device=device)[0] for name, samples in ((OWN, masked), (ALL, batch))}
 
 
 def check_gradients(policy: GivenStates, parts: Mapping[str, MicroBatch], own: Tensor) -> None:
@@ -140,8 +140,8 @@ def check_gradients(policy: GivenStates, parts: Mapping[str, MicroBatch], own: T
     every, logprobs = parts[ALL], policy(parts[ALL], "logprobs")
     advantages = every.advantages.repeat_interleave(every.cu_seqlens.diff())
     whole = policy.gradients(-((logprobs - logprobs.detach()).exp() * advantages * own).sum() / own.sum())
-    for one, other in zip(policy.step(parts[OWN]), whole, strict=True):
-        assert (one - other).norm() <= 1e-5 * other.norm()
+    for gradient, expected in zip(policy.step(parts[OWN]), whole, strict=True):
+        assert (gradient - expected).norm() <= 1e-5 * expected.norm()
     assert len(parts[OWN].targets) * 10 == len(every.targets) * 3
 
 

@@ -35,10 +35,10 @@ def engine() -> Iterator[Any]:
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     model: Any = problem.model()
     model = model.to(dtype)
-    found = VLLMEngine(model, problem.tokenizer(), VLLMOptions(max_model_len=2 * LONGEST, dtype=dtype))
-    found.load_weights(((name, tensor) for name, tensor in model.state_dict().items()), version=0)
-    yield found
-    found.close()
+    engine = VLLMEngine(model, problem.tokenizer(), VLLMOptions(max_model_len=2 * LONGEST, dtype=dtype))
+    engine.load_weights(((name, tensor) for name, tensor in model.state_dict().items()), version=0)
+    yield engine
+    engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -66,9 +66,9 @@ class Comparison:
         optimizer: torch.optim.Optimizer = self.trainer.learner.optimizer.optimizer
         model: Any = self.trainer.model
         steps = [TrainingStep(step=step, model=model, optimizer=optimizer) for step in self.steps.values()]
-        mine, full = (step.gradients() for step in steps[:2])
+        reduced, full = (step.gradients() for step in steps[:2])
         for name, gradient in full.items():
-            off = (mine[name] - gradient).abs().max()
+            off = (reduced[name] - gradient).abs().max()
             assert off <= self.within * max(1.0, gradient.abs().max().item()), name
         interleaved_seconds(self.steps, rounds=1)
         return interleaved_seconds(self.steps, rounds=2 if self.is_tiny else ROUNDS)
@@ -141,9 +141,9 @@ CASES += [("shared prompts", name) for name in (SHARED, WHOLE)]
 
 @pytest.fixture
 def comparison(kind: str, pytestconfig: pytest.Config) -> Comparison:
-    found = COMPARISONS[kind]
-    found.is_tiny = bool(pytestconfig.getoption("--tiny"))
-    return found
+    comparison = COMPARISONS[kind]
+    comparison.is_tiny = bool(pytestconfig.getoption("--tiny"))
+    return comparison
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
@@ -165,6 +165,6 @@ def test_promise_of_what_is_left_out(figures: Any, comparison: Comparison, kind:
     """With half of the groups left out a step takes 0.6 of its time, with shared prompts two thirds."""
     if comparison.is_tiny:
         pytest.skip("promised at full size")
-    what, over, under, bound = comparison.promise
+    label, over, under, bound = comparison.promise
     value = quotient(comparison.seconds, over, under)
-    figures.promise(f"training phase: seconds of {what}", comparison.group, value, bound)
+    figures.promise(f"training phase: seconds of {label}", comparison.group, value, bound)

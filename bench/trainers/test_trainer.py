@@ -161,9 +161,9 @@ def check_that_steps_agree(small: Problem) -> None:
     training_steps = {name: make(small, learning_rate=1e-3) for name, make in MAKERS.items()}
     gradients = {name: trainer.gradients() for name, trainer in training_steps.items()}
     for name in training_steps.keys() - {OURS}:
-        theirs, whole = training_steps[name].model.state_dict(), norm(gradients[name].values())
-        for key, mine in training_steps[OURS].model.state_dict().items():
-            torch.testing.assert_close(mine, theirs[key], rtol=1e-4, atol=1e-4)
+        peer_state, whole = training_steps[name].model.state_dict(), norm(gradients[name].values())
+        for key, parameter in training_steps[OURS].model.state_dict().items():
+            torch.testing.assert_close(parameter, peer_state[key], rtol=1e-4, atol=1e-4)
         for key in gradients[OURS]:  # a tied head has none of its own
             gradient, other = gradients[OURS][key], gradients[name][key]
             # Relative to its own norm; the norm of a key's bias is zero but for rounding.

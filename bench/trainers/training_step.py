@@ -120,16 +120,16 @@ class TrainingStep:
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of one step, as the optimizer gets them."""
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
 
         def keep(*_: Any) -> None:
             named = self.model.named_parameters()
-            found.update({name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None})
+            gradients.update({name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None})
 
         handle = self.optimizer.register_step_pre_hook(keep)
         self.step()
         handle.remove()
-        return found
+        return gradients
 
 
 def no_reward(completions: list[Any], **columns: Any) -> list[float]:

@@ -164,16 +164,16 @@ def test_the_file_is_read_with_the_standard_library_alone():
 
 def test_a_work_is_predicted_only_as_it_was_traced():
     work = Work(kind="loss", head="Qwen3-8B", tokens=8192, sequences=16, dtype="bfloat16")
-    seconds = predicted.of_work("fused-grpo", work.described(), "NVIDIA H200")
+    seconds = predicted.seconds_of_work("fused-grpo", work.described(), "NVIDIA H200")
     assert seconds == predicted.predicted("fused-grpo: loss, trainable", 4096, 8192, "H200") / 1000
     for changed in ({"uneven": True}, {"idle": 0.5}, {"dtype": "float16"}, {"head": "Llama-3-8B"}, {"tokens": 8191}):
-        assert predicted.of_work("fused-grpo", replace(work, **changed).described(), "NVIDIA H200") is None
-    assert predicted.of_work("fused-grpo", work.described(), "cpu") is None
+        assert predicted.seconds_of_work("fused-grpo", replace(work, **changed).described(), "NVIDIA H200") is None
+    assert predicted.seconds_of_work("fused-grpo", work.described(), "cpu") is None
 
 
 def test_a_table_of_a_gpu_compares_measurements_with_predictions(build):
     work = Work(kind="loss", head="Qwen3-8B", tokens=8192, sequences=16, dtype="bfloat16")
-    twice = 2 * predicted.of_work("fused-grpo", work.described(), "NVIDIA H200")
+    twice = 2 * predicted.seconds_of_work("fused-grpo", work.described(), "NVIDIA H200")
     result = build.result([build.head("fused-grpo", work, seconds=twice), build.head("CCE", work)])
     assert "predicted" not in tables.render(result)
     result["machine_info"]["device"] = "NVIDIA H200"

@@ -34,7 +34,7 @@ from fused_grpo import (
     grpo_loss,
     linear_logprobs_and_entropy,
 )
-from fused_grpo.bench.predictions.cuda_trace import Launch, Trace, aligned, fake_gpu, known
+from fused_grpo.bench.predictions.cuda_trace import Launch, Trace, aligned, fake_gpu, fake_with_values
 from fused_grpo.head import registered_ops
 
 N, D, V = 8192, 4096, 151936
@@ -150,8 +150,8 @@ def call_support(dtype: str, wanted: str, options: str = "plain", *, loss: str |
         row = torch.arange(N).repeat_interleave(sizes)
         token_ids = (31 * row + torch.arange(len(row)) - offsets[row]) % V
         values = {"targets": 31 * torch.arange(N)[None] % V, "mask": torch.ones(1, N), "advantages": torch.ones(1)}
-    fake = {name: known(its) for name, its in values.items()}
-    rest |= {"support": (known(token_ids), known(offsets))}
+    fake = {name: fake_with_values(its) for name, its in values.items()}
+    rest |= {"support": (fake_with_values(token_ids), fake_with_values(offsets))}
     tensors["targets"] = fake.pop("targets")
     if loss is not None:
         names = ["old_logprobs", "ref_logprobs"][: 1 + bool(LOSSES[loss].get("beta"))]
