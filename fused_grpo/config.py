@@ -36,10 +36,10 @@ def plain_number(value: Any) -> Any:
         return operator.index(value)
     if isinstance(value, float) or (isinstance(value, Real) and hasattr(value, "dtype")):  # and not a Fraction
         return float(value)
-    if type(value) in (list, tuple) and any(plain_number(one) is not one for one in value):
+    if type(value) in (list, tuple) and any(plain_number(item) is not item for item in value):
         return type(value)(map(plain_number, value))
-    if type(value) is dict and any(plain_number(one) is not one for one in value.values()):
-        return {name: plain_number(one) for name, one in value.items()}
+    if type(value) is dict and any(plain_number(item) is not item for item in value.values()):
+        return {name: plain_number(item) for name, item in value.items()}
     return value
 
 
@@ -70,7 +70,7 @@ def check_option_types(options: Any, *, but: Collection[str] = (), other: Mappin
 def number_fix(value: Any, kind: Any) -> str:
     """The fix where numbers are text, or an integer has a fraction of 0: what Python and YAML read as the numbers."""
     try:
-        numbers: Any = [_number(one) for one in value] if isinstance(value, list) else _number(value)
+        numbers: Any = [_number(item) for item in value] if isinstance(value, list) else _number(value)
     except ValueError:
         return ""
     shown = re.sub(r"(?<![.\d])(\d+)e", r"\1.0e", repr(numbers))
@@ -79,10 +79,10 @@ def number_fix(value: Any, kind: Any) -> str:
 
 
 def _number(given: Any) -> Any:
-    found = float(given) if isinstance(given, str | float) else given
-    if isinstance(found, float) and not math.isfinite(found):
+    number = float(given) if isinstance(given, str | float) else given
+    if isinstance(number, float) and not math.isfinite(number):
         raise ValueError(given)  # its spelling is a text again, to YAML
-    return int(found) if isinstance(found, float) and found.is_integer() else found
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def check_ranges(options: Any, ranges: Ranges) -> None:
@@ -111,7 +111,7 @@ def has_type(value: Any, kind: Any) -> bool:
         case None:
             return isinstance(value, kind)
         case origin if origin in (Union, UnionType):
-            return any(has_type(value, one) for one in arguments)
+            return any(has_type(value, argument) for argument in arguments)
         case origin if origin is Literal:
             return isinstance(value, str) and value in arguments
         case origin if origin is dict:
@@ -134,16 +134,16 @@ def readable(kind: Any) -> str:
 def choices(kind: Any) -> list[str | None]:
     """The strings of an annotation, and None if that may be; empty where others may be."""
     parts = (kind, *get_args(kind))
-    found = [text for part in parts if get_origin(part) is Literal for text in get_args(part)]
-    return [*found, None] if found and NoneType in parts else found
+    literals = [text for part in parts if get_origin(part) is Literal for text in get_args(part)]
+    return [*literals, None] if literals and NoneType in parts else literals
 
 
 @functools.cache
 def option_types(cls: Any) -> dict[str, Any]:
     """Annotations of the options by name, but for fields that a subclass of a user's adds: those may be anything."""
-    ours: Any = next((one for one in cls.__mro__ if one.__module__.startswith("fused_grpo.")), cls)
-    hints = typing.get_type_hints(ours)
-    return {field.name: hints[field.name] for field in dataclasses.fields(ours)}
+    base: Any = next((parent for parent in cls.__mro__ if parent.__module__.startswith("fused_grpo.")), cls)
+    hints = typing.get_type_hints(base)
+    return {field.name: hints[field.name] for field in dataclasses.fields(base)}
 
 
 LossType = Literal[
@@ -388,7 +388,7 @@ class GRPOLossConfig(LossOptions):  # type: ignore[misc]  # frozen, unlike its b
 
 
 # Of each option that has some. A compiler cannot trace annotations.
-_CHOICES = {name: found for name, kind in option_types(GRPOLossConfig).items() if (found := choices(kind))}
+_CHOICES = {name: allowed for name, kind in option_types(GRPOLossConfig).items() if (allowed := choices(kind))}
 DEFAULT_LOSS = GRPOLossConfig()
 """What `config=None` stands for, checked once: the checks take longer than a small loss."""
 

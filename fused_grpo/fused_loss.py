@@ -173,7 +173,7 @@ def fused_linear_grpo_loss(
     entropy = entropy or config.entropy_coef > 0 or config.top_entropy_quantile < 1.0
     centering = None if sampler is None else sampler.centering(head.targets, inputs, config, restricted, chosen)
     head = head if centering is None else centering.with_targets(head)
-    head = head if shards is None else shards.own(head)
+    head = head if shards is None else shards.local_head(head)
     teacher = None if distillation is None else teacher_of(distillation, head, hidden, inputs, chosen)
     with full_precision(hidden):
         if chosen == "reference":
@@ -190,8 +190,8 @@ def fused_linear_grpo_loss(
             loss = AttachGradients.apply(*attached, head.hidden, weight, head.bias)  # type: ignore[no-untyped-call]
             statistics, logprobs, _, (upstream, _), _, squares = result
     if squared_gradients is not None and squares is not None:  # neither or both
-        own = upstream.square() * score_norms(logprobs.detach(), squares)
-        squared_gradients.copy_(torch.where(inputs.tokens.mask, own, 0.0).view(targets.shape))
+        token_squares = upstream.square() * score_norms(logprobs.detach(), squares)
+        squared_gradients.copy_(torch.where(inputs.tokens.mask, token_squares, 0.0).view(targets.shape))
     metrics = {name: torch.zeros_like(loss.detach()) for name in METRICS} if sampler is not None else {}
     metrics |= formulas.finish_metrics(statistics, inputs, has_entropy=entropy)
     return GRPOLossOutput(loss, metrics, torch.where(inputs.tokens.mask, logprobs, 0.0).view(targets.shape))
@@ -252,7 +252,7 @@ def _reference_loss(
     logprobs, entropy = distributions.logprobs_and_entropy(
         head.hidden, head.weight, head.targets.clamp_min(0), **head.transform(), kept=kept
     )
-    of_head, passes = logprobs, choice.passes("reference")
+    target_logprobs, passes = logprobs, choice.passes("reference")
     logprobs = logprobs if centering is None else centering.keep(slice(None), logprobs)
     loss, _ = factors.grpo_loss(logprobs, entropy, inputs, config)
     upstream, statistics = loss_and_gradient(logprobs, entropy, inputs, config, passes)
@@ -260,7 +260,7 @@ def _reference_loss(
     if centering is not None:
         centering.weigh(factors.token_factors(logprobs, entropy, inputs, config)["policy_weights"])
         own_and_head = centering.upstream(slice(None), torch.zeros_like(logprobs))
-        loss = loss + torch.where(own_and_head == 0, 0.0, own_and_head * of_head).sum()
+        loss = loss + torch.where(own_and_head == 0, 0.0, own_and_head * target_logprobs).sum()
         statistics = centering.added_to(statistics, without)
     if teacher is not None:
         rows = inputs.tokens.mask.nonzero()[:, 0]

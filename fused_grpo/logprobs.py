@@ -159,8 +159,8 @@ def linear_logprobs(
     """
     options = HeadOptions(bias, temperature, logit_scale, softcap)
     plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl, outputs)
-    found = _linear_logprobs(hidden, weight, targets, options, plan, support, entropy=False)
-    return found.logprobs if outputs is None else found
+    result = _linear_logprobs(hidden, weight, targets, options, plan, support, entropy=False)
+    return result.logprobs if outputs is None else result
 
 
 @overload
@@ -201,9 +201,9 @@ def linear_logprobs_and_entropy(
     """
     options = HeadOptions(bias, temperature, logit_scale, softcap)
     plan = _Plan(ignore_index, process_group, chunk_bytes, batch_invariant, impl, outputs)
-    found = _linear_logprobs(hidden, weight, targets, options, plan, support, entropy=True)
-    assert found.entropy is not None
-    return LogProbs(found.logprobs, found.entropy) if outputs is None else found
+    result = _linear_logprobs(hidden, weight, targets, options, plan, support, entropy=True)
+    assert result.entropy is not None
+    return LogProbs(result.logprobs, result.entropy) if outputs is None else result
 
 
 class _Plan(NamedTuple):
@@ -229,16 +229,16 @@ def _linear_logprobs(
     kept, moments = None, None
     if support is not None:  # here, because the call of a function that is not traced would break a compiled graph
         kept = support_of(support, head, process_group=group, batch_invariant=batch_invariant)
-    how = Options(entropy, chunk_bytes, batch_invariant)
+    plan_options = Options(entropy, chunk_bytes, batch_invariant)
     if group is not None:
         from fused_grpo.head.sharded import vocab_parallel_logprobs
 
-        logprobs, entropies = vocab_parallel_logprobs(head, group, how, ignore_index=ignore_index, impl=impl)
+        logprobs, entropies = vocab_parallel_logprobs(head, group, plan_options, ignore_index=ignore_index, impl=impl)
     elif impl == "reference":
         logprobs, entropies, moments = _reference(head, ignore_index, kept, moments=bool(outputs))
     elif kept is not None:
         logprobs, entropies, moments = supported_logprobs(
-            head, kept, how, ignore_index=ignore_index, impl=impl, moments=bool(outputs)
+            head, kept, plan_options, ignore_index=ignore_index, impl=impl, moments=bool(outputs)
         )
     else:
         tensors, transform = (head.hidden, head.weight, head.bias, head.targets), (head.logit_scale, head.softcap)

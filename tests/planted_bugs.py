@@ -95,7 +95,7 @@ BUGS = {
     ),
     "dH of rows that are left out is whatever was in memory": Bug(
         "fused_grpo/head/chunked_loss.py",
-        "every_row=one_group or not two_phases",
+        "every_row=one_group or not in_phases",
         "every_row=True",
         ["tests/ops/test_loss_promises.py", "-k", "no_phase_multiplies and torch"],
     ),
@@ -112,7 +112,7 @@ BUGS = {
         EXACT,
     ),
     "small gradients vanish in fp16": Bug(
-        "fused_grpo/head/logprob_plans.py", "if head.takes_weights or not len(head.targets):", "if True:", HALF
+        "fused_grpo/head/logprob_plans.py", "if head.gemm_on_softmax or not len(head.targets):", "if True:", HALF
     ),
     "fp16 takes weights": Bug("fused_grpo/head/head.py", "self.gemm_dtype != torch.float16", "True", HALF),
     "the weight of the target forgets the soft cap": Bug(
@@ -276,8 +276,8 @@ BUGS = {
     ),
     "the sampler's ratio upside down": Bug(
         "fused_grpo/_maths/formulas.py",
-        "torch.where(known, old - sampling_logprobs",
-        "torch.where(known, sampling_logprobs - old",
+        "torch.where(has_ratio, old - sampling_logprobs",
+        "torch.where(has_ratio, sampling_logprobs - old",
         ["tests/ops/test_trl_loss.py::test_in_fp64_they_are_trls_to_ten_digits[dapo-token-token_truncate]"],
     ),
     "what is out of bounds is truncated, not left out": Bug(

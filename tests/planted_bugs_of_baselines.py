@@ -67,14 +67,14 @@ BUGS = {
     ),
     "the first of a tie leads wherever it is listed": (
         "fused_grpo/head/kept_tokens.py",
-        "e.tokens < e.tokens[own][e.row]",
-        "e.tokens > e.tokens[own][e.row]",
+        "e.tokens < e.tokens[target_entries][e.row]",
+        "e.tokens > e.tokens[target_entries][e.row]",
         KEPT,
     ),
     "squared gradients are those of log-probs": (
         LOSS,
-        "own = upstream.square() * score_norms(logprobs.detach(), squares)",
-        "own = score_norms(logprobs.detach(), squares)",
+        "token_squares = upstream.square() * score_norms(logprobs.detach(), squares)",
+        "token_squares = score_norms(logprobs.detach(), squares)",
         SQUARES,
     ),
     "an own probability is in the norm twice": (

@@ -62,14 +62,14 @@ BUGS = {
     ),
     "a row's own token counts twice": (
         HEAD,
-        "of_head.masked_fill(repeats, 0.0)], 1)",
-        "of_head], 1)",
+        "d_head.masked_fill(repeats, 0.0)], 1)",
+        "d_head], 1)",
         CHUNKS,
     ),
     "a row's own token is not among the sampler's": (
         HEAD,
-        "own = grad_logprobs + torch.where(repeats, of_head, 0.0).sum(1)",
-        "own = grad_logprobs",
+        "d_own = grad_logprobs + torch.where(repeats, d_head, 0.0).sum(1)",
+        "d_own = grad_logprobs",
         CHUNKS,
     ),
     "factors of the policy term do not reach the centering": (
@@ -86,8 +86,8 @@ BUGS = {
     ),
     "gradients are put at the targets of another row": (
         ROWS,
-        "known.at_targets * seen",
-        "known.at_targets.roll(1, 0) * seen",
+        "targets.at_targets * seen",
+        "targets.at_targets.roll(1, 0) * seen",
         CHUNKS,
     ),
     "slopes of a soft cap are read after the logits are gone": (
@@ -104,7 +104,7 @@ BUGS = {
     ),
     "gradients of kept tokens leave their own token out": (
         "fused_grpo/head/kept_tokens.py",
-        "moved.index_copy(0, own, -others)",
+        "moved.index_copy(0, target_entries, -sums)",
         "moved",
         ["tests/ops/test_score_centering.py::test_chunks_give_what_the_reference_gives[dapo-support]"],
     ),
@@ -122,8 +122,8 @@ BUGS = {
     ),
     "ranks find the tokens of their own shard alone": (
         ROWS,
-        "parts = [own] if self.shards is None else self.shards.gather(own)",
-        "parts = [own]",
+        "parts = [state] if self.shards is None else self.shards.gather(state)",
+        "parts = [state]",
         SHARDS,
     ),
     "a token that the policy bans has a correction": (
@@ -140,7 +140,7 @@ BUGS = {
     ),
     "a token that centering alone moves is counted as without a gradient": (
         HEAD,
-        "without & (of_head == 0).all(1)",
+        "without & (d_head == 0).all(1)",
         "without",
         [TESTS, "-k", "moved_by_centering and topk"],
     ),

@@ -39,7 +39,7 @@ BUGS = {
     ),
     "the teacher's peak counts among its others": (
         "fused_grpo/passes/torch_passes/divergence.py",
-        "torch.where(self.same, t, 1 + t - t_sums)",
+        "torch.where(self.same_peak, t, 1 + t - t_sums)",
         "1 + t",
         DIVERGENCE,
     ),
@@ -129,8 +129,8 @@ BUGS = {
     ),
     "the kernel's largest logits count among the others": (
         f"{KERNELS}/divergence.py",
-        "e_s, of_x = tl.where(c_s == 0.0, 0.0, e_s), ",
-        "e_s, of_x = e_s, ",
+        "e_s, x_terms = tl.where(c_s == 0.0, 0.0, e_s), ",
+        "e_s, x_terms = e_s, ",
         KERNEL_DIVERGENCE,
     ),
     "the kernel's target has no gradient of its log-prob": (
@@ -263,13 +263,13 @@ BUGS = {
     ),
     "a target of another tile is written to this one": (
         "fused_grpo/head/several_targets.py",
-        "torch.where(here.any(1, keepdim=True), values, out.gather(1, column))",
+        "torch.where(in_tile.any(1, keepdim=True), values, out.gather(1, column))",
         "values",
         SEVERAL,
     ),
     "a repeated target has the gradient of its first place alone": (
         "fused_grpo/head/several_targets.py",
-        "torch.where(again, gradients[:, reach:], 0.0)",
+        "torch.where(repeated, gradients[:, reach:], 0.0)",
         "0.0",
         SEVERAL,
     ),
@@ -300,7 +300,7 @@ BUGS = {
     "a frozen head: the largest target is chosen again, from log-probs": (
         "fused_grpo/head/registered_ops.py",
         "(head, kept, largest, g)",
-        "(head, kept, own.gather(1, logprobs.argmax(1, keepdim=True))[:, 0], g)",
+        "(head, kept, counted_targets.gather(1, logprobs.argmax(1, keepdim=True))[:, 0], g)",
         ["tests/ops/test_several_targets.py", "-k", "almost_equal"],
     ),
     "no row is far from its anchor": (
@@ -311,13 +311,13 @@ BUGS = {
     ),
     "kept weights of other rows": (
         "fused_grpo/head/logprob_plans.py",
-        "return some, kept.cumsum(0)[some] - 1",
-        "return some, some",
+        "return gradient_rows, kept.cumsum(0)[gradient_rows] - 1",
+        "return gradient_rows, gradient_rows",
         ["tests/ops/test_kept_weights.py", "-k", "mixture"],
     ),
     "a target's gradient in every tile": (
         "fused_grpo/head/several_targets.py",
-        "torch.where(here, moved * _slopes(None, tile.transform), 0.0)",
+        "torch.where(in_tile, moved * _slopes(None, tile.transform), 0.0)",
         "moved * _slopes(None, tile.transform)",
         ["tests/ops/test_kept_weights.py::test_tiles_of_copied_weights_add_up[0-0-True-triton]"],
     ),

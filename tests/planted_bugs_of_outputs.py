@@ -87,8 +87,8 @@ BUGS = {
     ),
     "outputs of ignored rows are those of the first token": (
         "fused_grpo/head/registered_ops.py",
-        "all_rows(of_rows.finish(statistics))",
-        "of_rows.finish(statistics)",
+        "all_rows(row_moments.finish(statistics))",
+        "row_moments.finish(statistics)",
         [TESTS, "-k", "exact_as_fp32 and triton-dtype2 and gradient"],
     ),
     "the kernel's sums keep the shift of the first tile": (

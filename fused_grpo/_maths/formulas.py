@@ -371,8 +371,8 @@ def corrected_kl(q: Tensor, log_ratio: Tensor, q_plus_log_ratio: Tensor, estimat
 
 def log_rho(old: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Tensor:
     """log p_old - log p of the sampler, [N]; 0 where masked, where both are -inf, and where the sampler's is NaN."""
-    known = mask & ~sampling_logprobs.isnan() & (old != sampling_logprobs)
-    return torch.where(known, old - sampling_logprobs, 0.0)
+    has_ratio = mask & ~sampling_logprobs.isnan() & (old != sampling_logprobs)
+    return torch.where(has_ratio, old - sampling_logprobs, 0.0)
 
 
 def bounded_ratio(log_ratio: Tensor, bound: str, clip_min: float | None, clip_max: float | None) -> Tensor:

@@ -54,20 +54,20 @@ class Centering:
 
     def every_logprob(self, rows: slice | Tensor, statistics: Statistics) -> Statistics:
         """The statistics of rows with the log-probs [R, 1 + K] of all targets."""
-        of_head = self.logprobs[rows].masked_fill(self.repeats[rows], -torch.inf)
-        return statistics._replace(logprobs=torch.cat([statistics.logprobs[:, None], of_head], 1))
+        head_logprobs = self.logprobs[rows].masked_fill(self.repeats[rows], -torch.inf)
+        return statistics._replace(logprobs=torch.cat([statistics.logprobs[:, None], head_logprobs], 1))
 
-    def of_largest(self, index: Tensor | None, statistics: Statistics) -> Statistics:
+    def largest_statistics(self, index: Tensor | None, statistics: Statistics) -> Statistics:
         """The statistics of rows, None for all, with the log-prob of their largest target, which the sums leave out."""
         every = self.every_logprob(slice(None) if index is None else index, statistics)
         return every._replace(logprobs=every.logprobs.amax(1))
 
     def upstream(self, rows: slice | Tensor, grad_logprobs: Tensor) -> Tensor:
         """d loss / d log p [R, 1 + K], from that of the rows' own tokens [R] without centering."""
-        _, of_head, _ = self._terms(rows)
+        _, d_head, _ = self._terms(rows)
         repeats = self.repeats[rows]
-        own = grad_logprobs + torch.where(repeats, of_head, 0.0).sum(1)
-        return torch.cat([own[:, None], of_head.masked_fill(repeats, 0.0)], 1)
+        d_own = grad_logprobs + torch.where(repeats, d_head, 0.0).sum(1)
+        return torch.cat([d_own[:, None], d_head.masked_fill(repeats, 0.0)], 1)
 
     def weigh(self, policy_weights: Tensor | None) -> None:
         """Once the factors of the policy term [N] are known, where they depend on other tokens."""
@@ -76,8 +76,8 @@ class Centering:
 
     def added_to(self, statistics: dict[str, Tensor], without: Tensor) -> dict[str, Tensor]:
         """The statistics of the loss, with this part of it; `without` this part the tokens [N] have no gradient."""
-        c, of_head, mass = self._terms(slice(None))
-        return with_centering(statistics, c, of_head, self.logprobs, mass, without & (of_head == 0).all(1))
+        c, d_head, mass = self._terms(slice(None))
+        return with_centering(statistics, c, d_head, self.logprobs, mass, without & (d_head == 0).all(1))
 
     def _terms(self, rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(c [R, K], d loss / d log p of H [R, K], the probability of H under the sampler and the policy [2, R])."""
@@ -103,11 +103,11 @@ def weights_of(inputs: LossInputs) -> Tensor:
 
 
 def with_centering(
-    statistics: dict[str, Tensor], c: Tensor, of_head: Tensor, logprobs: Tensor, mass: Tensor, zero: Tensor
+    statistics: dict[str, Tensor], c: Tensor, d_head: Tensor, logprobs: Tensor, mass: Tensor, zero: Tensor
 ) -> dict[str, Tensor]:
-    """The statistics of a loss with sum(of_head * logprobs) in it, with the metrics of c, of the masses [2, N] and of
+    """The statistics of a loss with sum(d_head * logprobs) in it, with the metrics of c, of the masses [2, N] and of
     the tokens [N] with a gradient of `zero`."""
-    loss = torch.where(of_head == 0, 0.0, of_head * logprobs).sum()
+    loss = torch.where(d_head == 0, 0.0, d_head * logprobs).sum()
     means = formulas.over_tokens(torch.stack([*mass.sum(1), c.abs().sum(), zero.sum()]), statistics)
     return {**statistics, "loss": statistics["loss"] + loss, **dict(zip(METRICS, means, strict=True))}
 

@@ -228,19 +228,19 @@ def save_for_backward(ctx: Any, given: Sequence[Tensor | None], *computed: Tenso
 
     A loop may sample, or load a frozen head, in inference_mode. Such tensors have no version that could be checked.
     """
-    ctx.of_inference = {}
+    ctx.inference_tensors = {}
     for at, x in enumerate(given):
         if x is not None and x.is_inference():
-            ctx.of_inference[at] = x
-    if ctx.of_inference:
-        given = [None if at in ctx.of_inference else x for at, x in enumerate(given)]
+            ctx.inference_tensors[at] = x
+    if ctx.inference_tensors:
+        given = [None if at in ctx.inference_tensors else x for at, x in enumerate(given)]
     ctx.save_for_backward(*given, *computed)
 
 
 def saved_tensors(ctx: Any) -> Sequence[Any]:
     """What `save_for_backward` saved."""
     saved: tuple[Any, ...] = ctx.saved_tensors
-    return [ctx.of_inference.get(at, x) for at, x in enumerate(saved)] if ctx.of_inference else saved
+    return [ctx.inference_tensors.get(at, x) for at, x in enumerate(saved)] if ctx.inference_tensors else saved
 
 
 def check_plan(
@@ -431,10 +431,10 @@ def loss_inputs(
         )
     mask = torch.ones(shape.numel(), dtype=torch.bool, device=device) if kept is None else kept
     if given.mask is not None:
-        own = given.mask.reshape(-1)
-        if own.dtype not in (torch.bool, torch.int32, torch.int64, *FLOATS):  # of which torch promotes not all
-            own = own != 0
-        mask = torch.logical_and(own, mask)
+        given_mask = given.mask.reshape(-1)
+        if given_mask.dtype not in (torch.bool, torch.int32, torch.int64, *FLOATS):  # of which torch promotes not all
+            given_mask = given_mask != 0
+        mask = torch.logical_and(given_mask, mask)
     flat = {name: None if (x := named[name]) is None else x.detach().to(dtype).reshape(-1) for name in FLOATING}
     tokens = TokenInputs(
         advantages=advantages.reshape(-1).to(dtype),

@@ -97,7 +97,7 @@ def chunked_loss(
     teacher, every unmasked row has a gradient. With centering, the targets of `head` are those of its rows and H.
     """
     shards, teacher, centering = beside
-    two_phases = formulas.needs_other_tokens(inputs, config)
+    in_phases = formulas.needs_other_tokens(inputs, config)
     mask, rows, index, active = inputs.tokens.mask, head, None, len(head.targets)
     if leaves_out_rows(mask) or ((teacher is not None or plan.score == "needed") and may_synchronize(mask)):
         # A rank that wants no gradient visits the same rows in the same order as the other ranks. Beside a teacher
@@ -108,7 +108,7 @@ def chunked_loss(
     elif teacher is None:
         rows = head.blank(mask)
     # The gradient of an entropy is no multiple of softmax weights.
-    weighted = any(plan.wanted) and rows.takes_weights and not (teacher or shards or two_phases or config.entropy_coef)
+    weighted = any(plan.wanted) and rows.gemm_on_softmax and not (teacher or shards or in_phases or config.entropy_coef)
     kernel = None
     if weighted and not plan.squares and passes.softmax_weights_forward is not None:
         kernel = rows.softmax_weights_kernel(passes, plan.chunk_bytes, plan.wanted)
@@ -122,8 +122,8 @@ def chunked_loss(
         rows,
         plan.wanted,
         one_group=one_group,
-        every_row=one_group or not two_phases,
-        scale=None if rows.takes_weights else _scale(rows, inputs, teacher),
+        every_row=one_group or not in_phases,
+        scale=None if rows.gemm_on_softmax else _scale(rows, inputs, teacher),
         hidden_dtype=None if shards is None else head.dtype,
         rounded=plan.rounded,
     )
@@ -132,14 +132,14 @@ def chunked_loss(
     if weighted and centering is None:
         statistics, seen, upstream = _by_weights(rows, memory, inputs, config, sweep, kernel)
     else:
-        loop, beside = _in_two_phases if two_phases else _one_by_one, beside._replace(teacher=teacher)
-        visitor = visitor_of(sweep, beside, weighted=weighted, two_phases=two_phases)
+        loop, beside = _in_two_phases if in_phases else _one_by_one, beside._replace(teacher=teacher)
+        visitor = visitor_of(sweep, beside, weighted=weighted, two_phases=in_phases)
         statistics, seen, upstream = loop(rows, memory, inputs, config, visitor)
         del visitor
     statistics.setdefault("recomputed_fraction", torch.zeros_like(statistics["loss"]))
     squares = None
     if moments is not None:
-        squares = moments.finish(seen if centering is None else centering.of_largest(index, seen))[0]
+        squares = moments.finish(seen if centering is None else centering.largest_statistics(index, seen))[0]
     logprobs, entropy, (d_logprobs, d_entropy) = seen.logprobs, seen.entropy, upstream
     if index is not None:
         logprobs, entropy, d_logprobs, d_entropy, squares = (
@@ -181,9 +181,9 @@ def _by_weights(
         given = {**vars(tokens.rows(tile.rows)), "entropy": rows.entropy}
         gradient, _, sums = passes.grpo_token_loss(rows.logprobs, inputs=given, terms=config.token_terms)
         if (count := active - tile.rows.start) > 0:
-            some, first = slice(count), tile if count >= len(scale) else tile.first(count)
+            active_rows, first = slice(count), tile if count >= len(scale) else tile.first(count)
             gradients.add_softmax_weights(
-                first, passes, picked(weights, some), picked(scale, some), picked(gradient, some)
+                first, passes, picked(weights, active_rows), picked(scale, active_rows), picked(gradient, active_rows)
             )
         visits.append((rows, Upstream(gradient, None), sums))
     every, upstreams, parts = zip(*visits, strict=True)
@@ -229,11 +229,11 @@ def _in_two_phases(
     if (gradients := visitor.sweep.gradients) is not None:
         last = tile.rows
         visitor.add(tile, Seen(rows.rows(last)), upstream.rows(last), gradients)
-        others = visitor.to_revisit(head, upstream)[: last.start].nonzero()[:, 0]
-        recomputed = len(others)
-        for tile in head.select(others).tiles(memory) if recomputed else ():
-            again = others[tile.rows]
-            visitor.add(tile, Seen(rows.rows(again)), upstream.rows(again), gradients)
+        revisited = visitor.to_revisit(head, upstream)[: last.start].nonzero()[:, 0]
+        recomputed = len(revisited)
+        for tile in head.select(revisited).tiles(memory) if recomputed else ():
+            tile_index = revisited[tile.rows]
+            visitor.add(tile, Seen(rows.rows(tile_index)), upstream.rows(tile_index), gradients)
     fraction = formulas.over_tokens(torch.full_like(statistics["loss"], recomputed), statistics)
     return {**statistics, "recomputed_fraction": fraction}, rows, upstream
 
@@ -252,8 +252,8 @@ def rows_to_score(
     selects = config.selects_by_covariance and inputs.covariance_selected is None
     unknown = inputs.entropy_threshold is None or (config.entropy_coef > 0 and inputs.num_entropy_tokens is None)
     needed = score == "needed" and not (selects or (config.top_entropy_quantile < 1.0 and unknown))
-    of_every_token = (config.beta, config.entropy_coef, config.kl_cov_ratio, config.log_ratio_penalty)
-    if (needed or active_first) and not any(of_every_token):
+    all_token_terms = (config.beta, config.entropy_coef, config.kl_cov_ratio, config.log_ratio_penalty)
+    if (needed or active_first) and not any(all_token_terms):
         moves = mask & (advantages != 0)
         if formulas.needs_other_tokens(inputs, config):
             # Through the ratio of a sequence, the gradient of one token reaches all its tokens.
@@ -295,18 +295,18 @@ def _value_and_gradient(
     """The gradients, and sums for `_statistics_of`, of some tokens."""
     with torch.no_grad():
         logprobs, entropy = logprobs.detach(), None if entropy is None else entropy.detach()
-        many: dict[str, Tensor | None] = {}
+        token_factors: dict[str, Tensor | None] = {}
         if config.entropy_coef or formulas.needs_other_tokens(inputs, config):
-            many = factors.token_factors(logprobs, entropy, inputs, config)
+            token_factors = factors.token_factors(logprobs, entropy, inputs, config)
         gradient, ratio_gradient, sums = passes.grpo_token_loss(
             logprobs,
             log_ratio=factors.sequence_log_ratio(logprobs, inputs, config) if config.ratio_of_sequence else None,
-            inputs={**vars(inputs.tokens), **many, "entropy": entropy},
+            inputs={**vars(inputs.tokens), **token_factors, "entropy": entropy},
             terms=config.token_terms,
         )
         if ratio_gradient is not None:
             gradient = gradient + factors.share_of_ratio(logprobs, ratio_gradient, inputs, config)
-        weights = many.get("entropy_weights")
+        weights = token_factors.get("entropy_weights")
         return Upstream(gradient, None if weights is None else -torch.where(inputs.tokens.mask, weights, 0.0)), sums
 
 

@@ -96,14 +96,14 @@ class Head:
         return self.hidden.dtype if narrow else self.dtype
 
     @functools.cached_property
-    def takes_weights(self) -> bool:
+    def gemm_on_softmax(self) -> bool:
         """Whether GEMMs take softmax weights: that of the target is a sum over the vocabulary, too large for fp16."""
         return self.gemm_dtype != torch.float16
 
     @property
     def writes_weight_gradient(self) -> bool:
         """Whether a GEMM can write dW directly: in the dtype of accumulators, or in that of softmax weights."""
-        return self.weight.dtype == self.dtype or (self.takes_weights and self.weight.dtype == self.gemm_dtype)
+        return self.weight.dtype == self.dtype or (self.gemm_on_softmax and self.weight.dtype == self.gemm_dtype)
 
     def select(self, index: Tensor | None) -> Head:
         """The same head with some of its rows. Per-row vectors are gathered now, hidden states with each tile."""
@@ -155,7 +155,7 @@ class Head:
         self, passes: RowPasses, chunk_bytes: int | None, wanted: Wanted
     ) -> SoftmaxWeightsForward | None:
         """The kernel for the softmax weights of a chunk without its logits, where it is faster than those."""
-        if self.gemm_dtype != self.hidden.dtype or not self.takes_weights or self.targets.ndim == 2:
+        if self.gemm_dtype != self.hidden.dtype or not self.gemm_on_softmax or self.targets.ndim == 2:
             return None  # operands would be cast, weights are too narrow, or a row has several targets
         rows = buffers.chunk_rows(self.sizes(self.gemm_dtype, spares=wanted.weight), chunk_bytes)
         return (
@@ -241,8 +241,8 @@ class Head:
                 else:
                     for part, wide in widened(weight, logits.dtype):
                         torch.mm(hidden, wide.t(), out=logits[:, part])
-                here = targets - columns.start if columns.start else targets
-                yield Tile(group, columns, logits, hidden, weight, here, transform, index)
+                tile_targets = targets - columns.start if columns.start else targets
+                yield Tile(group, columns, logits, hidden, weight, tile_targets, transform, index)
 
 
 def flatten_head(
@@ -394,7 +394,7 @@ class HeadGradients:
     def add_known(self, tile: Tile, passes: RowPasses, statistics: Statistics, upstream: Upstream) -> None:
         """Add a tile of raw logits whose statistics are known, for the upstream gradients of its rows."""
         grad_logprobs, grad_entropy = upstream
-        if grad_entropy is None and self._head.takes_weights:
+        if grad_entropy is None and self._head.gemm_on_softmax:
             weights, scale, _ = passes.softmax_weights_(
                 tile.logits, tile.targets, statistics=statistics, dtype=self._head.gemm_dtype, **tile.transform
             )

@@ -38,18 +38,18 @@ def supported_loss(
     rows = SupportedHead(head, support, scored, passes, chunk_bytes=plan.chunk_bytes, wanted=plan.wanted)
     row_statistics = rows.statistics(entropy=plan.entropy, moments=plan.squares)
     upstream, statistics = loss_and_gradient(row_statistics.logprobs, row_statistics.entropy, inputs, config, passes)
-    of_entries = None
+    d_entries = None
     if sampler is not None:
         assert sampler.logprobs is not None
         logprobs, given = rows.entry_logprobs(row_statistics), sampler.logprobs[rows.items]
-        c, of_entries, mass = _centering_of_entries(rows, logprobs, given, row_statistics, inputs, config)
-        moved = torch.zeros_like(scored, dtype=torch.int32).index_add_(0, rows.row_of_entries, (of_entries != 0).int())
+        c, d_entries, mass = _centering_of_entries(rows, logprobs, given, row_statistics, inputs, config)
+        moved = torch.zeros_like(scored, dtype=torch.int32).index_add_(0, rows.row_of_entries, (d_entries != 0).int())
         zero = scored > (upstream.have_gradient() | (moved > 0))
-        statistics = with_centering(statistics, c, of_entries, logprobs, mass, zero)
+        statistics = with_centering(statistics, c, d_entries, logprobs, mass, zero)
     recomputed = upstream.have_gradient()[rows.others].sum() * differentiated
     gradients: Gradients = (None, None, None)
     if differentiated:
-        gradients = rows.gradients(row_statistics, upstream, of_entries, rounded=plan.rounded)
+        gradients = rows.gradients(row_statistics, upstream, d_entries, rounded=plan.rounded)
     fraction = formulas.over_tokens(recomputed.to(statistics["loss"].dtype), statistics)
     statistics = {**statistics, "recomputed_fraction": fraction}
     squares = rows.moments(row_statistics)[0] if plan.squares else None
@@ -66,8 +66,8 @@ def _centering_of_entries(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(c [E], d loss / d log p [E], the probabilities under the sampler and the policy [2, E]) of the entries."""
     row, unknown = rows.row_of_entries, rows.sums_of_rows(sampler.isnan().to(logprobs.dtype)) > 0
-    known = scored_by_sampler(inputs)[row] & ~unknown
-    given = logprobs[:, None], sampler.to(logprobs.dtype)[:, None], inputs.tokens.advantages[row], known[:, None]
+    present = scored_by_sampler(inputs)[row] & ~unknown
+    given = logprobs[:, None], sampler.to(logprobs.dtype)[:, None], inputs.tokens.advantages[row], present[:, None]
     weighted, mass = coefficients(*given, Bounds.of(config.token_terms), whole=True)
     c = weighted[:, 0] - mass[1] * rows.sums_of_rows(weighted[:, 0])
     weights = weights_of(inputs)

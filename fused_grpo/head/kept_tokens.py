@@ -129,16 +129,16 @@ class SupportedHead:
     def entry_logprobs(self, statistics: Statistics) -> Tensor:
         """log p of the entries, [E], from the statistics of all rows."""
         e, z = self._entries, self._transformed(self._raw, self.row_of_entries)
-        own = z[e.segments.offsets[:-1] + self._places]
-        return statistics.logprobs[self.row_of_entries] + (z - own[e.row])
+        target_logits = z[e.segments.offsets[:-1] + self._places]
+        return statistics.logprobs[self.row_of_entries] + (z - target_logits[e.row])
 
     def moments(self, statistics: Statistics) -> Tensor:
         """`finish_moments` [3, N] of the rows over their kept tokens, 0 for rows that take no part."""
         e, z = self._entries, self._transformed(self._raw, self.row_of_entries)
-        own = e.segments.offsets[:-1] + self._places
-        at_own = z[own][e.row]
+        target_entries = e.segments.offsets[:-1] + self._places
+        target_logits = z[target_entries][e.row]
         # `argmax` over the vocabulary takes the first of the largest. Where a logit is NaN, no target leads.
-        before = torch.where(z == at_own, e.tokens < e.tokens[own][e.row], ~(z < at_own))
+        before = torch.where(z == target_logits, e.tokens < e.tokens[target_entries][e.row], ~(z < target_logits))
         leads = self._sums(before.to(z.dtype)) == 0
         squares = self._sums(torch.exp(2 * self.entry_logprobs(statistics)))
         parts = [squares, self._sums(z) / e.segments.sizes, leads.to(z.dtype)]
@@ -161,17 +161,17 @@ class SupportedHead:
         self,
         statistics: Statistics,
         upstream: Upstream,
-        of_entries: Tensor | None = None,
+        d_entries: Tensor | None = None,
         *,
         rounded: bool = True,
     ) -> Gradients:
         """Gradients of hidden, weight (in fp32 if not `rounded`) and bias, where wanted, for upstream gradients [N].
 
-        With `of_entries`, those in the log-probs of all entries [E] come on top.
+        With `d_entries`, those in the log-probs of all entries [E] come on top.
         """
         head, moved = self.head, None
-        if of_entries is not None:
-            upstream, moved = self._moved(upstream, of_entries)
+        if d_entries is not None:
+            upstream, moved = self._moved(upstream, d_entries)
         has_gradient = upstream.have_gradient()
         if moved is not None:
             has_gradient = has_gradient.index_put((self.row_of_entries[moved != 0],), has_gradient.new_ones(()))
@@ -236,16 +236,16 @@ class SupportedHead:
             slope = slope * distributions.cap_slope(raw * (head.logit_scale / head.softcap))
         return slope
 
-    def _moved(self, upstream: Upstream, of_entries: Tensor) -> tuple[Upstream, Tensor]:
+    def _moved(self, upstream: Upstream, d_entries: Tensor) -> tuple[Upstream, Tensor]:
         """The gradient of rows as if all were in the log-prob of their own token, and the rest of dL/dz [E].
 
         As for several targets: log p_e = log p_t + (z_e - z_t).
         """
-        e, own = self._entries, self._entries.segments.offsets[:-1] + self._places
-        moved = of_entries.index_fill(0, own, 0.0)
-        others = self._sums(moved)
-        every = upstream.logprobs.index_copy(0, e.rows, upstream.logprobs[e.rows] + others + of_entries[own])
-        return upstream._replace(logprobs=every), moved.index_copy(0, own, -others)
+        e, target_entries = self._entries, self._entries.segments.offsets[:-1] + self._places
+        moved = d_entries.index_fill(0, target_entries, 0.0)
+        sums = self._sums(moved)
+        every = upstream.logprobs.index_copy(0, e.rows, upstream.logprobs[e.rows] + sums + d_entries[target_entries])
+        return upstream._replace(logprobs=every), moved.index_copy(0, target_entries, -sums)
 
     def _put_sums_of_tokens(self, d_weight: Tensor | None, d_bias: Tensor | None, e: Entries, g: Tensor) -> None:
         """Add the sums over the entries of each token to dW and db, which are 0 but for the other rows."""

@@ -230,7 +230,7 @@ def _softmax_weights_kernel(
 
 def keeps_weights(head: Head, passes: RowPasses, options: Options) -> bool:
     """Whether the softmax weights of all rows are kept for the backward pass; no value decides."""
-    if options.batch_invariant or not (options.wanted.weight or options.wanted.bias) or not head.takes_weights:
+    if options.batch_invariant or not (options.wanted.weight or options.wanted.bias) or not head.gemm_on_softmax:
         return False
     # Logits become weights in place, or a kernel writes weights without logits; narrower copies would come on top.
     if head.gemm_dtype != head.dtype and _softmax_weights_kernel(head, passes, options, NOTHING) is None:
@@ -319,12 +319,12 @@ def _rows_and_places(kept: Tensor, has_gradient: Tensor, *, copied: bool) -> tup
     """(the rows of the products, None for all; where their weights are among those kept, None for the first ones)."""
     if not leaves_out_rows(kept):
         return None, None
-    every, some = rows_of(kept), rows_of(has_gradient)
-    count = len(kept) if every is None else len(every)
+    kept_rows, gradient_rows = rows_of(kept), rows_of(has_gradient)
+    count = len(kept) if kept_rows is None else len(kept_rows)
     # A copy takes about the time of an eighth of the products.
-    if some is None or (not copied and 8 * len(some) > 7 * count):
-        return every, None
-    return some, kept.cumsum(0)[some] - 1
+    if gradient_rows is None or (not copied and 8 * len(gradient_rows) > 7 * count):
+        return kept_rows, None
+    return gradient_rows, kept.cumsum(0)[gradient_rows] - 1
 
 
 def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tuple[Statistics, Kept]:
@@ -342,7 +342,7 @@ def forward_with_gradient(head: Head, passes: RowPasses, options: Options) -> tu
         for tile in head.tiles(memory, multiply=kernel is None):
             upstream = ones[tile.rows]
             tile, below = several_targets.largest_target(tile)
-            if head.takes_weights:
+            if head.gemm_on_softmax:
                 weights, factor, statistics = softmax_weights_of(
                     tile, passes, kernel, entropy=entropy, moments=moments, dtype=gemm_dtype
                 )
@@ -363,7 +363,7 @@ def power_of_two_scale(head: Head, *upstream: Tensor | None, exponent: int) -> T
 
     `upstream` are the gradients of the rows, [N] or [N, K]. Other dtypes need no scale: None.
     """
-    if head.takes_weights or not len(head.targets):
+    if head.gemm_on_softmax or not len(head.targets):
         return None
     sizes = [g.abs() if g.ndim == 1 else g.abs().sum(1) for g in upstream if g is not None]
     largest = (torch.stack(sizes).sum(0) * abs(head.logit_scale) / head.temperature).amax()

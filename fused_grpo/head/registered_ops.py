@@ -86,8 +86,8 @@ def _linear_logprobs(
     # A single launch needs no count of rows. Batch-invariant rows must stay in place.
     stay = (chosen == "triton" and not any(wanted)) or batch_invariant or not leaves_out_rows(rows)
     index = None if stay else logprob_plans.rows_of(rows)
-    of_rows = RowsMoments(len(weight)) if moments else None
-    options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted), of_rows)
+    row_moments = RowsMoments(len(weight)) if moments else None
+    options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted), row_moments)
     kept = None
     if _takes_gradient(wanted, batch_invariant):
         statistics, kept = logprob_plans.forward_with_gradient(head.select(index), passes, options)
@@ -118,7 +118,7 @@ def _linear_logprobs(
         nothing() if saved is None else saved,
         nothing() if kept is None else kept.values,
         targets.new_empty(0) if kept is None or kept.targets is None else all_rows(kept.targets),
-        nothing() if of_rows is None else all_rows(of_rows.finish(statistics)),
+        nothing() if row_moments is None else all_rows(row_moments.finish(statistics)),
     )
 
 
@@ -186,8 +186,8 @@ def _linear_logprobs_backward(
     if frozen and targets.ndim == 1:
         # Not a plain product: ignored rows may hold NaN, and 0 * NaN is NaN.
         return [torch.where((g != 0)[:, None], kept * g[:, None], 0.0).to(hidden.dtype)]
-    own = torch.where(counted, targets, 0 if targets.ndim == 1 else -1)
-    head = Head(hidden, weight, bias, own, temperature, logit_scale, softcap)
+    counted_targets = torch.where(counted, targets, 0 if targets.ndim == 1 else -1)
+    head = Head(hidden, weight, bias, counted_targets, temperature, logit_scale, softcap)
     if frozen:
         return [several_targets.hidden_gradient(head, kept, largest, g).to(hidden.dtype)]
     if targets.ndim == 2:

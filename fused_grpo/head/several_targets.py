@@ -58,10 +58,10 @@ def largest_target(tile: Tile) -> tuple[Tile, Tensor | None]:
     """
     if tile.targets.ndim == 1:
         return tile, None
-    column, here, _ = _columns(tile)
+    column, in_tile, _ = _columns(tile)
     transform: LogitTransform = {**tile.transform, "bias": None}  # which is in `_at`
     z = distributions.transform_logits(_at(tile, column), **transform)
-    z = torch.where(here, z, -torch.inf)
+    z = torch.where(in_tile, z, -torch.inf)
     top = z.argmax(1, keepdim=True)
     return replace(tile, targets=tile.targets.gather(1, top)[:, 0]), z - finite(z.gather(1, top))
 
@@ -98,12 +98,12 @@ def distinct_targets(head: Head, grad_logprobs: Tensor) -> tuple[Head, Tensor]:
     gradients, reach = grad_logprobs.gather(1, order), 1
     # Repetitions stand side by side. Each adds the sum of those behind it, twice as far each time, always in one order.
     while reach < targets.shape[1]:
-        again = (targets[:, reach:] == targets[:, :-reach]) & (targets[:, reach:] >= 0)
-        gradients[:, :-reach] += torch.where(again, gradients[:, reach:], 0.0)
+        repeated = (targets[:, reach:] == targets[:, :-reach]) & (targets[:, reach:] >= 0)
+        gradients[:, :-reach] += torch.where(repeated, gradients[:, reach:], 0.0)
         reach *= 2
-    again = torch.zeros_like(targets, dtype=torch.bool)
-    again[:, 1:] = (targets[:, 1:] == targets[:, :-1]) & (targets[:, 1:] >= 0)
-    targets, gradients = targets.masked_fill(again, -1), gradients.masked_fill(again, 0.0)
+    repeated = torch.zeros_like(targets, dtype=torch.bool)
+    repeated[:, 1:] = (targets[:, 1:] == targets[:, :-1]) & (targets[:, 1:] >= 0)
+    targets, gradients = targets.masked_fill(repeated, -1), gradients.masked_fill(repeated, 0.0)
     return replace(head, targets=head.targets.scatter(1, order, targets)), gradients.scatter(1, order, gradients)
 
 
@@ -132,8 +132,8 @@ def known_targets(
     every = grad_logprobs.sum(1, keepdim=True)
     # The sum over the others: G - g_t would lose it beside a large g_t.
     others_of_top = grad_logprobs.scatter(1, top, 0.0).sum(1, keepdim=True)
-    others = (every - grad_logprobs).scatter_(1, top, others_of_top)
-    values, idle = grad_logprobs * -torch.expm1(log_p) - others * p, (grad_logprobs == 0).all(1, keepdim=True)
+    sums_of_others = (every - grad_logprobs).scatter_(1, top, others_of_top)
+    values, idle = grad_logprobs * -torch.expm1(log_p) - sums_of_others * p, (grad_logprobs == 0).all(1, keepdim=True)
     if grad_entropy is not None and statistics.entropy is not None:
         # The clamp avoids 0 * -inf.
         values -= grad_entropy[:, None] * p * (log_p.clamp_min(-128.0) + statistics.entropy[:, None])
@@ -144,7 +144,7 @@ def known_targets(
 
 def logits_gradient_(tile: Tile, passes: RowPasses, rows: KnownTargets, *, dtype: torch.dtype) -> Tensor:
     """The pass `logits_gradient_` for a tile with distinct targets: d loss / d(h.w) [R, C] over its logits."""
-    column, here, first = _columns(tile)
+    column, in_tile, first = _columns(tile)
     # In rows without a gradient 0, even if their logits are NaN.
     values = (rows.at_targets * _slopes(_at(tile, column), tile.transform)).masked_fill_(rows.idle, 0.0)
     out = passes.logits_gradient_(
@@ -157,15 +157,15 @@ def logits_gradient_(tile: Tile, passes: RowPasses, rows: KnownTargets, *, dtype
         **tile.transform,
     )
     values = values.to(out.dtype)
-    values = torch.where(here, values, values.gather(1, first))
-    return out.scatter_(1, column, torch.where(here.any(1, keepdim=True), values, out.gather(1, column)))
+    values = torch.where(in_tile, values, values.gather(1, first))
+    return out.scatter_(1, column, torch.where(in_tile.any(1, keepdim=True), values, out.gather(1, column)))
 
 
 def moved_(gradient: Tensor, tile: Tile, moved: Tensor) -> Tensor:
     """d loss / d(h.w) [R, C] of a tile with distinct targets, from that of the largest alone, in its place."""
-    column, here, first = _columns(tile)
-    values = gradient.gather(1, column).add_(torch.where(here, moved * _slopes(None, tile.transform), 0.0))
-    return gradient.scatter_(1, column, torch.where(here, values, values.gather(1, first)))
+    column, in_tile, first = _columns(tile)
+    values = gradient.gather(1, column).add_(torch.where(in_tile, moved * _slopes(None, tile.transform), 0.0))
+    return gradient.scatter_(1, column, torch.where(in_tile, values, values.gather(1, first)))
 
 
 def put_gradients_(weights: Tensor, tile: Tile, values: Tensor, factor: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def put_gradients_(weights: Tensor, tile: Tile, values: Tensor, factor: Tensor) 
 
     Not added to the weights there: of large gradients that almost cancel, these would leave their own rounding.
     """
-    column, here, first = _columns(tile)
+    column, in_tile, first = _columns(tile)
     at = weights.gather(1, column)
     # A factor far below the values is raised, so that the quotient is finite: by 2^-30 of the largest value over the
     # largest weight, it adds that share to others. A weight is at most e^HEADROOM, or at the target the sum of all.
@@ -184,8 +184,8 @@ def put_gradients_(weights: Tensor, tile: Tile, values: Tensor, factor: Tensor) 
     size = size.clamp_min(torch.finfo(size.dtype).tiny).masked_fill(largest == 0, 0.0)
     factor = torch.copysign(factor.abs().maximum(size), factor)
     put = torch.where(factor[:, None] == 0, 0.0, values / factor[:, None])
-    at = torch.where(here, put.to(at.dtype), at)
-    weights.scatter_(1, column, torch.where(here, at, at.gather(1, first)))
+    at = torch.where(in_tile, put.to(at.dtype), at)
+    weights.scatter_(1, column, torch.where(in_tile, at, at.gather(1, first)))
     return factor
 
 
@@ -229,9 +229,9 @@ def _columns(tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
     values; without any it has some column.
     """
     last = tile.logits.shape[1] - 1
-    here = (tile.targets >= 0) & (tile.targets <= last)
-    first = here.int().argmax(1, keepdim=True)
-    return torch.where(here, tile.targets, tile.targets.gather(1, first).clamp(0, last)), here, first
+    in_tile = (tile.targets >= 0) & (tile.targets <= last)
+    first = in_tile.int().argmax(1, keepdim=True)
+    return torch.where(in_tile, tile.targets, tile.targets.gather(1, first).clamp(0, last)), in_tile, first
 
 
 def _at(tile: Tile, column: Tensor) -> Tensor:

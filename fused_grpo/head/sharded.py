@@ -36,15 +36,15 @@ class Shards(NamedTuple):
     group: Any
     sizes: list[int]
 
-    def own(self, head: Head) -> Head:
+    def local_head(self, head: Head) -> Head:
         """The head with its targets, in [0, V), relative to this rank's shard."""
         start = sum(self.sizes[: dist.get_rank(self.group)])
         return replace(head, targets=local_targets(head.targets, slice(start, start + len(head.weight))))
 
-    def gather(self, own: RowState) -> list[RowState]:
+    def gather(self, state: RowState) -> list[RowState]:
         """The states of the rows from all ranks, bitwise the same on each rank. A collective."""
-        several, count = own.target_logit.ndim == 2, len(self.sizes)
-        own_numbers = torch.cat([torch.stack(own[:3]), torch.atleast_2d(own.target_logit.t())])
+        several, count = state.target_logit.ndim == 2, len(self.sizes)
+        own_numbers = torch.cat([torch.stack(state[:3]), torch.atleast_2d(state.target_logit.t())])
         parts = own_numbers.new_empty((count * len(own_numbers), own_numbers.shape[1]))
         gather_into(parts, own_numbers, self.group)
         rank_states = parts.view(count, *own_numbers.shape)
@@ -95,7 +95,7 @@ def vocab_parallel_logprobs(
     shards = shards_of(head, group, impl=impl)
     passes = choice.passes(choice.choose(impl, head.hidden))
     kept, head = head.without_ignored(passes, ignore_index, vocab_size=sum(shards.sizes))
-    head = shards.own(head)
+    head = shards.local_head(head)
     tensors = head.hidden, head.weight, head.bias
     logprobs, entropies = _VocabParallel.apply(*tensors, head, shards, passes, options)  # type: ignore[no-untyped-call]
     return torch.where(kept, logprobs, 0.0), torch.where(several_targets.rows_with(kept), entropies, 0.0)
@@ -117,10 +117,10 @@ class _VocabParallel(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wanted = Wanted(*ctx.needs_input_grad[:3])
         if len(weight):
-            own = logprob_plans.fold(head, passes, options._replace(wanted=wanted))
+            state = logprob_plans.fold(head, passes, options._replace(wanted=wanted))
         else:
-            own = no_columns(head.targets, head.dtype)
-        statistics = several_targets.finish_rows(shards.gather(own), passes, entropy=options.entropy)
+            state = no_columns(head.targets, head.dtype)
+        statistics = several_targets.finish_rows(shards.gather(state), passes, entropy=options.entropy)
         ctx.plan = (passes, shards, wanted, options.chunk_bytes, head.logit_scale, head.softcap)
         save_for_backward(ctx, (hidden, weight, bias, head.targets, head.temperature), *statistics)
         ctx.set_materialize_grads(False)

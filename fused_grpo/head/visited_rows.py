@@ -138,14 +138,14 @@ class CentredRows(KnownRows):
     shards: Shards | None = None
 
     def visit_(self, tile: Tile) -> Seen:
-        own = self._state(tile)
-        parts = [own] if self.shards is None else self.shards.gather(own)
+        state = self._state(tile)
+        parts = [state] if self.shards is None else self.shards.gather(state)
         return self._own(tile, several_targets.finish_rows(parts, self.sweep.passes, entropy=self.sweep.entropy))
 
     def add(self, tile: Tile, seen: Seen, upstream: Upstream, gradients: HeadGradients) -> None:
         if tile.logits.numel():
-            known = self._known(tile, seen, upstream, 1.0 if gradients.scale is None else gradients.scale)
-            gradient = several_targets.logits_gradient_(tile, self.sweep.passes, known, dtype=tile.hidden.dtype)
+            targets = self._known_targets(tile, seen, upstream, 1.0 if gradients.scale is None else gradients.scale)
+            gradient = several_targets.logits_gradient_(tile, self.sweep.passes, targets, dtype=tile.hidden.dtype)
             gradients.add_logits_gradient(tile, gradient)
 
     def all_seen(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs, config: GRPOLossConfig) -> None:
@@ -155,7 +155,7 @@ class CentredRows(KnownRows):
         weights = self.centering.weights
         return upstream.have_gradient() | ((weights if head.index is None else weights[head.index]) != 0)
 
-    def _known(self, tile: Tile, seen: Seen, upstream: Upstream, scale: float | Tensor = 1.0) -> KnownTargets:
+    def _known_targets(self, tile: Tile, seen: Seen, upstream: Upstream, scale: float | Tensor = 1.0) -> KnownTargets:
         """What the gradients of a tile's rows need of all their targets."""
         rows = slice(len(tile.targets))
         grad_logprobs, grad_entropy = upstream.rows(rows)
@@ -177,9 +177,9 @@ class WeightedCentredRows(CentredRows):
     def visit_(self, tile: Tile) -> Seen:
         passes, _, entropy, _, moments = self.sweep
         slopes = several_targets.target_slopes(tile)
-        of_largest, below = several_targets.largest_target(tile)
+        largest_tile, below = several_targets.largest_target(tile)
         weights, scale, statistics = softmax_weights_of(
-            of_largest, passes, None, entropy=entropy, moments=moments, dtype=tile.hidden.dtype
+            largest_tile, passes, None, entropy=entropy, moments=moments, dtype=tile.hidden.dtype
         )
         seen = self._own(tile, several_targets.for_each_target(statistics, below))
         return seen._replace(weights=(weights, scale), slopes=slopes)
@@ -187,9 +187,9 @@ class WeightedCentredRows(CentredRows):
     def add(self, tile: Tile, seen: Seen, upstream: Upstream, gradients: HeadGradients) -> None:
         assert seen.weights is not None
         assert seen.slopes is not None
-        known, rows = self._known(tile, seen, upstream), slice(len(tile.targets))
+        targets, rows = self._known_targets(tile, seen, upstream), slice(len(tile.targets))
         weights, scale = (x[rows] for x in seen.weights)
-        values, factor = known.at_targets * seen.slopes[rows], scale * known.grad_logprobs
+        values, factor = targets.at_targets * seen.slopes[rows], scale * targets.grad_logprobs
         factor = several_targets.put_gradients_(weights, tile, values, factor)
         gradients.add_softmax_weights(tile, self.sweep.passes, weights, factor, torch.ones_like(factor))
 

@@ -288,8 +288,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         q = ref - logprobs
         if not self.use_bias_correction_kl:
             return kl_term(q, "k3")
-        of_token = ref - (logprobs.detach() if old is None else old)
-        return corrected_kl(q, change, q + change if self.importance_sampling_level == "sequence" else of_token, "k3")
+        q_old = ref - (logprobs.detach() if old is None else old)
+        return corrected_kl(q, change, q + change if self.importance_sampling_level == "sequence" else q_old, "k3")
 
     def _metrics(self, logprobs: Tensor, tokens: _Tokens) -> tuple[Tensor, ...]:
         """The mean KL with its correction (not with beta = 0) and the share of clipped tokens."""

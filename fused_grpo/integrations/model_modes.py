@@ -68,14 +68,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
     If other code has replaced it in the meantime, that replacement stays: that code has to undo it.
     """
-    own, before = name in vars(owner), getattr(owner, name)
+    is_own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
         if vars(owner).get(name) is not value:
             pass
-        elif own:
+        elif is_own:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
@@ -170,7 +170,7 @@ def checkpoint_activations(model: Any, given: Mapping[str, Any]) -> None:
     """
     # The name of transformers from 5.24 on; options of its own are offload and every_n_layers, from 5.16 on.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    own, options = {}, {"use_reentrant": False, **given}
+    extras, options = {}, {"use_reentrant": False, **given}
     known_names = {"preserve_rng_state", *inspect.signature(checkpoint).parameters} - {"function", "args", "kwargs"}
     for name in options.keys() - known_names:
         if name not in inspect.signature(enable).parameters:
@@ -179,12 +179,12 @@ def checkpoint_activations(model: Any, given: Mapping[str, Any]) -> None:
                 f"({', '.join(sorted(known_names))}) or, with transformers from 5.16 on, offload and every_n_layers; "
                 "fix: leave it out"
             )
-        own[name] = options.pop(name)
-    if own.get("offload") and next(model.parameters()).device.type == "cpu" and not torch.accelerator.is_available():
+        extras[name] = options.pop(name)
+    if extras.get("offload") and next(model.parameters()).device.type == "cpu" and not torch.accelerator.is_available():
         _log.warning("got offload=True on a CPU, where it changes nothing: activations are in the memory of the host")
-        own["offload"] = False  # transformers would ask for pinned memory, which takes an accelerator
+        extras["offload"] = False  # transformers would ask for pinned memory, which takes an accelerator
     try:
-        enable(options, **own)
+        enable(options, **extras)
     except ValueError as error:
         raise UnsupportedError(f"got gradient_checkpointing=True: {error} fix: gradient_checkpointing=False") from error
     if options["use_reentrant"] and hasattr(model, "peft_config"):

@@ -142,20 +142,20 @@ class _Scorer:
                 "model.z_loss_coefficient = 0.0"
             )
 
-    def wrap(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement of `own`, with the same signature, by which generate() checks its arguments.
+    def wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of `original`, with the same signature, by which generate() checks its arguments.
 
         It is a bound method, because copies of the model copy it: bound to the copy, it calls the copy's own forward.
         """
-        signature = inspect.signature(own)
+        signature = inspect.signature(original)
 
         def forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             if model is not self.causal_lm:
-                return (own.__func__.__get__(model) if inspect.ismethod(own) else own)(*args, **kwargs)
+                return (original.__func__.__get__(model) if inspect.ismethod(original) else original)(*args, **kwargs)
             named = {**signature.bind_partial(*args).arguments, **kwargs}
             labels, shift_labels = (named.pop(name, None) for name in ("labels", "shift_labels"))
             if not self.open or (labels is None and shift_labels is None):
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             count, ignored = named.pop("num_items_in_batch", None), named.pop("ignore_index", _IGNORED)
             if not isinstance(named.get("logits_to_keep", 0), int) or named.get("logits_to_keep"):
                 raise InputError(
@@ -171,20 +171,20 @@ class _Scorer:
                 raise InputError(f"got {name} of dtype {given.dtype}, want torch.int64; fix: {name}.long()")
             _, ignored = check_plan(self.options["impl"], ignore_index=ignored)  # what pads the shifted labels
             for tokens in ("input_ids", "inputs_embeds"):
-                if isinstance(found := named.get(tokens), Tensor):
-                    self._check_labels(given, (*found.shape[:2], head_of(self.causal_lm).in_features))
+                if isinstance(inputs := named.get(tokens), Tensor):
+                    self._check_labels(given, (*inputs.shape[:2], head_of(self.causal_lm).in_features))
             targets = pad(labels[..., 1:], (0, 1), value=ignored) if shift_labels is None else shift_labels
             call = _Call(targets, ignored, shifted=shift_labels is not None, temperature=self.temperature)
             if isinstance(self.temperature, Tensor):
                 call.temperature = _broadcast(self.temperature, targets, call.scored, targets == ignored)
-            return self._score(own, named, call, count)
+            return self._score(original, named, call, count)
 
-        functools.update_wrapper(forward, own)
+        functools.update_wrapper(forward, original)
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         forward.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])  # type: ignore[attr-defined]
         return types.MethodType(forward, self.causal_lm)
 
-    def _score(self, own: Callable[..., Any], arguments: dict[str, Any], call: _Call, count: Any) -> Any:
+    def _score(self, original: Callable[..., Any], arguments: dict[str, Any], call: _Call, count: Any) -> Any:
         """The output of the model's own forward, with log-probs instead of logits."""
         head = head_of(self.causal_lm)
 
@@ -206,7 +206,7 @@ class _Scorer:
         hook = head.register_forward_hook(swap)
         try:
             with replaced(head, forward_name(head), scores_of):
-                output = own(**arguments)
+                output = original(**arguments)
         finally:
             hook.remove()
         return self._finish(output, call, count)

@@ -107,8 +107,8 @@ _current_loss: ContextVar[SpeculatedLoss | None] = ContextVar("speculated_loss",
 @contextmanager
 def _our_ops(chunk_bytes: int | None = None) -> Iterator[None]:
     """Replaces TRL's autograd function, and TRL's test whether to score only the labelled positions."""
-    ours = replaced(trl_utils, "_ChunkedLogProbFunction", _Ops(chunk_bytes))
-    with ours, replaced(trl_utils, "_use_triton", lambda device: True):
+    our_function = replaced(trl_utils, "_ChunkedLogProbFunction", _Ops(chunk_bytes))
+    with our_function, replaced(trl_utils, "_use_triton", lambda device: True):
         yield
 
 
@@ -132,10 +132,10 @@ class _Ops:
         outputs: tuple[str, ...] | None = None,
     ) -> Fields:
         """(log-probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None for those that are not in `outputs`."""
-        more = tuple(ours for name, ours in _OUTPUTS.items() if outputs is None or name in outputs)
+        extra = tuple(ours for name, ours in _OUTPUTS.items() if outputs is None or name in outputs)
         options = HeadOptions(bias, temperature, logit_scale, final_logit_softcapping)
         expected, speculates = _current_loss.get(), torch.is_grad_enabled()
-        if expected is not None and speculates and not more and len(targets) == len(expected.inputs["advantages"]):
+        if expected is not None and speculates and not extra and len(targets) == len(expected.inputs["advantages"]):
             head = flatten_head(hidden, weight, targets, options)
             if head.hidden.dtype != torch.float16:
                 arguments = LossArguments(**expected.inputs)
@@ -145,7 +145,7 @@ class _Ops:
             _announce(f"fp16 would lose small gradients before they are scaled: {_NO_SPECULATION}")
         keywords: dict[str, Any] = {**options._asdict(), "chunk_bytes": self.chunk_bytes}
         op = linear_logprobs_and_entropy if outputs is None or "entropy" in outputs else linear_logprobs
-        logprobs, entropy, squares, is_top1, mean = op(hidden, weight, targets, outputs=more, **keywords)
+        logprobs, entropy, squares, is_top1, mean = op(hidden, weight, targets, outputs=extra, **keywords)
         return logprobs, entropy, None if squares is None else squares.log(), mean, is_top1
 
 

@@ -131,10 +131,10 @@ class _Patch(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         original = find_verl().linear_cross_entropy
         # A copy, so that modules which import `linear_cross_entropy` from here keep it when verl's is restored.
-        ours = functools.partial(linear_cross_entropy)
+        replacement = functools.partial(linear_cross_entropy)
         # Only under this name: references under other names, such as `original`, stay.
-        replace_everywhere(original, ours, "linear_cross_entropy")
-        self.swaps.append((ours, original))
+        replace_everywhere(original, replacement, "linear_cross_entropy")
+        self.swaps.append((replacement, original))
 
     def __exit__(self, *_: object) -> None:
         replace_everywhere(*self.swaps.pop())

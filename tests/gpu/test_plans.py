@@ -87,7 +87,7 @@ def test_rounded_weights_cost_at_most_half_more_than_rounded_d_logits(monkeypatc
     problem = make_problem(*SIZES.shape, off_policy=False)
     exact = logprobs_of(problem.to(torch.float64), "trainable", impl="reference")
     as_weights = logprobs_of(problem, "trainable", impl="triton")
-    monkeypatch.setattr(head.Head, "takes_weights", False)
+    monkeypatch.setattr(head.Head, "gemm_on_softmax", False)
     monkeypatch.setattr(logprob_plans, "power_of_two_scale", lambda *arguments, **options: None)
     as_dlogits = logprobs_of(problem, "trainable", impl="triton")
     for name in PLANS["trainable"]:

@@ -123,7 +123,7 @@ def test_rounded_weights_cost_at_most_half_more_than_rounded_d_logits(monkeypatc
     exact = gradients([torch.float64] * 2, impl="reference")
     # fp32 master weights, so that the rounding of dW itself is not what is measured; dH is rounded in both.
     as_weights = gradients([torch.bfloat16, torch.float32], impl="torch")
-    monkeypatch.setattr(head.Head, "takes_weights", False)
+    monkeypatch.setattr(head.Head, "gemm_on_softmax", False)
     monkeypatch.setattr(logprob_plans, "power_of_two_scale", lambda *arguments, **options: None)
     as_dlogits = gradients([torch.bfloat16, torch.float32], impl="torch")
     for actual, other, wanted in zip(as_weights, as_dlogits, exact, strict=True):

@@ -159,7 +159,7 @@ class Divergence:
         self.kind, self.beta, self.targets, self.entropy = kind, beta, targets, entropy
         self.least = _LEAST[student.dtype]
         self.at = torch.stack([self.student.at, self.teacher.at], 1)
-        self.same = self.student.at == self.teacher.at
+        self.same_peak = self.student.at == self.teacher.at
         _, self.scratch = scratch(student, 2 if entropy or kind == "jsd" else 1)
         self._target_logit = None if targets is None else student.gather(1, targets[:, None])[:, 0]
         self._weighted = torch.zeros_like(self.student.largest)  # the sum of e_s c_s
@@ -201,9 +201,9 @@ class Divergence:
         """Leave e_s in the student's tile and X in the teacher's, and those of the peaks in `peaks`."""
         peak_s, peak_t = self.peaks = [x.take_(self.at, self.least) for x in (self.student, self.teacher)]
         for peaks in self.peaks:
-            peaks[:, 1].masked_fill_(self.same, 2 * self.least)
+            peaks[:, 1].masked_fill_(self.same_peak, 2 * self.least)
         # Of each model, e of the other's peak; its own is 1.
-        s, t = (torch.where(self.same, 0.0, c.exp()) for c in (peak_s[:, 1], peak_t[:, 0]))
+        s, t = (torch.where(self.same_peak, 0.0, c.exp()) for c in (peak_s[:, 1], peak_t[:, 0]))
         t_sums = t.clone()
         self._add_entropy(peak_s)
         weighted = self._exponentials_(peak_s, peak_t)[2]
@@ -221,7 +221,7 @@ class Divergence:
         if self.kind == "reverse_kl":
             x = total + peak_t[:, 0]
             return _Rows(x / (1 + s) - log_rho, s, t, x, total)
-        return _Rows(log_rho + total / (1 + t), s, t, 1 + t, torch.where(self.same, t, 1 + t - t_sums))
+        return _Rows(log_rho + total / (1 + t), s, t, 1 + t, torch.where(self.same_peak, t, 1 + t - t_sums))
 
     def _add_entropy(self, c: Tensor) -> None:
         """Add e c of some columns [R, c] of the student. Below -128 e is 0 or almost 0: this only avoids 0 * -inf."""
@@ -250,7 +250,7 @@ class Divergence:
         rho = ((1 + s) / (1 + t))[:, None]
         peak_s, peak_t = self.peaks
         peak_difference = peak_t.mul_(rho) - peak_s
-        peak_difference[:, 0] = torch.where(self.same, difference, peak_difference[:, 0])
+        peak_difference[:, 0] = torch.where(self.same_peak, difference, peak_difference[:, 0])
         _, y = self._logarithms_(peak_s, peak_t, peak_difference)
         x_others = peak_t[:, 1].clone()
         for _, e_s, f in self.blocks():
@@ -281,8 +281,8 @@ class Divergence:
         others_sum = x * rows.x_others - y * rows.s
         at_peaks[:, 0] = torch.where(confident, -others_sum - torch.where(hit, 0.0, g), at_peaks[:, 0])
         for columns, e_s, x_block in self.blocks():
-            place = e_s if out.dtype == e_s.dtype else self.scratch[0][:, : e_s.shape[1]]
-            values = torch.mul(e_s, -y[:, None], out=place).addcmul_(x_block, x[:, None])
+            buffer = e_s if out.dtype == e_s.dtype else self.scratch[0][:, : e_s.shape[1]]
+            values = torch.mul(e_s, -y[:, None], out=buffer).addcmul_(x_block, x[:, None])
             if self.student.slopes is not None:
                 values.mul_(self.student.slopes[:, columns])
             if values is not e_s:

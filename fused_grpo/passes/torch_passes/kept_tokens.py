@@ -72,14 +72,14 @@ def weighted_rows_(
 
     No place occurs twice. The rows of `matrix` are rounded to `cast`, their sum is in the dtype of `factors`.
     """
-    as_it_is = matrix.dtype == factors.dtype == cast
+    is_plain = matrix.dtype == factors.dtype == cast
     for segments, entries in _blocks(offsets, _most_entries(matrix, factors.dtype, buffers.BLOCK_BYTES)):
-        ends, vectors, here = offsets[segments.start : segments.stop + 1] - entries.start, index[entries], matrix
-        if not as_it_is:
-            here = matrix.index_select(0, vectors).to(cast).to(factors.dtype)
+        ends, vectors, table = offsets[segments.start : segments.stop + 1] - entries.start, index[entries], matrix
+        if not is_plain:
+            table = matrix.index_select(0, vectors).to(cast).to(factors.dtype)
             vectors = torch.arange(len(vectors), device=vectors.device)
         options = {"per_sample_weights": factors[entries], "mode": "sum", "include_last_offset": True}
-        sums = embedding_bag(vectors, here, ends, **options)  # type: ignore[arg-type]
+        sums = embedding_bag(vectors, table, ends, **options)  # type: ignore[arg-type]
         sums = out.index_select(0, places[segments]) + sums if accumulate else sums
         out.index_copy_(0, places[segments], sums.to(out.dtype))
     return out

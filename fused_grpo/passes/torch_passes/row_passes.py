@@ -220,15 +220,15 @@ def grpo_token_loss(
     hooks = nullcontext() if transformed() or hooks_of_caller(True) is None else OWN_HOOKS
     with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autograd.set_detect_anomaly(False):
         # Autograd does not accept tensors of inference mode, but it accepts copies of them.
-        ours: Any = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}
-        leaves = {name: ours[name].detach() for name in ("logprobs", "log_ratio") if ours[name] is not None}
+        tensors: Any = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}
+        leaves = {name: tensors[name].detach() for name in ("logprobs", "log_ratio") if tensors[name] is not None}
         if transformed():  # by torch.func, inside of which requires_grad_() is not allowed
-            take_gradient = torch.func.grad(lambda x: formulas.token_loss(**ours | x, terms=terms), has_aux=True)
+            take_gradient = torch.func.grad(lambda x: formulas.token_loss(**tensors | x, terms=terms), has_aux=True)
             gradients, statistics = take_gradient(leaves)
         else:
-            own = [x.requires_grad_() for x in leaves.values()]
-            loss, statistics = formulas.token_loss(**ours | leaves, terms=terms)
-            values = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
+            differentiated = [x.requires_grad_() for x in leaves.values()]
+            loss, statistics = formulas.token_loss(**tensors | leaves, terms=terms)
+            values = torch.autograd.grad(loss, differentiated, allow_unused=True, materialize_grads=True)
             gradients = dict(zip(leaves, values, strict=True))
     # In the mask and without a gradient: one operation on two bools.
     statistics["zero_gradient"] = (inputs["mask"] > (gradients["logprobs"] != 0)).sum().to(logprobs.dtype)
