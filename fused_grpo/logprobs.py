@@ -253,8 +253,8 @@ def _linear_logprobs(
     named: dict[str, Tensor] = {}
     if outputs and moments is not None:
         squares, mean, leads = (values.view(logprobs.shape) for values in moments)
-        every = {"sum_squared_probs": squares, "is_top1": leads != 0, "mean_logit": mean}
-        named = {name: every[name] for name in outputs}
+        by_name = {"sum_squared_probs": squares, "is_top1": leads != 0, "mean_logit": mean}
+        named = {name: by_name[name] for name in outputs}
     return LogProbOutputs(logprobs, entropies.view(hidden.shape[:-1]) if entropy else None, **named)
 
 

@@ -221,7 +221,10 @@ BUGS = {
         ["tests/ops/test_cpu_buffers.py::test_what_is_kept_is_the_kernels_for_the_asking"],
     ),
     "entropy without the target's own term": Bug(
-        "fused_grpo/_maths/statistics.py", "rest - logprobs.exp() * logprobs.clamp_min(-128.0)", "rest", EXACT
+        "fused_grpo/_maths/statistics.py",
+        "others_entropy - logprobs.exp() * logprobs.clamp_min(-128.0)",
+        "others_entropy",
+        EXACT,
     ),
     "shards merged without regard to their maxima": Bug(
         "fused_grpo/_maths/statistics.py", "rescale = drop.exp()", "rescale = torch.ones_like(drop)", SHARDS

@@ -215,7 +215,7 @@ BUGS = {
     ),
     "dW of kept tokens replaces that of rows without a support": (
         "fused_grpo/head/kept_tokens.py",
-        "len(self.others) > 0",
+        "len(self.full_rows) > 0",
         "False",
         KEPT,
     ),

@@ -111,7 +111,7 @@ BUGS = {
     "sequences are rejected by the sum": (
         "fused_grpo/_maths/factors.py",
         "statistic = inputs.sequences.mean(token_values, mask)",
-        "statistic = inputs.sequences.sum(torch.where(mask, of_tokens, 0.0))",
+        "statistic = inputs.sequences.sum(torch.where(mask, token_values, 0.0))",
         AUTHORS,
     ),
     "icepop has no lower bound": (
@@ -230,8 +230,8 @@ BUGS = {
     ),
     "the kernel's dppo masks nothing that falls": (
         KERNEL,
-        "(moved < 0.0) & (divergence > lowest)",
-        "(moved < 0.0) & (moved > lowest)",
+        "(p_change < 0.0) & (divergence > lowest)",
+        "(p_change < 0.0) & (p_change > lowest)",
         LOSS_KERNEL,
     ),
     "the kernel's ipo masks by the sign of the advantage": (

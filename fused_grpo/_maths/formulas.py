@@ -290,8 +290,8 @@ def policy_term(
         assert old is not None
         masked, below, above = masked_by_divergence(logprobs.detach(), old, advantages, terms)
         bounded = ratio.detach() if terms.delta is None else ratio.detach().clamp(max=terms.delta)
-        own = torch.exp(torch.nan_to_num(logprobs - logprobs.detach()))  # 1, with the gradient of log p
-        return torch.where(masked, 0.0, -bounded * advantages) * own, below, above
+        unit_ratio = torch.exp(torch.nan_to_num(logprobs - logprobs.detach()))  # 1, with the gradient of log p
+        return torch.where(masked, 0.0, -bounded * advantages) * unit_ratio, below, above
     if terms.form == "sapo":
         # Not torch.where of two numbers, which rounds them to the default dtype.
         tau_high, tau_low = terms.sapo_temperatures
@@ -321,14 +321,14 @@ def masked_by_divergence(
     >>> [masked_by_divergence(p, old, A, one)[0].tolist() for one in terms]
     [[True, False], [True, True]]
     """
-    moved = logprobs.exp() - old.exp()
+    p_change = logprobs.exp() - old.exp()
     if terms.form != "dppo_kl":
-        divergence = moved.abs()
+        divergence = p_change.abs()
     else:
         # 1 - mu and 1 - p, where their logarithms are finite.
         old_rest, new_rest = ((-torch.expm1(values)).clamp_min(1e-37) for values in (old, logprobs))
         divergence = old.exp() * (old - logprobs) + old_rest * (old_rest.log() - new_rest.log())
-    falls, rises = (moved < 0) & (divergence > terms.epsilon_low), (moved > 0) & (divergence > terms.epsilon_high)
+    falls, rises = (p_change < 0) & (divergence > terms.epsilon_low), (p_change > 0) & (divergence > terms.epsilon_high)
     if terms.form == "ipo":
         return falls | rises, falls & (advantages != 0), rises & (advantages != 0)
     falls, rises = falls & (advantages < 0), rises & (advantages > 0)
@@ -412,8 +412,8 @@ def token_statistics(partials: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
     statistics = partials[0]
     if len(partials) > 1:  # sums of sums, and extremes of extremes
         reduce = {"_max": torch.amax, "_min": torch.amin}
-        every = {name: torch.stack([part[name] for part in partials]) for name in statistics}
-        statistics = {name: reduce.get(name[-4:], torch.sum)(values, 0) for name, values in every.items()}
+        stacked = {name: torch.stack([part[name] for part in partials]) for name in statistics}
+        statistics = {name: reduce.get(name[-4:], torch.sum)(values, 0) for name, values in stacked.items()}
     means = torch.stack([statistics[key] for key in MEANS.values()])
     metrics = {name: statistics[name] for name in ("loss", *TOTALS)}
     metrics |= dict(zip(MEANS, over_tokens(means, statistics).unbind(), strict=True))

@@ -125,8 +125,8 @@ def joined(groups: Sequence[Rows]) -> Rows:
     if len(groups) == 1:
         return groups[0]
     fields = zip(*groups, strict=True)
-    whole: Any = (None if values[0] is None else torch.cat(values) for values in fields)
-    return type(groups[0])(*whole)
+    concatenated: Any = (None if values[0] is None else torch.cat(values) for values in fields)
+    return type(groups[0])(*concatenated)
 
 
 def finish_rows(parts: Sequence[RowState], *, entropy: bool) -> Statistics:
@@ -143,11 +143,11 @@ def finish_rows(parts: Sequence[RowState], *, entropy: bool) -> Statistics:
     [0.5, 1.0397]
     """
     state = parts[0] if len(parts) == 1 else merge_rows(parts)
-    alone = state.total == 0.0
-    total = state.total.masked_fill(alone, 1.0)
+    is_certain = state.total == 0.0
+    total = state.total.masked_fill(is_certain, 1.0)
     # (m - target) first: the difference of two large numbers is exact, their sums with log(total) are not.
     gap = state.shift - state.target_logit
-    d = (gap + total.log()).masked_fill(alone, -torch.inf)
+    d = (gap + total.log()).masked_fill(is_certain, -torch.inf)
     # A small d as a difference of larger numbers would have their rounding error; the log of a product has its own.
     d = torch.where(d.abs() < _SMALL_D, (total * gap.exp()).log(), d)
     # log(1 + e^x) is max(x, 0) + tail for x = d and for x = -d, to a few ulp in both tails; the rounding of
@@ -156,8 +156,8 @@ def finish_rows(parts: Sequence[RowState], *, entropy: bool) -> Statistics:
     logprobs = -(d.clamp_min(0.0) + tail)
     if not entropy:
         return Statistics(logprobs, None, state.shift, state.total)
-    rest = ((-d).clamp_min(0.0) + tail).masked_fill(alone, 0.0) + (total.log() - state.weighted / total)
-    entropies = -torch.expm1(logprobs) * rest - logprobs.exp() * logprobs.clamp_min(-128.0)
+    others_entropy = ((-d).clamp_min(0.0) + tail).masked_fill(is_certain, 0.0) + (total.log() - state.weighted / total)
+    entropies = -torch.expm1(logprobs) * others_entropy - logprobs.exp() * logprobs.clamp_min(-128.0)
     return Statistics(logprobs, entropies, state.shift, state.total)
 
 

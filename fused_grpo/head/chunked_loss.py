@@ -186,11 +186,11 @@ def _by_weights(
                 first, passes, picked(weights, active_rows), picked(scale, active_rows), picked(gradient, active_rows)
             )
         visits.append((rows, Upstream(gradient, None), sums))
-    every, upstreams, parts = zip(*visits, strict=True)
+    row_statistics, upstreams, parts = zip(*visits, strict=True)
     statistics = passes.token_statistics(parts)
     if len(visits) == 1:
-        return statistics, every[0], upstreams[0]
-    return statistics, joined(every), joined(upstreams)
+        return statistics, row_statistics[0], upstreams[0]
+    return statistics, joined(row_statistics), joined(upstreams)
 
 
 def _one_by_one(
@@ -207,19 +207,19 @@ def _one_by_one(
         if gradients is not None and (count := active - tile.rows.start) > 0:
             visitor.add(tile.first(count), seen, upstream, gradients)
         visits.append((seen.statistics, upstream, sums))
-    every, upstreams, parts = zip(*visits, strict=True)
+    row_statistics, upstreams, parts = zip(*visits, strict=True)
     upstream = joined(upstreams)
-    return _statistics_of(parts, upstream, tokens.mask, config, passes), joined(every), upstream
+    return _statistics_of(parts, upstream, tokens.mask, config, passes), joined(row_statistics), upstream
 
 
 def _in_two_phases(
     head: Head, memory: Tensor, inputs: LossInputs, config: GRPOLossConfig, visitor: KnownRows
 ) -> tuple[dict[str, Tensor], Statistics, Upstream]:
     """The same where the loss of a token depends on others: all chunks, the loss, then chunks with a gradient again."""
-    index, count, every = head.index, len(inputs.tokens.mask), []
+    index, count, row_statistics = head.index, len(inputs.tokens.mask), []
     for tile in head.tiles(memory):
-        every.append(visitor.visit_(tile).statistics)
-    rows = joined(every)
+        row_statistics.append(visitor.visit_(tile).statistics)
+    rows = joined(row_statistics)
     logprobs, entropy = rows.logprobs, rows.entropy
     if index is not None:
         logprobs, entropy = (_scattered(values, index, count) for values in (logprobs, entropy))

@@ -151,10 +151,10 @@ def _check_tokens(tokens: Tensor, segments: Segments, vocab_size: int) -> None:
 
 def kept_entries(support: Support, targets: Tensor, take_part: Tensor) -> tuple[Entries, Tensor]:
     """(the entries of the rows that are restricted and take part, where their targets [N] are among them), checked."""
-    every = Segments(support[1])
-    rows = (take_part & (every.sizes > 0)).nonzero()[:, 0]
-    rows = rows[every.sizes[rows].argsort(stable=True)]
-    items, segments = every.select(rows)
+    all_rows = Segments(support[1])
+    rows = (take_part & (all_rows.sizes > 0)).nonzero()[:, 0]
+    rows = rows[all_rows.sizes[rows].argsort(stable=True)]
+    items, segments = all_rows.select(rows)
     entries, targets = Entries(rows, segments, segments.segment_of_items(), support[0][items]), targets[rows]
     places = entries.places_of(targets)
     lost = places < 0

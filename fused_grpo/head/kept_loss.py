@@ -46,7 +46,7 @@ def supported_loss(
         moved = torch.zeros_like(scored, dtype=torch.int32).index_add_(0, rows.row_of_entries, (d_entries != 0).int())
         zero = scored > (upstream.have_gradient() | (moved > 0))
         statistics = with_centering(statistics, c, d_entries, logprobs, mass, zero)
-    recomputed = upstream.have_gradient()[rows.others].sum() * differentiated
+    recomputed = upstream.have_gradient()[rows.full_rows].sum() * differentiated
     gradients: Gradients = (None, None, None)
     if differentiated:
         gradients = rows.gradients(row_statistics, upstream, d_entries, rounded=plan.rounded)

@@ -66,14 +66,14 @@ class SupportedHead:
         wanted: Wanted,
     ) -> None:
         self.head, self._passes, self._chunk_bytes, self._wanted = head, passes, chunk_bytes, wanted
-        self._every = Segments(support[1])
-        self.others = (take_part & (self._every.sizes == 0)).nonzero()[:, 0]
+        self._all_segments = Segments(support[1])
+        self.full_rows = (take_part & (self._all_segments.sizes == 0)).nonzero()[:, 0]
         self._entries, self._places = kept_entries(support, head.targets, take_part)
 
     @property
     def items(self) -> Tensor:
         """The places of the entries among the support's token_ids, [E]."""
-        return self._every.select(self._entries.rows)[0]
+        return self._all_segments.select(self._entries.rows)[0]
 
     @property
     def row_of_entries(self) -> Tensor:
@@ -83,10 +83,10 @@ class SupportedHead:
     def statistics(self, *, entropy: bool, moments: bool = False) -> Statistics:
         """The statistics of all rows, [N] each, 0 for rows that take no part; with `moments`, for a call of that."""
         head, parts = self.head, []
-        if len(self.others):
+        if len(self.full_rows):
             seen = RowsMoments(len(head.weight)) if moments else None
             options = logprob_plans.Options(entropy, self._chunk_bytes, wanted=self._wanted, moments=seen)
-            parts.append((self.others, logprob_plans.forward(head.select(self.others), self._passes, options)))
+            parts.append((self.full_rows, logprob_plans.forward(head.select(self.full_rows), self._passes, options)))
             if seen is not None:
                 self._moments_of_others = seen.finish(parts[0][1])
         with full_precision(head.hidden):
@@ -94,13 +94,13 @@ class SupportedHead:
             tiles = self._tiles(self._entries, self._raw)
             groups = [self._of_tile(z, self._places[rows], entropy=entropy) for rows, _, z in tiles]
         parts += [(self._entries.rows, joined(groups))] if groups else []
-        every = [head.temperature.new_zeros(len(head.targets)) for _ in Statistics._fields]
+        fields = [head.temperature.new_zeros(len(head.targets)) for _ in Statistics._fields]
         for rows, values in parts:
-            for out, column in zip(every, values, strict=True):
+            for out, column in zip(fields, values, strict=True):
                 if column is not None:
                     out.index_copy_(0, rows, column)
-        logprobs, entropies, *others = every
-        return Statistics(logprobs, entropies if entropy else None, *others)
+        logprobs, entropies, shifts, totals = fields
+        return Statistics(logprobs, entropies if entropy else None, shifts, totals)
 
     def _logits(self) -> Tensor:
         """x = h.w + b of the entries, [E]."""
@@ -142,8 +142,8 @@ class SupportedHead:
         leads = self._sums(before.to(z.dtype)) == 0
         squares = self._sums(torch.exp(2 * self.entry_logprobs(statistics)))
         parts = [squares, self._sums(z) / e.segments.sizes, leads.to(z.dtype)]
-        every = z.new_zeros(3, len(self.head.targets)).index_copy_(1, e.rows, torch.stack(parts))
-        return every.index_copy_(1, self.others, self._moments_of_others) if len(self.others) else every
+        moments = z.new_zeros(3, len(self.head.targets)).index_copy_(1, e.rows, torch.stack(parts))
+        return moments.index_copy_(1, self.full_rows, self._moments_of_others) if len(self.full_rows) else moments
 
     def sums_of_rows(self, values: Tensor) -> Tensor:
         """For each entry the sum of `values` [E] over its row, [E]."""
@@ -190,7 +190,7 @@ class SupportedHead:
 
     def _gradients_of_others(self, statistics: Statistics, upstream: Upstream, *, rounded: bool) -> Gradients:
         """Gradients of the rows without a restriction, which those of the entries complete."""
-        head, wanted, rows = self.head, self._wanted, self.others
+        head, wanted, rows = self.head, self._wanted, self.full_rows
         if len(rows):
             # A bias in the dtype of the accumulators has a gradient that is not rounded yet.
             bias = None if head.bias is None else head.bias.to(head.dtype)
@@ -244,8 +244,8 @@ class SupportedHead:
         e, target_entries = self._entries, self._entries.segments.offsets[:-1] + self._places
         moved = d_entries.index_fill(0, target_entries, 0.0)
         sums = self._sums(moved)
-        every = upstream.logprobs.index_copy(0, e.rows, upstream.logprobs[e.rows] + sums + d_entries[target_entries])
-        return upstream._replace(logprobs=every), moved.index_copy(0, target_entries, -sums)
+        gradient = upstream.logprobs.index_copy(0, e.rows, upstream.logprobs[e.rows] + sums + d_entries[target_entries])
+        return upstream._replace(logprobs=gradient), moved.index_copy(0, target_entries, -sums)
 
     def _put_sums_of_tokens(self, d_weight: Tensor | None, d_bias: Tensor | None, e: Entries, g: Tensor) -> None:
         """Add the sums over the entries of each token to dW and db, which are 0 but for the other rows."""
@@ -253,7 +253,7 @@ class SupportedHead:
             return
         order = e.tokens.argsort(stable=True)
         tokens, sizes = e.tokens[order].unique_consecutive(return_counts=True)
-        segments, more = Segments.from_sizes(sizes), len(self.others) > 0
+        segments, more = Segments.from_sizes(sizes), len(self.full_rows) > 0
         if d_weight is not None:
             self._put_sums(d_weight, tokens, segments, e.rows[e.row][order], g[order], self.head.hidden, add=more)
         if d_bias is not None:
@@ -277,11 +277,11 @@ class SupportedHead:
         if len(long):
             items, long_segments = segments.select(long)
             pieces, pieces_of_segments = long_segments.cut(PIECE)
-            every = torch.arange(len(pieces.sizes), device=out.device)
-            sums = factors.new_zeros(len(every), matrix.shape[1])
-            put(sums, every, pieces.offsets, index[items], factors[items], matrix, cast=cast)
+            piece_index = torch.arange(len(pieces.sizes), device=out.device)
+            sums = factors.new_zeros(len(piece_index), matrix.shape[1])
+            put(sums, piece_index, pieces.offsets, index[items], factors[items], matrix, cast=cast)
             ones = torch.ones_like(sums[:, 0])
-            put(out, places[long], pieces_of_segments.offsets, every, ones, sums, cast=sums.dtype, accumulate=add)
+            put(out, places[long], pieces_of_segments.offsets, piece_index, ones, sums, cast=sums.dtype, accumulate=add)
             short = (segments.sizes <= PIECE).nonzero()[:, 0]
             items, segments = segments.select(short)
             places, index, factors = places[short], index[items], factors[items]
@@ -327,8 +327,8 @@ class _Supported(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, temperature, *others = saved_tensors(ctx)
-        statistics, rows = Statistics(*others), copy(ctx.rows)
+        hidden, weight, bias, temperature, *fields = saved_tensors(ctx)
+        statistics, rows = Statistics(*fields), copy(ctx.rows)
         rows.head = replace(rows.head, hidden=hidden, weight=weight, bias=bias, temperature=temperature)
         g = torch.zeros_like(statistics.logprobs) if grad_logprobs is None else grad_logprobs
         return *rows.gradients(statistics, Upstream(g, grad_entropy)), None, None, None

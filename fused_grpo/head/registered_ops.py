@@ -84,8 +84,8 @@ def _linear_logprobs(
     is_target, head = head.without_ignored(passes, ignore_index)
     rows = rows_with(is_target)
     # A single launch needs no count of rows. Batch-invariant rows must stay in place.
-    stay = (chosen == "triton" and not any(wanted)) or batch_invariant or not leaves_out_rows(rows)
-    index = None if stay else logprob_plans.rows_of(rows)
+    stays_in_place = (chosen == "triton" and not any(wanted)) or batch_invariant or not leaves_out_rows(rows)
+    index = None if stays_in_place else logprob_plans.rows_of(rows)
     row_moments = RowsMoments(len(weight)) if moments else None
     options = logprob_plans.Options(entropy, chunk_bytes, batch_invariant, Wanted(*wanted), row_moments)
     kept = None

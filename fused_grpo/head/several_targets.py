@@ -129,17 +129,17 @@ def known_targets(
     """What is known of distinct targets [N, K] from the upstream gradients [N, K] and [N]."""
     top, log_p, p = statistics.logprobs.argmax(1, keepdim=True), statistics.logprobs, statistics.logprobs.exp()
     top_statistics = statistics._replace(logprobs=log_p.gather(1, top)[:, 0])
-    every = grad_logprobs.sum(1, keepdim=True)
+    grad_sum = grad_logprobs.sum(1, keepdim=True)
     # The sum over the others: G - g_t would lose it beside a large g_t.
     others_of_top = grad_logprobs.scatter(1, top, 0.0).sum(1, keepdim=True)
-    sums_of_others = (every - grad_logprobs).scatter_(1, top, others_of_top)
+    sums_of_others = (grad_sum - grad_logprobs).scatter_(1, top, others_of_top)
     values, idle = grad_logprobs * -torch.expm1(log_p) - sums_of_others * p, (grad_logprobs == 0).all(1, keepdim=True)
     if grad_entropy is not None and statistics.entropy is not None:
         # The clamp avoids 0 * -inf.
         values -= grad_entropy[:, None] * p * (log_p.clamp_min(-128.0) + statistics.entropy[:, None])
         idle &= (grad_entropy == 0)[:, None]
     largest = targets.gather(1, top)[:, 0]
-    return KnownTargets(top_statistics, largest, every[:, 0], grad_entropy, values, idle)
+    return KnownTargets(top_statistics, largest, grad_sum[:, 0], grad_entropy, values, idle)
 
 
 def logits_gradient_(tile: Tile, passes: RowPasses, rows: KnownTargets, *, dtype: torch.dtype) -> Tensor:
@@ -183,8 +183,8 @@ def put_gradients_(weights: Tensor, tile: Tile, values: Tensor, factor: Tensor) 
     # Of what is far below any gradient, that share is no number: 0 / 0 would be NaN.
     size = size.clamp_min(torch.finfo(size.dtype).tiny).masked_fill(largest == 0, 0.0)
     factor = torch.copysign(factor.abs().maximum(size), factor)
-    put = torch.where(factor[:, None] == 0, 0.0, values / factor[:, None])
-    at = torch.where(in_tile, put.to(at.dtype), at)
+    quotients = torch.where(factor[:, None] == 0, 0.0, values / factor[:, None])
+    at = torch.where(in_tile, quotients.to(at.dtype), at)
     weights.scatter_(1, column, torch.where(in_tile, at, at.gather(1, first)))
     return factor
 

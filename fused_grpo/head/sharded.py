@@ -71,8 +71,8 @@ def shards_of(head: Head, group: Any, *, impl: str, **same: int) -> Shards:
     own_numbers = torch.tensor([len(head.weight), *same.values()], device=head.hidden.device)
     all_numbers = own_numbers.new_empty(dist.get_world_size(group) * len(own_numbers))
     gather_into(all_numbers, own_numbers, group)
-    sizes, *others = all_numbers.view(-1, len(own_numbers)).t().tolist()
-    for name, values in zip(same, others, strict=True):
+    sizes, *rank_values = all_numbers.view(-1, len(own_numbers)).t().tolist()
+    for name, values in zip(same, rank_values, strict=True):
         if len(set(values)) > 1:
             raise InputError(
                 f"got {name} = {values} on the ranks of the process_group, want one number; "

@@ -314,16 +314,16 @@ def _causal_lm(model: Any) -> PreTrainedModel:
 
 def _broadcast(temperature: Tensor, targets: Tensor, scored: slice, is_ignored: Tensor) -> Tensor:
     """[B, T], checked, 1 at positions that are not scored."""
-    every, shape = temperature.new_ones(targets.shape, device=targets.device), tuple(targets[:, scored].shape)
+    temperatures, shape = temperature.new_ones(targets.shape, device=targets.device), tuple(targets[:, scored].shape)
     try:
-        every[:, scored] = temperature.detach().broadcast_to(shape)
+        temperatures[:, scored] = temperature.detach().broadcast_to(shape)
     except RuntimeError:
         got = tuple(temperature.shape)
         raise InputError(f"got temperature {got}, want what broadcasts to the log-probs {shape}") from None
-    every = every.masked_fill(is_ignored, 1.0)
+    temperatures = temperatures.masked_fill(is_ignored, 1.0)
     if not torch.compiler.is_compiling():  # the op finds it there, behind the backbone
-        check_temperature_values(every)
-    return every
+        check_temperature_values(temperatures)
+    return temperatures
 
 
 class _Unrounded:

@@ -58,16 +58,16 @@ class TileMoments:
             before = self._largest[rows]
             # Which of this block's logits are before the target is only asked where one may tie with it.
             if (tied := before == logits).any():
-                others = z[rows[tied]].masked_fill_(_columns(z) >= columns[tied, None], -torch.inf)
-                before[tied] = torch.maximum(largest_before[rows[tied]], others.amax(1))
+                earlier = z[rows[tied]].masked_fill_(_columns(z) >= columns[tied, None], -torch.inf)
+                before[tied] = torch.maximum(largest_before[rows[tied]], earlier.amax(1))
             self._before[rows] = before
         else:
             local = self._tile.targets - block.columns.start
             restore = put_at_targets_(z, local, self._tile.target_logit[:, None])
             self._sums.append(block_sums(z))
             z.scatter_(1, *restore)
-            others = z.masked_fill(_columns(z) >= local[:, None], -torch.inf)
-            self._before = torch.maximum(self._before, others.amax(1))
+            earlier = z.masked_fill(_columns(z) >= local[:, None], -torch.inf)
+            self._before = torch.maximum(self._before, earlier.amax(1))
 
     def add_exponentials(self, e: Tensor, shift: Tensor) -> None:
         """e^(z - shift) of the same block, 0 at the targets; `shift` is [R]."""

@@ -239,8 +239,8 @@ def finish_row(maximum, total, weighted, target_logit, ENTROPY: tl.constexpr):
     """(log p of the target, entropy) from the statistics of all the other tokens."""
     # Without another token (V = 1, or all others at -inf) the target is certain, d = -inf. A target at -inf, or of
     # -1, has d = inf: log p = -inf, and all probability is that of the others. The replacements avoid inf - inf.
-    alone = total == 0.0
-    total = tl.where(alone, 1.0, total)
+    is_certain = total == 0.0
+    total = tl.where(is_certain, 1.0, total)
     log_total = tl.log(total)
     missing = target_logit == float("-inf")
     target_logit = tl.where(missing, 0.0, target_logit)
@@ -251,6 +251,6 @@ def finish_row(maximum, total, weighted, target_logit, ENTROPY: tl.constexpr):
     if ENTROPY:
         # Of one token beside the target this is 0, and no rounding may make it less.
         spread = tl.maximum(log_total - tl.math.div_rn(weighted, total), 0.0, propagate_nan=tl.PropagateNan.ALL)
-        rest = tl.where(alone, 0.0, softplus(-d)) + spread
-        entropy = -expm1(logprob) * rest - tl.exp(logprob) * tl.maximum(logprob, -128.0)
+        others_entropy = tl.where(is_certain, 0.0, softplus(-d)) + spread
+        entropy = -expm1(logprob) * others_entropy - tl.exp(logprob) * tl.maximum(logprob, -128.0)
     return logprob, entropy

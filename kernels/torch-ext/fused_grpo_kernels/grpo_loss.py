@@ -113,13 +113,13 @@ def _at_most(values, bound):
 def _masked_by_divergence(current, old, advantage, lowest, highest, FORM: tl.constexpr):
     """(masked, clipped from below, from above): tokens beyond the bounds that A would move on, or with "ipo" all beyond
     them, of which those where A is 0 lose nothing."""
-    moved = tl.exp(current) - tl.exp(old)
-    divergence = tl.abs(moved)
+    p_change = tl.exp(current) - tl.exp(old)
+    divergence = tl.abs(p_change)
     if FORM == "dppo_kl":
         # 1 - mu and 1 - p, where their logarithms are finite.
         old_rest, new_rest = tl.maximum(-expm1(old), 1e-37), tl.maximum(-expm1(current), 1e-37)
         divergence = tl.exp(old) * (old - current) + old_rest * (tl.log(old_rest) - tl.log(new_rest))
-    falls, rises = (moved < 0.0) & (divergence > lowest), (moved > 0.0) & (divergence > highest)
+    falls, rises = (p_change < 0.0) & (divergence > lowest), (p_change > 0.0) & (divergence > highest)
     if FORM == "ipo":
         return falls | rises, falls & (advantage != 0.0), rises & (advantage != 0.0)
     else:
@@ -187,9 +187,9 @@ def _kl_terms(kl, slope, beta, q, ratio, log_r, CORRECTED: tl.constexpr, OF_TOKE
         far = q > LARGE_Q
         kl, slope = kl * ratio, slope * ratio
         if KL == "k3":
-            whole = tl.exp(q + log_r)
-            kl = tl.where(far, beta * (whole - ratio * (1.0 + q)), kl)
-            slope = -beta * q * ratio if OF_TOKEN else tl.where(far, beta * (ratio - whole), slope)
+            r_exp_q = tl.exp(q + log_r)
+            kl = tl.where(far, beta * (r_exp_q - ratio * (1.0 + q)), kl)
+            slope = -beta * q * ratio if OF_TOKEN else tl.where(far, beta * (ratio - r_exp_q), slope)
         if not (OF_TOKEN and KL == "k3"):
             d_log_r = kl
     return kl, slope, d_log_r

@@ -57,8 +57,8 @@ def _logits_gradient_kernel(
     # Without another token, or with all others at -inf: 0 / 1, and with a finite shift -inf - shift is not NaN.
     m, row_total = tl.load(shift + row), tl.load(total + row)
     m = tl.where(m == float("-inf"), 0.0, m)
-    others = -expm1(row_logprob)
-    share = tl.math.div_rn(others, tl.where(row_total == 0.0, 1.0, row_total))
+    others_prob = -expm1(row_logprob)
+    share = tl.math.div_rn(others_prob, tl.where(row_total == 0.0, 1.0, row_total))
     g_entropy, row_entropy, target_entropy_term, surprise = 0.0, 0.0, 0.0, 0.0
     if grad_entropy is not None:
         # The clamps, here and below, avoid 0 * -inf; beyond them a factor is 0.
@@ -72,7 +72,7 @@ def _logits_gradient_kernel(
         # Only the target can be far above the others, and it has its own formula.
         centred = tl.minimum(logit(x, logit_scale, softcap, inverse_temperature) - m, 32.0)
         p = share * exp(centred)
-        dz = tl.where(is_target, g * others, -g * p)
+        dz = tl.where(is_target, g * others_prob, -g * p)
         if grad_entropy is not None:
             dz -= g_entropy * tl.where(is_target, target_entropy_term, p * (tl.maximum(centred, -128.0) + surprise))
         d_raw = dz * logit_slope(x, logit_scale, softcap, inverse_temperature)
