@@ -68,7 +68,7 @@ from fused_grpo.trainer.models.loading import SELF, check_teacher_model
 from fused_grpo.trainer.models.optimizer import EntropyController, make_optimizer, make_schedule
 from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.models.weight_stream import WeightStream
-from fused_grpo.trainer.policy import PolicyLoss, Teacher, What, evaluating, router_loss_coefficient
+from fused_grpo.trainer.policy import Output, PolicyLoss, Teacher, evaluating, router_loss_coefficient
 from fused_grpo.trainer.self_check import Measured, check_options, self_check, shared_layout
 from fused_grpo.trainer.types import MicroBatch, Sample, with_fields
 
@@ -431,10 +431,10 @@ class Learner:
             prompts = with_virtual_places([sample.prompt_ids for sample in batch], self._unwrapped.model)
             batch = with_fields(batch, {"prompt_ids": prompts})
 
-        def most(number: int) -> int:
+        def largest(number: int) -> int:
             return max(gather_objects("cutting micro-batches", number))
 
-        agree = most if self.accelerator.num_processes > 1 else int
+        agree = largest if self.accelerator.num_processes > 1 else int
         return micro_batches(batch, self.packing, device=self.accelerator.device, agree=agree)
 
     def rounding(self, packed: Sequence[MicroBatch], dtype: torch.dtype) -> float:
@@ -447,13 +447,13 @@ class Learner:
         return float(distance / max(tokens, 1.0))
 
     def _measured(
-        self, policy: PolicyLoss, what: What, packed: Sequence[MicroBatch], *, within: Context = None, **options: Any
+        self, policy: PolicyLoss, output: Output, packed: Sequence[MicroBatch], *, within: Context = None, **step: Any
     ) -> list[Any]:
         """`policy.measure` of each micro-batch, without dropout, and with the run's precision or `within` another."""
         # FSDP2 has a mixed precision of its own.
         precision = within or (nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.autocast())
         with evaluating(policy), precision:
-            return [policy.measure(part, what, **options) for part in packed]
+            return [policy.measure(part, output, **step) for part in packed]
 
     def _counts(self, packed: Sequence[MicroBatch], batch: list[Sample]) -> dict[str, Any]:
         """The normalisers of the whole step, over all ranks: of all micro-batches, and of what is in none of them."""

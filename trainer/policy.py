@@ -40,7 +40,7 @@ from fused_grpo.trainer.models.adapters import base_model, is_adapted, model_inp
 from fused_grpo.trainer.models.router_replay import RouterReplay
 from fused_grpo.trainer.types import MicroBatch
 
-What = Literal["loss", "logprobs", "scores", "entropies", "head_inputs"]
+Output = Literal["loss", "logprobs", "scores", "entropies", "head_inputs"]
 
 
 class PolicyLoss(nn.Module):
@@ -85,22 +85,22 @@ class PolicyLoss(nn.Module):
         """Tie again what the model ties, where Accelerate has replaced its parameters."""
         self.model.tie_weights()
 
-    def forward(self, batch: MicroBatch, what: What = "loss", **step: Any) -> Any:
+    def forward(self, batch: MicroBatch, output: Output = "loss", **step: Any) -> Any:
         """What `measure` returns, or `_head_inputs`: all that runs the model comes through here, where FSDP gathers it.
 
         With gradients. `step` has the further arguments of a loss.
         """
-        if what == "loss":
+        if output == "loss":
             return self._loss(batch, **step)
         hidden, weight, options = self._head_inputs(batch)
-        if what == "head_inputs":
+        if output == "head_inputs":
             if isinstance(self, FSDPModule):  # which frees the gathered head behind this call
                 bias = options["bias"]
                 weight, options["bias"] = weight.clone(), None if bias is None else bias.clone()
             return hidden, weight, options
-        if what == "entropies":
+        if output == "entropies":
             return linear_logprobs_and_entropy(hidden, weight, batch.targets, **options).entropy
-        if what == "logprobs":
+        if output == "logprobs":
             return linear_logprobs(hidden, weight, batch.targets, **options)
         out = linear_logprobs(hidden, weight, batch.targets, outputs=("sum_squared_probs",), **options)
         assert out.sum_squared_probs is not None
@@ -169,11 +169,11 @@ class PolicyLoss(nn.Module):
         return output._replace(loss=loss, metrics=metrics)
 
     @torch.no_grad()
-    def measure(self, batch: MicroBatch, what: What, **step: Any) -> Any:
+    def measure(self, batch: MicroBatch, output: Output, **step: Any) -> Any:
         """Without gradients: the loss, log-probs [N] of the completion tokens, these and the squared norms [N] of their
         gradients in the logits ("scores"), or entropies [N] in nats of what they were drawn from."""
         with nullcontext() if self.routing is None else self.routing:
-            return self(batch, what, **step)
+            return self(batch, output, **step)
 
     def run(self, batch: MicroBatch, **options: Any) -> tuple[Tensor, Any]:
         """The states [R, L, D] that the model gives its head, and its output."""

@@ -80,7 +80,7 @@ JSON_OBJECT = PrimitiveConstructorSpec[dict[str, Any] | None](
 )
 
 # Options that say where rows come from, which a task says itself.
-_OF_DATA = ("dataset", "dataset_config", "prompt_column", "answer_column", "eval_dataset")
+_DATA_OPTIONS = ("dataset", "dataset_config", "prompt_column", "answer_column", "eval_dataset")
 
 # Levels of a YAML file: keyword arguments of a library may hold mappings of lists of mappings. Nested brackets can take
 # hours of parsing.
@@ -262,7 +262,7 @@ def check_combination(options: TrainOptions) -> None:
 
 def _check_task(options: TrainOptions, name: str) -> None:
     for option, value in changed_options(options, TrainOptions, but=()).items():
-        if option in _OF_DATA:
+        if option in _DATA_OPTIONS:
             raise InputError(
                 f"got {'--task' if options.task else 'the built-in task'} {name} and --{option.replace('_', '-')} "
                 f"{value}, want one of them: a task has rows of its own; fix: leave one out"

@@ -42,15 +42,15 @@ from fused_grpo.trainer.rewards.reward_call import reward_name
 from fused_grpo.trainer.rewards.reward_functions import RewardModel
 
 # Options of what the first rank shows, logs and uploads. Scripts turn them off on the others.
-_OF_FIRST_RANK = re.compile(
+_FIRST_RANK_OPTIONS = re.compile(
     "log_|logging_|report_to|run_name|project|num_completions_to_print|rollouts_kept|hub_"
     "|vllm_gpu_memory_utilization"  # of its own GPU
 )
 MANY = 10_000  # entries of what a function holds, of which the number counts alone
 # Of configurations and arguments of `from_pretrained`.
-_OF_ONE_MACHINE = frozenset({"_name_or_path", "base_model_name_or_path", "transformers_version", "device_map"})
+_MACHINE_KEYS = frozenset({"_name_or_path", "base_model_name_or_path", "transformers_version", "device_map"})
 # What loading and a run set in a configuration.
-_OF_ONE_RUN = _OF_ONE_MACHINE | {"dtype", "architectures", "use_cache", "pad_token_id", "id2label", "label2id"}
+_RUN_KEYS = _MACHINE_KEYS | {"dtype", "architectures", "use_cache", "pad_token_id", "id2label", "label2id"}
 
 
 def check_ranks(start: Start, optimizers: Optimizers) -> None:
@@ -75,7 +75,7 @@ def rank_inputs(start: Start, optimizers: Optimizers) -> dict[str, str]:
     """Of everything that a rank is given a short text, which is the same on all ranks for the same things."""
     accelerator: Any = start.accelerator
     facts = dict[str, str]()
-    for name in (entry.name for entry in own_fields(GRPOConfig) if not _OF_FIRST_RANK.match(entry.name)):
+    for name in (entry.name for entry in own_fields(GRPOConfig) if not _FIRST_RANK_OPTIONS.match(entry.name)):
         value: Any = redacted(plain(getattr(start.args, name)), name)
         facts |= fields_of(name, value) if isinstance(value, Mapping) else {name: spelled(value)}
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -162,7 +162,7 @@ def warn_of_other_values(ranks: Sequence[Mapping[str, str]]) -> None:
 
 def described(start: Start) -> dict[str, Any]:
     """What a checkpoint names beside the options: a resumed run goes on with its own. JSON."""
-    config = plain(start.config.to_dict(), but=_OF_ONE_RUN)
+    config = plain(start.config.to_dict(), but=_RUN_KEYS)
     tokenizer_text, functions_text = tokenizer_of(start.tokenizer), ", ".join(map(function_of, start.rewards.functions))
     return {
         f"model.config.{name}": spelled(value) if isinstance(value, dict | list) else value
@@ -186,7 +186,7 @@ def fields_of(name: str, values: Mapping[str, Any]) -> dict[str, str]:
     return {f"{name}.{key}": spelled(one) for key, one in plain(values).items()}
 
 
-def plain(value: Any, *, but: Set[str] = _OF_ONE_MACHINE) -> Any:
+def plain(value: Any, *, but: Set[str] = _MACHINE_KEYS) -> Any:
     """A value without what differs between processes: the order of a set, and where an object lies in memory."""
     if isinstance(value, Mapping):
         return {str(key): plain(one, but=but) for key, one in value.items() if key not in but}

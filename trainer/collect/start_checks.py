@@ -80,7 +80,7 @@ from fused_grpo.trainer.rewards.reward_functions import is_reward_model, unloade
 
 # Options of what a run shows, evaluates and saves: the first parts of their names. All others are used at the start.
 _LATER = re.compile("eval_|log_|logging_|save_|load_best|metric_for|greater_is|hub_|push_to_hub|overwrite|run_")
-OF_RESET = 1024  # tokens that an environment may add to a prompt, where no option says
+RESET_TOKENS = 1024  # tokens that an environment may add to a prompt, where no option says
 
 
 @dataclass(kw_only=True)
@@ -162,7 +162,7 @@ class Start:
             return self.args.vllm_max_model_length
         longest = self.limit.longest
         if self.rules is not None and self.rules.environments is not None:
-            longest += OF_RESET + self.rules.own_tokens
+            longest += RESET_TOKENS + self.rules.own_tokens
         return min(longest, self.limit.tokens or longest) + self.args.max_completion_length
 
     @property

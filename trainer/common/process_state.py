@@ -95,17 +95,17 @@ def place_kept() -> Iterator[None]:
 
     Threads that redirect output at the same time would leave it redirected, or close it for all.
     """
-    here: int | None = None
+    folder: int | None = None
     with suppress(OSError):  # a descriptor, because the folder may be renamed or removed meanwhile
-        here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+        folder = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
     try:
         with redirect_stdout(sys.stdout and _Lent(sys.stdout)), redirect_stderr(sys.stderr and _Lent(sys.stderr)):
             yield
     finally:
-        if here is not None:
+        if folder is not None:
             with suppress(OSError):
-                os.fchdir(here)
-            os.close(here)
+                os.fchdir(folder)
+            os.close(folder)
 
 
 class _Lent:

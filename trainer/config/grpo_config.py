@@ -18,8 +18,8 @@ from fused_grpo.trainer.config.checks import check_config
 from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions, complete_intervals, normalise
 from fused_grpo.trainer.config.trl_fields import (
     MISSING,
-    OF_TRAINER,
     OPTIONS_HELP,
+    TRAINER_ARGUMENTS,
     refuse_unless_harmless,
     refusing_others,
     with_help,
@@ -44,7 +44,7 @@ PYTHON_TYPES: dict[str, Any] = {
 }
 
 
-@refusing_others(OF_TRAINER, OPTIONS_HELP)
+@refusing_others(TRAINER_ARGUMENTS, OPTIONS_HELP)
 @with_help
 @dataclass
 @with_trl_fields

@@ -54,7 +54,7 @@ class Missing(NamedTuple):
 
 _FILE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 _KINDS, FORMER = _FILE.pop("types"), _FILE.pop("former")
-OF_TRAINER = dict.fromkeys(_FILE.pop("arguments of GRPOTrainer"), "it is an argument of GRPOTrainer")
+TRAINER_ARGUMENTS = dict.fromkeys(_FILE.pop("arguments of GRPOTrainer"), "it is an argument of GRPOTrainer")
 OPTIONS_HELP = "fused-grpo train --help"
 MISSING = {
     name: Missing(default, why, others, _KINDS.get(name, "str | None" if default is None else type(default).__name__))
@@ -119,7 +119,7 @@ def unknown_options(
     others: Iterable[object],
     names: Iterable[str],
     place: str,
-    elsewhere: Mapping[str, str] = OF_TRAINER,
+    elsewhere: Mapping[str, str] = TRAINER_ARGUMENTS,
     *,
     see: str = OPTIONS_HELP,
 ) -> str:
@@ -134,7 +134,7 @@ def unknown_options(
     return f"got unknown option(s) {', '.join(map(repr, others))} {place}; fix: {fixes}"
 
 
-def _of_streams(config: Any) -> list[Any]:
+def _stream_default(config: Any) -> list[Any]:
     return [type(config)(dispatch_batches=False)] if hasattr(config, "dispatch_batches") else []
 
 
@@ -148,7 +148,7 @@ def refuse_unless_harmless(name: str, value: Any, *, uploads: bool) -> None:
     if value == missing.default or (name, value) == ("do_eval", True):
         return
     # What a trainer makes of None (`fill_loader_options`); of a stream without batches that one process reads for all.
-    if name == "accelerator_config" and value in (type(value)(), *_of_streams(value)):
+    if name == "accelerator_config" and value in (type(value)(), *_stream_default(value)):
         return
     text = repr(REDACTED if redacted(value, name) == REDACTED else value)
     is_idle = missing.others == "refused with push_to_hub" and (not uploads or (name, value) == ("hub_strategy", "end"))

@@ -33,7 +33,7 @@ HOOKS = {
 }
 # What the loop gives to those that it calls.
 CALLS: dict[str, tuple[Any, ...]] = {"log": ({}, 0.0), "evaluate": (), "save_checkpoint": ()}
-_THEIRS = {name for name in (*REASONS, *vars(Trainer)) if not name.startswith("__")} - HOOKS
+_TRAINER_NAMES = {name for name in (*REASONS, *vars(Trainer)) if not name.startswith("__")} - HOOKS
 
 
 def check_replaced(trainer: object, made: Mapping[str, Any], moves: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ def absent(trainer: Any, name: str) -> Any:
 
     MissingAttributeError, which `hasattr` takes for one, for any other name of TRL's or transformers' trainer.
     """
-    if name not in _THEIRS:
+    if name not in _TRAINER_NAMES:
         raise AttributeError(f"{type(trainer).__name__!r} object has no attribute {name!r}", name=name, obj=trainer)
     if name in type(trainer.args).__dataclass_fields__:
         return getattr(trainer.args, name)
@@ -107,7 +107,7 @@ def _replaced_methods(kind: type, made: Mapping[str, Any]) -> Iterator[tuple[str
             # A function that was put into our own class has another module.
             if name.startswith("__") or (_is_ours(base) and _is_ours(value, base)):
                 continue
-            if name in _THEIRS or (not _is_ours(base) and name in own - HOOKS):
+            if name in _TRAINER_NAMES or (not _is_ours(base) and name in own - HOOKS):
                 yield f"{base.__name__}.{name}", name
 
 
@@ -115,7 +115,7 @@ def _set_attributes(attributes: Mapping[str, Any], made: Mapping[str, Any], move
     """The attributes that were set on a trainer and may not be."""
     for name, value in attributes.items():
         is_same = isinstance(value, moves[name]) if name in moves else name in made and value is made[name]
-        if not is_same and (name in moves or name in made or name in _THEIRS):
+        if not is_same and (name in moves or name in made or name in _TRAINER_NAMES):
             yield name
 
 

@@ -28,7 +28,7 @@ _DEEPEST = 200  # levels; Arrow's schemas end before 300
 IMAGES = ("image", "images")  # TRL's names
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 # pandas takes None, NA and n/a for no value: as an answer they are text, which only an empty field is not.
-_OF_CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+_CSV_OPTIONS: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # alone, as JSON may hold one; no tokenizer takes it
 
@@ -229,7 +229,7 @@ def load_rows(source: str, *, split: str = "train", config: str | None = None) -
             for name in files:
                 _check_file(Path(name))
             # `datasets` takes a name for a pattern: that of rows[1].jsonl would be rows1.jsonl.
-            options = _OF_CSV if file_format == "csv" else {}
+            options = _CSV_OPTIONS if file_format == "csv" else {}
             return load_dataset(file_format, data_files=list(map(escape, files)), split="train", **options)
         if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
             saved = load_from_disk(source)
@@ -242,7 +242,7 @@ def load_rows(source: str, *, split: str = "train", config: str | None = None) -
             if file.suffix in FILE_FORMATS and not file.is_dir():
                 _check_file(file)
         formats = {FILE_FORMATS.get(file.suffix) for file in path.rglob("*")} - {None}
-        return load_dataset(source, config, split=split, **(_OF_CSV if formats == {"csv"} else {}))
+        return load_dataset(source, config, split=split, **(_CSV_OPTIONS if formats == {"csv"} else {}))
     except Exception as error:  # of the hub, the network, the file system or the file format
         got = f"got dataset {source!r} (split {split!r})"
         raise DataError(f"{got}, which cannot be loaded: {error.__cause__ or error}") from error

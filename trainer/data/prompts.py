@@ -102,18 +102,18 @@ def decoded(tokenizer: Any, sampled: Sequence[Sequence[int]], *, skip_special_to
 
     A head may have more rows than the tokenizer has tokens. Rust's tokenizers skip such an id, Python's may raise.
     """
-    ids = [list(one) for one in sampled]
+    ids = [list(tokens) for tokens in sampled]
     try:
         return list(tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens))
     except Exception:
         tokens = set(tokenizer.get_vocab().values())
-        if all(one in tokens for each in ids for one in each):
+        if all(token in tokens for row in ids for token in row):
             raise
     warn_once(
         f"got sampled token ids that the tokenizer does not have, want those of its {len(tokens)} tokens, at most "
         f"{max(tokens)}: others are left out of texts; fix: the tokenizer of this model, if it is another's"
     )
-    ids = [[one for one in each if one in tokens] for each in ids]
+    ids = [[token for token in row if token in tokens] for row in ids]
     return list(tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens))
 
 

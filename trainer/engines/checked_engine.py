@@ -46,7 +46,7 @@ _MAX_BOUND = 1e-3
 # The mean was 1.05 to 2.12 times what 16 bits move the policy's own log-probs, in 16 steps of a real model
 # (bench/results/cpu-2-cores/rounding-2026-11-26.json).
 ROUNDINGS = 3.0
-OF_A_TURN = 3.0  # times the bound of the mean: a turn may have few tokens
+TURN_FACTOR = 3.0  # times the bound of the mean: a turn may have few tokens
 _MEAN_BOUND = {torch.float32: 0.02, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 _EXPERT_KINDS = {(dtype, "cpu") for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)}
@@ -221,7 +221,7 @@ class WeightCheck:
         dtype = max(computed_in, key=lambda dtype: torch.finfo(dtype).eps)
         exact = dtype not in _MEAN_BOUND or (dtype == torch.float32 and self._device == "cpu")
         kind, got = ("max", largest) if exact else ("mean", mean)
-        bound = self._bound or (_MAX_BOUND if exact else _MEAN_BOUND[dtype] * (1.0 if turn is None else OF_A_TURN))
+        bound = self._bound or (_MAX_BOUND if exact else _MEAN_BOUND[dtype] * (1.0 if turn is None else TURN_FACTOR))
         if got <= bound:  # which NaN is not
             return None
         may_round = dtype.itemsize == 2 and self._bound is None

@@ -30,10 +30,10 @@ _BEAMS = (
 )
 
 # What else of a generation config decides which tokens are sampled, beside SamplingParams and the ends.
-_OF_MODEL = {"bad_words_ids", "begin_suppress_tokens", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"}
-_OF_MODEL |= {"exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "guidance_scale"}
-_OF_MODEL |= {"min_length", "min_new_tokens", "no_repeat_ngram_size", "num_beams", "sequence_bias", "stop_strings"}
-_OF_MODEL |= {"suppress_tokens", "typical_p", "watermarking_config"}
+_DECIDING = {"bad_words_ids", "begin_suppress_tokens", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"}
+_DECIDING |= {"exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "guidance_scale"}
+_DECIDING |= {"min_length", "min_new_tokens", "no_repeat_ngram_size", "num_beams", "sequence_bias", "stop_strings"}
+_DECIDING |= {"suppress_tokens", "typical_p", "watermarking_config"}
 
 
 class TransformersEngine(RolloutEngine):
@@ -135,7 +135,7 @@ class TransformersEngine(RolloutEngine):
         ends = {"max_new_tokens": sampling.max_tokens, "eos_token_id": stop_ids or None, "pad_token_id": 0}
         config = GenerationConfig(**ends, **options)
         # The model's own top_k, penalties and the like are ignored: as with vLLM, SamplingParams alone decides.
-        if ignored := sorted(_OF_MODEL.intersection(self._model.generation_config.to_diff_dict()) - options.keys()):
+        if ignored := sorted(_DECIDING.intersection(self._model.generation_config.to_diff_dict()) - options.keys()):
             warn_once(
                 f"got {', '.join(ignored)} in the model's generation_config, which samples without it, as vLLM does; "
                 "TRL's trainer would use it; fix: generation_kwargs, or leave it out"

@@ -66,10 +66,10 @@ def checked_call(function: Mapping[str, Any], tools: Sequence[Any] = ()) -> Call
     transformers does that.
     """
     arguments = function.get("arguments", function.get("parameters"))
-    arguments = {} if arguments is None else _of_types(arguments, ["object"])
+    arguments = {} if arguments is None else _value_by_types(arguments, ["object"])
     if tools and isinstance(arguments, dict):
         types = _types_of(function["name"], tools)
-        arguments = {key: _of_types(value, types.get(key, ())) for key, value in arguments.items()}
+        arguments = {key: _value_by_types(value, types.get(key, ())) for key, value in arguments.items()}
     # ValueError for numbers that JSON does not have, or characters that UTF-8 does not.
     json.dumps([function["name"], arguments], ensure_ascii=False, allow_nan=False).encode()
     if not isinstance(function["name"], str) or _depth(arguments) > _DEEPEST:
@@ -118,17 +118,17 @@ def _between(text: str, begin: str, *ends: str) -> list[str]:
 def _tagged(part: str, tools: Sequence[Any]) -> list[Call]:
     name, _, body = part.partition(">")
     pairs = (one.partition(">")[::2] for one in _between(body, "<parameter=", "</parameter>"))
-    return [_of_texts(name, {key: text.removeprefix("\n").removesuffix("\n") for key, text in pairs}, tools)]
+    return [_call_from_texts(name, {key: text.removeprefix("\n").removesuffix("\n") for key, text in pairs}, tools)]
 
 
 def _glm(part: str, tools: Sequence[Any]) -> list[Call]:
     name, *pairs = part.split("<arg_key>")
     values = (pair.partition("</arg_key>") for pair in pairs)
     texts = {key: "".join(_between(value, "<arg_value>", "</arg_value>")) for key, _, value in values}
-    return [_of_texts(name.strip(), texts, tools)]
+    return [_call_from_texts(name.strip(), texts, tools)]
 
 
-def _of_texts(name: str, texts: Mapping[str, str], tools: Sequence[Any]) -> Call:
+def _call_from_texts(name: str, texts: Mapping[str, str], tools: Sequence[Any]) -> Call:
     """A call whose values are text where the tool's schema allows it, else JSON or text."""
     types = _types_of(name, tools)
     values = {key: text if "string" in types.get(key, ()) else _value(text) for key, text in texts.items()}
@@ -143,7 +143,7 @@ def _value(text: str) -> Any:
     return text
 
 
-def _of_types(value: Any, types: Sequence[str]) -> Any:
+def _value_by_types(value: Any, types: Sequence[str]) -> Any:
     """What a text stands for in the first of these types of JSON that it has: "0" is no truth to Python."""
     for kind in types if isinstance(value, str) else ():
         with suppress(ValueError, KeyError):  # the latter of "string", or of what is no truth
@@ -166,7 +166,7 @@ def _number(text: str) -> int | float:
     raise ValueError(text)
 
 
-def _of_json(text: str, kind: type) -> Any:
+def _json_of_kind(text: str, kind: type) -> Any:
     if isinstance(value := _value(text), kind):
         return value
     raise ValueError(text)
@@ -177,8 +177,8 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "number": _number,
     "boolean": lambda text: _TRUTHS[text.strip().lower()],
     "null": lambda text: {"null": None, "None": None}[text.strip()],
-    "array": partial(_of_json, kind=list),
-    "object": partial(_of_json, kind=dict),
+    "array": partial(_json_of_kind, kind=list),
+    "object": partial(_json_of_kind, kind=dict),
 }
 
 

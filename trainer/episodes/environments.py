@@ -186,21 +186,21 @@ class Environments:
         return {name: value for name, value in row.items() if name not in left_out}
 
     def _made(self, name: str | None) -> Any:
-        made = _awaited("environment_factory", "an environment", self.factories[name])
-        if any(made is one for pool in self.pool.values() for one in pool):
+        environment = _awaited("environment_factory", "an environment", self.factories[name])
+        if any(environment is one for pool in self.pool.values() for one in pool):
             raise InputError(
-                f"got one {type(made).__name__} twice from environment_factory, want a new object at each call: "
+                f"got one {type(environment).__name__} twice from environment_factory, want a new object at each call: "
                 "episodes are played at the same time; fix: the class itself, or a function that makes one"
             )
         # Schemas, the call of `reset` and the reward are those of the first one's class.
-        kind, first = type(made), self._first.setdefault(name, type(made))
+        kind, first = type(environment), self._first.setdefault(name, type(environment))
         if _code(kind) != _code(first):
             raise InputError(
                 f"got a {kind.__name__} from environment_factory, which made a {first.__name__} before, want objects "
                 "of one class; fix: a dict of factories and a column 'environment' for several"
             )
         self._firsts[kind] = first
-        return made
+        return environment
 
 
 def methods_of(environment: Any) -> list[Tool]:

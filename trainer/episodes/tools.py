@@ -30,7 +30,7 @@ from fused_grpo.trainer.types import ToolCall
 Tool = Callable[..., Any]
 Slots = threading.Semaphore  # of calls at the same time, of all episodes
 ASYNC = "async tools"  # the name of their event loop: one that blocks it stops no reward
-_OF_THREADS = re.compile("(main|same|different|another) thread")  # errors of SQLite, signals, Playwright
+_THREAD_ERRORS = re.compile("(main|same|different|another) thread")  # errors of SQLite, signals, Playwright
 _RECORDED = 10_000  # characters of an answer, in rollouts.jsonl and the report
 
 
@@ -130,7 +130,7 @@ class Answers:
             if isinstance(error, CannotLoadError):
                 raise  # which no model can mend
             text, failed = str({"error": error_text(error)}), True
-            if _OF_THREADS.search(text):
+            if _THREAD_ERRORS.search(text):
                 warn_once(
                     f"got {text[:500]} from the tool {call['name']!r}, and plain functions run in threads, none of "
                     "which is the main one; fix: objects for any thread, as sqlite3.connect(..., check_same_thread="

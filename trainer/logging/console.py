@@ -239,12 +239,12 @@ def best_and_worst(rows: Sequence[Mapping[str, object]], limit: int) -> list[Map
     )
     prompts = [message_text(row.get("prompt", "")) for row in scored]
     count = min(limit, len(scored))
-    best = _of_many_prompts(list(range(len(scored))), prompts, count - count // 2)
+    best = _varied(list(range(len(scored))), prompts, count - count // 2)
     rest = [number for number in reversed(range(len(scored))) if number not in best]
-    return [scored[number] for number in sorted(best + _of_many_prompts(rest, prompts, count // 2))]
+    return [scored[number] for number in sorted(best + _varied(rest, prompts, count // 2))]
 
 
-def _of_many_prompts(numbers: list[int], prompts: Sequence[str], count: int) -> list[int]:
+def _varied(numbers: list[int], prompts: Sequence[str], count: int) -> list[int]:
     """The first `count` of the numbers, those that repeat the prompt of an earlier one last."""
     first = {prompts[number]: number for number in reversed(numbers)}
     return sorted(numbers, key=lambda number: first[prompts[number]] != number)[:count]

@@ -145,7 +145,7 @@ def tokenizer_for(model: str | Path | PreTrainedModel, processing_class: Any, ar
         source = getattr(model.config, "_name_or_path", "") if isinstance(model, nn.Module) else str(model)
         if not source:
             raise InputError("got a model without a path and no tokenizer; fix: pass processing_class=<tokenizer>")
-        processing_class = AutoTokenizer.from_pretrained(source, **_of_tokenizer(loading_options(args)))
+        processing_class = AutoTokenizer.from_pretrained(source, **_tokenizer_options(loading_options(args)))
     if not all(hasattr(processing_class, name) for name in ("eos_token_id", "get_vocab", "batch_decode")):
         raise WrongTypeError(
             f"got a {type(processing_class).__name__} as processing_class, want a tokenizer of transformers; fix: "
@@ -306,7 +306,7 @@ def generation_config(model: Any, args: GRPOConfig) -> Any:
     return None
 
 
-def _of_tokenizer(options: Mapping[str, Any]) -> dict[str, Any]:
+def _tokenizer_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"trust_remote_code": options["trust_remote_code"], "revision": options.get("revision") or "main"}
 
 
@@ -335,7 +335,7 @@ def load_teacher(
         return teacher
     options = {"trust_remote_code": args.runs_remote_code, **(args.teacher_model_init_kwargs or {})}
     if not isinstance(teacher, nn.Module):
-        _check_tokens(teacher, tokenizer, **_of_tokenizer(options))
+        _check_tokens(teacher, tokenizer, **_tokenizer_options(options))
     elif isinstance(policy, nn.Module):  # before what they may share is frozen
         check_teacher_model(teacher, policy)
     loaded = load_model(teacher, accelerator, given="teacher_model_init_kwargs", **options)

@@ -13,7 +13,7 @@ from trl_differences import DIFFERENT
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.common.warnings import warn_once
-from fused_grpo.trainer.config.trl_fields import FORMER, MISSING, OF_TRAINER
+from fused_grpo.trainer.config.trl_fields import FORMER, MISSING, TRAINER_ARGUMENTS
 from fused_grpo.trainer.config.trl_names import HOOKS, REASONS
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -139,7 +139,7 @@ def test_a_former_or_misspelled_name_is_refused_with_the_one_to_write():
 
 def test_what_belongs_to_the_other_of_trainer_and_options_is_said_so():
     arguments, options = inspect.signature(GRPOTrainer).parameters, inspect.signature(GRPOConfig).parameters
-    assert OF_TRAINER.keys() == set(arguments)
+    assert TRAINER_ARGUMENTS.keys() == set(arguments)
     assert not arguments.keys() & options.keys()
     for name in arguments:
         with pytest.raises(

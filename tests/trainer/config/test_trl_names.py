@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback
 
 from fused_grpo.errors import InputError, MissingAttributeError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
-from fused_grpo.trainer.config.trl_names import _THEIRS, HOOKS, REASONS, check_replaced
+from fused_grpo.trainer.config.trl_names import _TRAINER_NAMES, HOOKS, REASONS, check_replaced
 from fused_grpo.trainer.loop import _MOVES
 from fused_grpo.trainer.transformers_face import TransformersFace, _Part
 
@@ -141,7 +141,7 @@ def test_what_a_subclass_sets_before_its_super_call_is_kept_or_refused(make_trai
     monkeypatch.setitem(make_trainer.__globals__, "GRPOTrainer", Mine)
     trainer = make_trainer(max_steps=1)
     assert trainer.mine is early["mine"]
-    own = [name for name in vars(trainer) if name not in (*early, *_THEIRS, "_made")]
+    own = [name for name in vars(trainer) if name not in (*early, *_TRAINER_NAMES, "_made")]
     assert {"results", "facts", "buffer", "learner"} <= set(own)
     early |= dict.fromkeys(own, "of a subclass")
     with pytest.raises(UnsupportedError, match="set before super") as refused:

@@ -13,7 +13,7 @@ import httpx
 
 from fused_grpo.errors import InputError, shown
 
-_OF_PROXIES = {
+_PROXY_ADVICE = {
     413: "a proxy before it takes no body of that size (nginx: client_max_body_size)",
     504: "a proxy before it waits no longer for an answer (nginx: proxy_read_timeout)",
 }
@@ -102,7 +102,7 @@ def refused(response: httpx.Response, text: str, *, has_key: bool) -> str:
     """What to do about an error status with that body; "": it says it, if anything does."""
     if "Out of range float values" in text:  # of Python's json, from a server whose answer has them
         return "; it has log-probs that are not finite, as with NaN in its weights or logits"
-    if advice := _OF_PROXIES.get(response.status_code):
+    if advice := _PROXY_ADVICE.get(response.status_code):
         return f"; {advice}"
     if response.status_code == httpx.codes.UNAUTHORIZED:
         missing = "VLLMServerEngine has an api_key for a server with --api-key"
