@@ -4,7 +4,8 @@ Floors: kernels -> fused_grpo -> trainer; an import never goes up. Inside a floo
 go down; nowhere is there a circle. The drawing in CONTRIBUTING.md has every arrow between rooms and no other. Imports
 inside functions and under TYPE_CHECKING count. Lengths: files of at most 500 lines, functions of at most 60, jit
 kernels of at most 90, public functions of at most 4 positional parameters; pages of at most 250 lines; names of tests
-of at most 70 characters. Words: code and pages use the field's terms instead of those in WORDS; no notes to self.
+of at most 70 characters. Words: code and pages use the field's terms instead of those in WORDS; no notes to self. A
+variable, an argument or a field is named by a noun that says what it is: none is VAGUE.
 Pages: every relative link, its anchor, and every file named in backticks exists, and docs/README.md links every page.
 What code may not do is in security.py.
 """
@@ -53,7 +54,12 @@ WORDS = {  # between two characters that are no letters, in any case; what a rev
     r"(?<!\")contenders?|crew|in turns": "say implementations, worker processes, interleaved rounds",
     r"used[ _]up|comes[ _]again|(?<=\.)learns|learns(?=:|=)": "say exhausted, has_more_iterations, in_loss",
     r"(?-i:[Nn]obody|[Ww]hoever)": "name who it is",
+    r"farms?": "say fork server",
+    r"oracles?": "say independent implementation",
+    r"rehears(e[ds]?|als?|ing)": "say dry run",
 }
+VAGUE = re.compile(r"left|some|mine|theirs|known|found|done|how|of_\w+")  # as a variable, an argument or a field
+FIELDS = ("done", "left")  # which environments and saved buffers have, and drawings
 NAMED_FILE = r"`((?:bench|docs|examples|fused_grpo|kernels|scripts|tests|trainer)/[\w./-]+\.(?:py|md|toml|yaml|json))`"
 
 
@@ -129,11 +135,27 @@ def breaches_of(path: Path) -> Iterator[str]:
     tree = ast.parse(text)
     if shipped and text.strip() and not ast.get_docstring(tree):
         yield f"{name}: no module docstring"
+    yield from name_breaches(tree, name)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and shipped:
             yield from function_breaches(node, name)
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > MAX_TEST_NAME:
             yield f"{name}:{node.lineno}: {node.name} has {len(node.name)} characters, at most {MAX_TEST_NAME}"
+
+
+def name_breaches(tree: ast.Module, name: Path) -> Iterator[str]:
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    fields = [line.target for node in classes for line in node.body if isinstance(line, ast.AnnAssign)]
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=defined, ctx=ast.Store()) | ast.arg(arg=defined):
+                allowed = FIELDS if node in fields else ()
+            case ast.Attribute(value=ast.Name(id="self"), attr=defined, ctx=ast.Store()):
+                allowed = FIELDS
+            case _:
+                continue
+        if VAGUE.fullmatch(defined) and defined not in allowed:
+            yield f"{name}:{node.lineno}: {defined!r} is vague: name what it is"
 
 
 def function_breaches(node: ast.FunctionDef, name: Path) -> Iterator[str]:

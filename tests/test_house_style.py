@@ -1,6 +1,7 @@
 """scripts/house_style.py finds what it forbids, in a small house of its own."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -104,9 +105,33 @@ def test_the_drawing_names_the_rooms_of_the_floor_below(breaches):
     assert "the drawing lacks the line 'types        -> | config kernels'" in said
 
 
-@pytest.mark.parametrize("text", ["def is_used_up(): ...", "# Whoever calls.", "rows = dealt"])
+@pytest.mark.parametrize(
+    "text", ["def is_used_up(): ...", "# Whoever calls.", "rows = dealt", "# Rehearsed by Farm 2."]
+)
 def test_a_word_that_is_not_the_fields_is_found(breaches, text):
     assert "trainer/types.py:3: " in breaches(**{"trainer/types.py": f'"""Types."""\n\n{text}\n'})
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("left, right = 0, 1", "left"),
+        ("def f(**how): ...", "how"),
+        ("f = lambda of_rows: of_rows", "of_rows"),
+        ("class A:\n    def f(self): self.known, self.done = 0, 1", "known"),
+        ("class A:\n    done: int\n    some: int", "some"),
+        ("done = 1", "done"),
+    ],
+)
+@pytest.mark.parametrize("folder", ["trainer", "bench", "tests"])
+def test_a_name_that_does_not_say_what_it_is_is_found(breaches, folder, line, name):
+    said = breaches(**{f"{folder}/types.py": f'"""Types."""\n\n{line}\n'})
+    assert re.findall(r"types\.py:(\d): '(\w+)' is vague", said) == [(f"{3 + line.count(chr(10))}", name)]
+
+
+def test_a_function_and_a_call_may_have_such_names(breaches):
+    text = "def of_rows(): ...\n\n\nof_rows(some=theirs.left)\n"
+    assert breaches(**{"trainer/types.py": f'"""Types."""\n\n{text}'}) == ""
 
 
 def test_a_test_name_that_is_too_long_is_found(breaches):

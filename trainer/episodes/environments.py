@@ -221,13 +221,13 @@ def is_done(environment: Any) -> bool:
     default = () if hasattr(type(environment), "done") else (False,)  # an AttributeError of a property is an error
 
     def truth() -> Any:
-        done = getattr(environment, "done", *default)
-        return done.item() if hasattr(done, "item") else done  # of NumPy, PyTorch, JAX
+        value = getattr(environment, "done", *default)
+        return value.item() if hasattr(value, "item") else value  # of NumPy, PyTorch, JAX
 
-    done = _awaited(what, "True or False", truth)
-    if not isinstance(done, int | float | None) and not callable(done):  # a TRL environment's own may be anything
-        warn_once(f"got a {type(done).__name__} as {what}, which ends no episode, want True or False; fix: bool(...)")
-    return isinstance(done, int | float) and bool(done)
+    value = _awaited(what, "True or False", truth)
+    if not isinstance(value, int | float | None) and not callable(value):  # a TRL environment's own may be anything
+        warn_once(f"got a {type(value).__name__} as {what}, which ends no episode, want True or False; fix: bool(...)")
+    return isinstance(value, int | float) and bool(value)
 
 
 def _code(kind: type[Any]) -> dict[str, Any]:
