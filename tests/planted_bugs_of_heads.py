@@ -45,8 +45,8 @@ BUGS = {
     ),
     "the most probable token is sought in the first block alone": (
         "fused_grpo/passes/torch_passes/divergence.py",
-        "tops.argmax(1)[:, None] + starts)",
-        "tops.argmax(1)[:, None] + 0 * starts)",
+        "(at + torch.arange(",
+        "(at + 0 * torch.arange(",
         DIVERGENCE,
     ),
     "two tokens of probability 0 diverge": (

@@ -21,6 +21,7 @@ DTYPES = [torch.float16, torch.float32, torch.bfloat16]
 def pass_(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     # As many columns in a block as there are in a tile of the interpreter.
     monkeypatch.setattr(buffers, "BLOCK_BYTES", 4 * 7 * 128)
+    monkeypatch.setattr(torch_passes.divergence, "_SEARCHED", 8)  # in several rounds
     return (kernels if request.param == "triton" else torch_passes).divergence_gradient_
 
 

@@ -34,6 +34,7 @@ from fused_grpo.passes.torch_passes.tile import block_sums, empty_tile, exp, is_
 
 # For jsd, e^c is not smaller: it is not 0, and no quotient is out of range. Twice as far down it is 0.
 _LEAST = {torch.float32: -60.0, torch.float64: -600.0}
+_SEARCHED = 128
 
 
 def divergence_gradient_(
@@ -88,15 +89,9 @@ class _Logits:
         self.slopes = empty_tile(*raw.shape, dtype=raw.dtype, device=raw.device) if slopes and softcap else None
         width, _ = scratch(raw, 0)
         self.columns = list(buffers.chunks(raw.shape[1], width))
-        # Elementwise over the blocks first: a maximum of each row in each block takes twice as long.
-        tops = self._transformed_(self.columns[0]).clone()
-        for columns in self.columns[1:]:
-            z = self._transformed_(columns)
-            torch.maximum(tops[:, : z.shape[1]], z, out=tops[:, : z.shape[1]])
-        starts = torch.arange(0, raw.shape[1], width, device=raw.device)
-        candidates = (tops.argmax(1)[:, None] + starts).clamp_max(raw.shape[1] - 1)
-        largest, block = raw.gather(1, candidates).max(1, keepdim=True)
-        self.largest, self.at = largest[:, 0], candidates.gather(1, block)[:, 0]
+        largest = _largest_of_blocks(self._transformed_(columns) for columns in self.columns)
+        peaks = _columns_of_largest(raw, largest)
+        self.largest, self.at = raw.gather(1, peaks)[:, 0], peaks[:, 0]
 
     def _transformed_(self, columns: slice) -> Tensor:
         z = self.z[:, columns]
@@ -121,6 +116,29 @@ class _Logits:
     def slopes_at(self, columns: Tensor) -> Tensor | float:
         """Those of the soft cap at columns [R, c] of each row."""
         return 1.0 if self.slopes is None else self.slopes.gather(1, columns)
+
+
+def _largest_of_blocks(blocks: Iterator[Tensor]) -> Tensor:
+    """The elementwise maximum [R, c] of blocks of columns, of which the last may be narrower."""
+    largest = next(blocks).clone()
+    for block in blocks:
+        torch.maximum(largest[:, : block.shape[1]], block, out=largest[:, : block.shape[1]])
+    return largest
+
+
+def _columns_of_largest(z: Tensor, largest: Tensor) -> Tensor:
+    """The columns [R, 1] of the largest logits of z [R, V], from the elementwise maximum of its blocks [R, c].
+
+    A search along a row, whose columns are far apart in memory, takes up to fifty times as long for each number as an
+    elementwise maximum. So there is one among a few columns only.
+    """
+    width = largest.shape[1]
+    if width <= _SEARCHED:
+        at = largest.argmax(1, keepdim=True)
+    else:
+        at = _columns_of_largest(largest, _largest_of_blocks(iter(largest.split(_SEARCHED, 1))))
+    candidates = (at + torch.arange(0, z.shape[1], width, device=z.device)).clamp_max(z.shape[1] - 1)
+    return candidates.gather(1, z.gather(1, candidates).argmax(1, keepdim=True))
 
 
 class _Rows(NamedTuple):
