@@ -26,6 +26,7 @@ from fused_grpo.head.checks import (
     check_temperature_values,
     check_tensors,
     is_number,
+    may_synchronize,
     outside_graphs,
 )
 from fused_grpo.head.chunked_divergence import Teacher, TwoHeads, chunked_divergence
@@ -126,12 +127,13 @@ def fused_linear_divergence(
     if weight_main_grad is not None:
         check_main_grad(weight_main_grad, student_weight, chosen)
     index = rows_of(weights != 0)
+    # Under capture of a CUDA graph no row is left out, and those that are masked may hold anything.
+    rows = heads.select(index) if may_synchronize(weights) else heads.blank(weights != 0)
     weights = weights.to(heads.student.dtype)
-    rows = heads.select(index)
     row_weights = weights if index is None else weights[index]
     with full_precision(student_hidden):
         if chosen == "reference":
-            divergence = reference_divergence(rows, kind, beta)
+            divergence = torch.where(row_weights != 0, reference_divergence(rows, kind, beta), 0.0)
             loss, divergence = (row_weights * divergence).sum(), divergence.detach().clamp_min(0.0)
         else:
             passes = choice.passes(chosen)
@@ -147,6 +149,7 @@ def fused_linear_divergence(
                     wanted=wanted,
                     rounded=weight_main_grad is None,
                 )
+                divergence = torch.where(row_weights != 0, divergence, 0.0)
                 loss = (row_weights * divergence).sum()
             leaves = (heads.student.hidden, student_weight, heads.student.bias)
             loss = AttachGradients.apply(loss, gradients, weight_main_grad, passes, *leaves)  # type: ignore[no-untyped-call]
@@ -294,4 +297,4 @@ def teacher_of(
     if impl != "reference":  # which rounds it itself; here once for all chunks
         head = replace(head, weight=head.weight.to(head.hidden.dtype))
     weights = d.coef * inputs.tokens.weights
-    return Teacher(head, weights, torch.zeros_like(weights), d.kind, d.beta, choice.passes(impl))
+    return Teacher(head, inputs.tokens.mask, weights, torch.zeros_like(weights), d.kind, d.beta, choice.passes(impl))

@@ -39,6 +39,10 @@ class TwoHeads:
         """Some of the rows."""
         return TwoHeads(self.student.select(index), self.teacher.select(index))
 
+    def blank(self, kept: Tensor) -> TwoHeads:
+        """All of the rows, with hidden states of 0 in those that are not `kept` [N]."""
+        return TwoHeads(self.student.blank(kept), self.teacher.blank(kept))
+
     def chunk_memory(self, passes: RowPasses, chunk_bytes: int | None) -> tuple[Tensor, Tensor]:
         """[R, V] for the logits of each. The slopes of the student's soft cap take as much on the torch path."""
         tiles = 2 if self.student.softcap is None else 3
@@ -56,12 +60,17 @@ class Teacher:
     """A teacher in the pass of another loss: its logits cost U, its divergence and that loss share dH and dW."""
 
     head: Head
+    mask: Tensor  # [N] bool, the rows that count
     weights: Tensor  # [N], d loss / d divergence
     divergence: Tensor  # [N], 0 for the rows that have not been visited
     kind: str
     beta: float
     passes: RowPasses
     memory: Tensor | None = None  # [R, V] for its logits of a chunk
+
+    def blank(self) -> Teacher:
+        """This, with hidden states of 0 in the rows that do not count: all are visited."""
+        return replace(self, head=self.head.blank(self.mask))
 
     def with_memory(self, student: Head, index: Tensor | None, chunk_bytes: int | None) -> tuple[Tensor, Teacher]:
         """(memory [R, V] for the logits of a student's chunk, this with as much), for rows `index` of the student."""
@@ -100,10 +109,11 @@ class Teacher:
 
     def added_to(self, statistics: dict[str, Tensor], without: Tensor) -> dict[str, Tensor]:
         """The statistics of the other loss, `without` [N] whose gradient these tokens are, with this part of it."""
-        loss = statistics["loss"] + (self.weights * self.divergence).sum()
-        divergence = formulas.over_tokens(self.divergence.sum(), statistics)
+        divergence = torch.where(self.mask, self.divergence, 0.0)
+        loss = statistics["loss"] + (self.weights * divergence).sum()
+        mean = formulas.over_tokens(divergence.sum(), statistics)
         zero = formulas.over_tokens((without & (self.weights == 0)).sum(), statistics)
-        return {**statistics, "loss": loss, "distillation": divergence, "zero_gradient_fraction": zero}
+        return {**statistics, "loss": loss, "distillation": mean, "zero_gradient_fraction": zero}
 
 
 def chunked_divergence(

@@ -105,8 +105,8 @@ def chunked_loss(
         active_first = (any(plan.wanted) or shards is not None) and teacher is None
         inputs, index, active = rows_to_score(inputs, config, plan.score, active_first=active_first)
         rows = head if index is None else head.select(index)
-    elif teacher is None:
-        rows = head.blank(mask)
+    else:
+        rows, teacher = head.blank(mask), None if teacher is None else teacher.blank()
     # The gradient of an entropy is no multiple of softmax weights.
     weighted = any(plan.wanted) and rows.gemm_on_softmax and not (teacher or shards or in_phases or config.entropy_coef)
     kernel = None

@@ -19,6 +19,7 @@ from fused_grpo import (
 from fused_grpo._maths import distributions
 from fused_grpo.divergence import check_together
 from fused_grpo.errors import InputError, UnsupportedError
+from fused_grpo.head import chunked_loss
 
 N, V, D = 18, 23, 6
 KINDS = ("reverse_kl", "forward_kl", "jsd")
@@ -122,6 +123,22 @@ def judge(inputs: Inputs, config: Inputs, *, kind: str = "reverse_kl", **options
 @pytest.mark.parametrize(("impl", "chunk_bytes"), [("torch", None), ("torch", 6000), ("triton", 3000)])
 def test_one_pass_is_as_exact_as_two_losses_over_full_logits(config, kind, impl, chunk_bytes):
     judge(make_inputs(), CONFIGS[config], kind=kind, impl=impl, chunk_bytes=chunk_bytes)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("config", ["token", "grpo"])
+def test_masked_rows_may_hold_anything_where_a_cuda_graph_is_captured(config, impl, monkeypatch):
+    for name in ("leaves_out_rows", "may_synchronize"):
+        monkeypatch.setattr(chunked_loss, name, lambda _: False)
+    inputs = make_inputs()
+    inputs["teacher_hidden"][7] = torch.inf
+    ours = solve(inputs, CONFIGS[config], impl=impl, chunk_bytes=6000)
+    inputs["teacher_hidden"][7] = 0.0
+    exact = separately(
+        upcast({**inputs, "hidden": inputs["hidden"].nan_to_num()}, torch.float64), CONFIGS[config], kind="reverse_kl"
+    )
+    for name, value in ours.items():
+        torch.testing.assert_close(value.double(), exact[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton", "reference"])
