@@ -49,7 +49,7 @@ class FunctionEngine(RolloutEngine):
         self._version = 0
         self.inner = inner
         self.weight_dtype = getattr(inner, "weight_dtype", None)
-        self.takes_adapter = getattr(inner, "takes_adapter", False)
+        self.takes_adapter, self.has_own_weights = getattr(inner, "takes_adapter", False), inner is not None
 
     @property
     def weight_version(self) -> int:  # type: ignore[override]

@@ -39,7 +39,7 @@ from fused_grpo.trainer.rewards.reward_call import (
 )
 
 FailurePolicy = Literal["fail", "retry", "drop"]
-FIRST_PAUSE = 0.5  # seconds before the first retry; each further pause is twice as long
+FIRST_PAUSE, DOUBLINGS = 0.5, 7  # seconds before the first retry; each further pause is twice as long, up to 64 s
 BATCH_SIZE = 16  # sequences in one forward pass
 _ONLY_RANK_0 = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # which Accelerate sets, for transformers
 
@@ -235,7 +235,7 @@ def _call_with_retries(call: RewardCaller, inputs: RewardInputs, retries: int) -
             return call(inputs, pinpoint=False)
         except RewardError as error:
             _log.warning("%s (call %d of %d, trying again)", error, attempt + 1, calls)
-            time.sleep(FIRST_PAUSE * 2**attempt)
+            time.sleep(FIRST_PAUSE * 2 ** min(attempt, DOUBLINGS))
     try:
         return call(inputs)
     except RewardError as error:

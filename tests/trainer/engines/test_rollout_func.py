@@ -34,6 +34,13 @@ def engine(trainer):
     return lambda **changes: FunctionEngine(lambda prompts, trainer: GOOD | changes, trainer)
 
 
+def test_weights_are_read_for_an_inner_engine_alone(engine, trainer) -> None:
+    """Each rank would gather all of them, under FSDP2, and merge its adapter."""
+    inner = SimpleNamespace(weight_version=0)
+    assert not engine().has_own_weights
+    assert FunctionEngine(lambda prompts, trainer: GOOD, trainer, inner=inner).has_own_weights
+
+
 def test_what_the_function_returns_becomes_rollouts(engine) -> None:
     engine = engine(env_reward=[1.0, 2.0, 3.0, 4.0], source="web", env_mask=[[1, 1], [1], [1, 1, 1], [1]])
     engine.load_weights([], version=7)

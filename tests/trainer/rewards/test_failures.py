@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_grpo.errors import RewardError
-from fused_grpo.trainer.rewards import Rewards
+from fused_grpo.trainer.rewards import Rewards, reward_functions
 
 
 def one(completions):
@@ -36,6 +36,14 @@ def test_retry_calls_again_until_it_works(reward, failures):
     assert flaky.calls == failures + 1
     assert output.per_function.tolist() == [[failures + 1.0]] * 4
     assert (output.extra, output.metrics) == ({"call": [failures + 1] * 4}, {"calls": failures + 1.0})
+
+
+def test_pauses_between_retries_grow_up_to_a_minute(reward, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(reward_functions, "FIRST_PAUSE", 0.5)
+    monkeypatch.setattr(reward_functions.time, "sleep", pauses.append)
+    reward(Flaky(20), failure="retry", retries=20)
+    assert (pauses[:3], pauses[-1], max(pauses)) == ([0.5, 1.0, 2.0], 64.0, 64.0)
 
 
 @pytest.mark.usefixtures("no_pauses")
