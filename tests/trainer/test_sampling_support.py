@@ -1,5 +1,6 @@
 """Truncated sampling: log-probs over the tokens that the sampler kept, through whole steps of the real trainer."""
 
+import dataclasses
 import json
 
 import pytest
@@ -27,7 +28,7 @@ class SamplingEngine(TransformersEngine):
 
 @pytest.fixture
 def make_trainer(make_trainer):
-    return lambda **options: make_trainer(engine=SamplingEngine, **options)
+    return lambda **options: make_trainer(**{"engine": SamplingEngine, **options})
 
 
 def lines(trainer) -> list[dict]:
@@ -119,3 +120,21 @@ def test_rewards_of_skipped_completions_leave_supports_with_their_tokens(make_tr
     trainer.train()
     assert trainer.step == 3
     assert max(step[DIFFERENCE] for step in lines(trainer) if DIFFERENCE in step) < 1e-4
+
+
+def test_kept_tokens_that_a_part_of_a_batch_lacks_are_not_compared_within(make_trainer):
+    """As of an engine over several servers, of which one says none: such log-probs are over kept tokens, these not."""
+
+    class Forgets(SamplingEngine):
+        def generate(self, prompt_ids, sampling):
+            rollouts = super().generate(prompt_ids, sampling)
+            return rollouts if len(self.recorded) == 1 else dataclasses.replace(rollouts, listed_tokens=None)
+
+    def equal_at_first(completions, **_):
+        return [float(place % 4 if place > 3 or len(trainer.engine.recorded) > 1 else 0) for place in range(8)]
+
+    cut = {"per_device_train_batch_size": 8, "dynamic_sampling": 1, "max_steps": 1}
+    trainer = make_trainer(engine=Forgets, reward=equal_at_first, top_k=4, **cut)
+    trainer.train()
+    assert len(trainer.engine.recorded) == 2
+    assert lines(trainer)[0][DIFFERENCE] > 0.01

@@ -154,7 +154,7 @@ class Collector:
             batches=batches,
             iterations=self.args.num_iterations,
             weight_version=scored.weight_version,
-            has_support=scored.has_support,
+            has_support=all(sample.kept_sizes is not None for sample in samples),
             metrics=scored.metrics,
         )
 
@@ -180,10 +180,10 @@ class Collector:
                 placed = replace(sampling, first_prompt=first)
                 samples = self._completing(engine, own, placed, range(first, end), batch="eval")()
                 scored = score_rollouts(samples, own, self.rewards, self.tokenizer, trainer_state=self.events.state)
-        everywhere = gather_objects("joining an evaluation", RolloutFacts.of(scored))
-        metrics = rollout_metrics(everywhere, self.args, self.rewards.weights, evaluated=True)
+        facts = gather_objects("joining an evaluation", RolloutFacts.of(scored))
+        metrics = rollout_metrics(facts, self.args, self.rewards.weights, evaluated=True)
         metrics["num_tokens"] = float(self.num_tokens)
-        scored = replace(scored, samples=self._with_advantages(scored, everywhere, sampling.n))
+        scored = replace(scored, samples=self._with_advantages(scored, facts, sampling.n))
         batch = self._learned_from(scored)
         skipped = [self.learner.can_skip and sample.in_loss and not sample.has_advantage for sample in batch]
         # The sampler's log-probs may be of another temperature.
@@ -376,10 +376,8 @@ class Collector:
 
     def _next_batch(self, engine: RolloutEngine) -> tuple[list[Row], Complete]:
         """The next rows of the dataset, and what completes their prompts; the seed is another one on each rank."""
-        rows, seed = self.sampler.next_batch(), self._seed()
+        rows, sampling = self.sampler.next_batch(), replace(self.sampling, seed=self._seed())
         self.generate_calls += 1
-        # An engine may take some of the further options out.
-        sampling = replace(self.sampling, seed=seed, extra=dict(self.sampling.extra))
         batch = str(self.generate_calls)
         numbers = self.sampler.row_numbers
         complete = self._completing(engine, rows, sampling, numbers, batch=batch)
@@ -458,4 +456,5 @@ class Collector:
     def _learned_from(self, scored: Scored) -> list[Sample]:
         """Its samples without dropped groups; with `mask_truncated_completions` those that were cut are not in loss."""
         masks = self.args.mask_truncated_completions
-        return [replace(one, in_loss=one.finish_reason == "stop" or not masks) for one in scored.kept()]
+        samples = (one for one in scored.samples if not one.dropped)
+        return [replace(one, in_loss=one.finish_reason == "stop" or not masks) for one in samples]

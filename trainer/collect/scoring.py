@@ -53,7 +53,6 @@ class Scored:
 
     samples: list[Sample]  # B, groups one after the other
     weight_version: int  # of the oldest of them, where a rank is left without any, too
-    has_support: bool = False  # whether the sampler's kept tokens are known
     reward_names: list[str]  # F
     seconds: dict[str, float] = field(default_factory=dict)  # by reward function
     # What reward functions logged in each call, with its places in `samples`; after `counted`, by round: means, of so
@@ -78,11 +77,7 @@ class Scored:
     def counted(self) -> Scored:
         """With the means of what was logged, without the calls for completions that are dropped by now, on any rank."""
         means = logged_means(self.calls, [sample.dropped for sample in self.samples])
-        return replace(self, calls=[], logged=[*self.logged, (means, len(self.kept()))])
-
-    def kept(self) -> list[Sample]:
-        """The samples of all groups but the dropped ones."""
-        return [sample for sample in self.samples if not sample.dropped]
+        return replace(self, calls=[], logged=[*self.logged, (means, sum(not one.dropped for one in self.samples))])
 
     def records(self) -> list[dict[str, Any]]:
         """One record per completion, for rollouts.jsonl and the console. Logged columns are fields of it."""
@@ -175,7 +170,6 @@ def score_rollouts(
     return Scored(
         samples=with_fields(samples, scores),
         weight_version=samples[0].weight_version,
-        has_support=all(sample.kept_sizes is not None for sample in samples),
         reward_names=rewards.names,
         **outcome,
     )

@@ -34,6 +34,7 @@ from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.router_replay import ROUTING
 from fused_grpo.trainer.models.weight_stream import WeightStream
+from fused_grpo.trainer.rewards.reward_call import own_copy
 from fused_grpo.trainer.types import FinishReason, ListedTokens, Rollouts, Sample, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -259,6 +260,8 @@ def generated(
     version = engine.weight_version
     own_prompts = getattr(engine, "own_prompts", False)  # which is no attribute of a user's engine
     options: dict[str, Any] = {"rows": rows} if own_prompts else {}
+    # An engine may take some of the further options out, and is asked again with the same ones.
+    sampling = replace(sampling, extra=own_copy(sampling.extra))
     rollouts = engine.generate([list(ids) for ids in prompt_ids], sampling, **options)
     if wrong := _wrong_counts(rollouts, prompt_ids, sampling.n, own_prompts=own_prompts):
         raise UnavailableError(

@@ -65,6 +65,17 @@ def test_retry_samples_the_prompt_with_other_seeds_and_keeps_all_others(caplog) 
     assert again.calls == engine.calls
 
 
+def test_an_engine_that_takes_options_out_is_asked_with_all_of_them_again() -> None:
+    class Takes(Engine):
+        def generate(self, prompt_ids: Any, sampling: SamplingParams) -> Rollouts:
+            assert sampling.extra.pop("stop").pop() == "."
+            return super().generate(prompt_ids, sampling)
+
+    sampling, engine = replace(SAMPLING, extra={"stop": ["."]}), Takes(faulty=2)
+    checked_generate(engine, PROMPTS, sampling, vocab_size=20, failure="retry")  # type: ignore[arg-type]
+    assert (len(engine.calls), sampling.extra) == (3, {"stop": ["."]})
+
+
 def test_retry_is_bounded_and_fail_does_not_ask_again() -> None:
     for failure, calls in {"retry": 3, "fail": 1}.items():
         engine = Engine(faulty=9)
