@@ -197,8 +197,8 @@ class Learner:
         return Teacher(lend=lend, vocab_size=vocab_size, options=options, identity=options | {"model": weights})
 
     def _beginning(self, optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The groups of the optimizer without their parameters, and the state of the schedule."""
-        groups = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+        """The groups of the optimizer, with states in the place of their parameters, and the state of the schedule."""
+        groups = [{**group, "params": [*map(optimizer.state.get, group["params"])]} for group in optimizer.param_groups]
         return copy.deepcopy((groups, self.scheduler.state_dict()))
 
     def restart(self) -> None:
@@ -208,6 +208,8 @@ class Learner:
         self.nonfinite.load_state({"in_a_row": 0, "total": 0})
         self.optimizer.optimizer.state.clear()
         for group, first in zip(self.optimizer.param_groups, groups, strict=True):
+            states = zip(group["params"], first.pop("params"), strict=True)
+            self.optimizer.optimizer.state.update((weight, state) for weight, state in states if state)  # as Adagrad's
             group.update(first)
         self.scheduler.load_state_dict(schedule)
 
@@ -489,9 +491,8 @@ class Learner:
         return output
 
     def _follow_with_reference(self) -> None:
-        """Move the reference, if there is one, towards the policy (TR-DPO)."""
-        if self.reference is None:
-            return
+        """Move the reference towards the policy (TR-DPO)."""
+        assert self.reference is not None  # there is a KL term, and no adapter
         share, policy = self.args.ref_model_mixup_alpha, self._unwrapped
         with torch.no_grad():
             # A tied tensor once; where parameters are sharded, each rank updates its shard.

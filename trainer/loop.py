@@ -65,7 +65,7 @@ from fused_grpo.trainer.episodes.environments import with_prompts
 from fused_grpo.trainer.learner import Optimizers
 from fused_grpo.trainer.logging.console import Phases, progress
 from fused_grpo.trainer.logging.run_log import rewind_logs
-from fused_grpo.trainer.logging.run_output import LogEntry, Results, RunOutput, TrainResult
+from fused_grpo.trainer.logging.run_output import Results, RunOutput, TrainResult
 from fused_grpo.trainer.models.loading import uncompiled
 from fused_grpo.trainer.transformers_face import TransformersFace
 
@@ -176,7 +176,7 @@ class GRPOTrainer(TransformersFace):
             self.buffer: RolloutBuffer | None = None
             self.stop, self.lock = StopOnSignal(), RunLock()
             self._undo = ExitStack()  # of what a run that fails at its start has done
-            self._in_epoch = self._is_stale = False  # stale: the engine has the weights of another run's step
+            self._in_epoch = self._is_stale = False  # stale: the engine has other weights of its step
             self._beginning: dict[str, Any] | None = None  # where the first `train` began in the data
             # Last: no rank is in `train` before all have an engine.
             with all_ranks_succeed(accelerator, "starting the engine"):
@@ -197,8 +197,8 @@ class GRPOTrainer(TransformersFace):
         """Run all steps. Metrics, rollouts, the report and a checkpoint are in `args.output_dir` afterwards.
 
         Args:
-            resume_from_checkpoint: replaces the option of that name. None and False: another run there is moved aside,
-                that of an earlier `train` too, and this one begins with step 1 and the weights as they are now.
+            resume_from_checkpoint: replaces the option of that name, which None leaves. False: another run there is
+                moved aside, that of an earlier `train` too, and this one begins with step 1 and the present weights.
             trial: as in transformers, None: there is no search of hyperparameters.
             ignore_keys_for_eval: as `ignore_keys` of `evaluate`.
 
@@ -218,7 +218,7 @@ class GRPOTrainer(TransformersFace):
                 ending.callback(close)
             ending.enter_context(self.stop)
             ending.enter_context(self.learner.run_modes())
-            self._start(resume_from_checkpoint or self.start.resume)
+            self._start(self.start.resume if resume_from_checkpoint is None else resume_from_checkpoint)
             while not self._is_over():
                 phases = Phases(first=not self.events.steps.steps)
                 if not self._in_epoch:
@@ -274,7 +274,7 @@ class GRPOTrainer(TransformersFace):
                 rewards = result.rewards(self.rewards.names, set_name=name)
                 self.output.evaluation(self.step, rewards, result.num_prompts, prefix=metric_key_prefix)
             result.metrics["loss"] = self.learner.evaluate(result.batch)
-            entry = LogEntry(result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix))
+            entry = result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
             self.events.evaluated(entry, result.num_prompts * (self.args.num_generations_eval or 1))
             results, means = results | entry, means | rewards
         if eval_dataset is None and metric_key_prefix == "eval":
@@ -402,8 +402,7 @@ class GRPOTrainer(TransformersFace):
     def _log_evaluate_save(self) -> None:
         """What callbacks have decided after a step or an epoch; transformers' `DefaultFlowCallback` follows `args`."""
         agree(self.accelerator, self.control)
-        if self.control.should_log:
-            self.events.log_steps()
+        self.events.log_steps()
         if self.control.should_evaluate and (metrics := self._evaluate()):
             is_best = self.events.is_best(metrics)
             if self.args.save_strategy == "best":
@@ -433,8 +432,8 @@ class GRPOTrainer(TransformersFace):
 
     def _stop(self) -> None:
         """Save a resumable checkpoint, even with `save_only_model`, and exit: some rank has received a signal."""
-        if self.control.should_log:
-            self.events.log_steps()
+        agree(self.accelerator, self.control)
+        self.events.log_steps()
         agree(self.accelerator, self.control)
         self._leave_epoch()
         where = self._save_checkpoint(resumable=True)
@@ -452,6 +451,7 @@ class GRPOTrainer(TransformersFace):
         closing = self.events.log_closing(self.output)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             load_model_of(Path(self.state.best_model_checkpoint), self.learner)
+            self._is_stale = True  # for an evaluation in `on_train_end`
         final = self._save_final(self._card())
         with all_ranks_succeed(self.accelerator, "finishing the run"):
             report = self.output.report(final)
@@ -481,7 +481,7 @@ class GRPOTrainer(TransformersFace):
         """Wake the engine; a new one where the last `train` has closed it, which a user's own engine never is."""
         with all_ranks_succeed(self.accelerator, "waking the engine"):
             if not self.engine_is_open:
-                self.engine, self.engine_is_open = self._make_engine(), True
+                self.engine, self.engine_is_open, self._is_stale = self._make_engine(), True, True
             self.engine.wake()
 
     def _close_engine(self) -> None:

@@ -7,6 +7,7 @@ loop makes the parts and passes them to the constructor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -37,7 +38,7 @@ from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import without_bars
 from fused_grpo.trainer.logging.model_card import CardFacts, push_to_hub, write_model_card
-from fused_grpo.trainer.logging.run_output import LogEntry, Results, RunOutput
+from fused_grpo.trainer.logging.run_output import Results, RunOutput
 from fused_grpo.trainer.models.adapters import base_model, is_adapted, saver_of
 from fused_grpo.trainer.models.quantized import codes_identity
 
@@ -67,6 +68,7 @@ class TransformersFace:
     eval_dataset: Any  # as the user gave it
     engine: RolloutEngine
     _training_state: Callable[[], TrainingFiles]  # of the loop, as a checkpoint has it
+    _written: frozenset[str] = frozenset()  # names of the entry that the run is making
 
     def __init__(self, start: Start, model: Any, learner: Learner) -> None:
         start.options = start.args.to_dict()
@@ -82,7 +84,7 @@ class TransformersFace:
             start.callbacks,
             max_steps=start.max_steps,
             shown=(model, start.tokenizer, learner.optimizer, learner.scheduler),
-            log=lambda *entry: self.log(*entry),
+            log=self._log,
         )
         self.scored: Scored | None = None  # the newest generated batch
         self.use_vllm, self.aux_loss_enabled = start.engine_name != "transformers", bool(learner.router_coefficient)
@@ -109,19 +111,28 @@ class TransformersFace:
             logs: numbers by name; the epoch is added.
             start_time: not used, as in TRL.
         """
-        written = logs.written if isinstance(logs, LogEntry) else frozenset()
+        written, self._written = self._written, frozenset()
         if added := {name: value for name, value in logs.items() if name not in written}:
             self.output.write(added | {"step": self.state.global_step})
         self.events.add_entry(logs)
 
+    def _log(self, entry: dict[str, Any], *start: float) -> None:
+        """`log` numbers that are in metrics.jsonl already; what a subclass adds to them, or to a copy, is not."""
+        self._written = frozenset(entry)
+        try:
+            self.log(entry, *start)
+        finally:
+            self._written = frozenset()
+
     def end(self) -> None:
         """End the trackers, the engine and the process group: the last call of a script. Harmless a second time."""
-        self.engine.close()
-        self.output.close()
-        if distributed.is_initialized():
-            with report_failure(self.accelerator):
-                barrier(self.accelerator, "in end()")
-            distributed.destroy_process_group()
+        with ExitStack() as ending:  # one after the other, whatever one of them raises
+            if distributed.is_initialized():
+                ending.callback(distributed.destroy_process_group)
+                ending.enter_context(report_failure(self.accelerator))
+                ending.callback(barrier, self.accelerator, "in end()")
+            ending.callback(self.output.close)
+            self.engine.close()
 
     # As in transformers' own Trainer.
     log_metrics, metrics_format = trainer_pt_utils.log_metrics, staticmethod(trainer_pt_utils.metrics_format)
@@ -147,7 +158,8 @@ class TransformersFace:
         is_set = self.args.output_dir != self.start.options["output_dir"]  # by a script, for metrics of its own
         folder = Path(self.args.output_dir) if is_set else self.output_dir
         if self.is_world_process_zero():
-            folder.mkdir(parents=True, exist_ok=True)
+            with changing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
         args = SimpleNamespace(output_dir=str(folder))
         return SimpleNamespace(args=args, state=self.state, is_world_process_zero=self.is_world_process_zero)
 
@@ -163,9 +175,9 @@ class TransformersFace:
             if self.accelerator.is_main_process:
                 with changing(directory):
                     directory.mkdir(parents=True, exist_ok=True)
-                with weights_stay(directory, saver, weights):
-                    saver.save_pretrained(str(directory), state_dict=weights)
-                    self.processing_class.save_pretrained(str(directory))
+                    with weights_stay(directory, saver, weights):
+                        saver.save_pretrained(str(directory), state_dict=weights)
+                        self.processing_class.save_pretrained(str(directory))
         return directory
 
     @reported
@@ -216,8 +228,9 @@ class TransformersFace:
         """Write README.md into `args.output_dir`. `others` of transformers' arguments are refused, unless None."""
         card = self._card(model_name, dataset_name, tags, **others)
         if self.is_world_process_zero():
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-            write_model_card(self.output_dir, card, self.args)
+            with changing(self.output_dir):
+                self.output_dir.mkdir(parents=True, exist_ok=True)
+                write_model_card(self.output_dir, card, self.args)
 
     def _save(self, directory: Path, write_more: Callable[[Path], object] | None = None) -> Path:
         """A directory of the run: with a manifest, and replaced as a whole. `write_more` adds to its files."""

@@ -1,5 +1,6 @@
 """What a script does with a trainer: pairs of optimizers, subclasses, callbacks, and changes once it is made."""
 
+import errno
 import math
 import re
 import signal
@@ -16,7 +17,7 @@ from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as schedules
 from transformers import TrainerCallback
 
-from fused_grpo.errors import FusedGRPOError, InputError, UnsupportedError
+from fused_grpo.errors import CheckpointError, FusedGRPOError, InputError, UnsupportedError
 from fused_grpo.trainer import GRPOTrainer
 from fused_grpo.trainer.logging.run_output import EQUAL_STEPS
 from fused_grpo.trainer.models.optimizer import TRIED_STEPS, try_schedule
@@ -376,6 +377,32 @@ def test_a_model_is_not_saved_to_the_place_of_a_file(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(FusedGRPOError, match="file, which cannot be written"):
         trainer_in(tmp_path).save_model(tmp_path / "file")
+
+
+WRITES = {
+    "save_model": lambda trainer: trainer.save_model(),
+    "save_state": lambda trainer: trainer.save_state(),
+    "save_metrics": lambda trainer: trainer.save_metrics("train", {"reward": 1.0}),
+    "create_model_card": lambda trainer: trainer.create_model_card(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_an_output_dir_that_cannot_be_written_is_named(tmp_path, name):
+    trainer = trainer_in(tmp_path)
+    (tmp_path / "run").write_text("x")
+    with pytest.raises(CheckpointError, match=r"run, which cannot be written .File exists.; want a directory"):
+        WRITES[name](trainer)
+
+
+def test_a_disk_that_is_full_while_a_script_saves_is_named(tmp_path, monkeypatch):
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trainer = trainer_in(tmp_path)
+    monkeypatch.setattr(type(trainer.processing_class), "save_pretrained", full)
+    with pytest.raises(CheckpointError, match=r"mine, which cannot be written .No space left on device"):
+        trainer.save_model(tmp_path / "mine")
 
 
 class Late(TrainerCallback):

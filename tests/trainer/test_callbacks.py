@@ -265,9 +265,11 @@ def test_a_resumed_run_keeps_its_log_and_the_states_of_callbacks(make_trainer):
     assert resumed.pop_callback(Counter).steps == 4
 
 
-def test_what_a_script_logs_is_in_the_history_and_in_the_metrics(make_trainer):
+@pytest.mark.parametrize("passed_on", [lambda logs: logs, dict], ids=["the entry", "a copy"])
+def test_what_a_script_logs_is_in_the_history_and_in_the_metrics(make_trainer, passed_on):
     class Adding(GRPOTrainer):
         def log(self, logs, start_time=None):
+            logs = passed_on(logs)
             logs["added"] = 1.0
             super().log(logs, start_time)
 
@@ -277,6 +279,21 @@ def test_what_a_script_logs_is_in_the_history_and_in_the_metrics(make_trainer):
     lines = [json.loads(line) for line in (trainer.output_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line for line in lines if "added" in line] == [{"step": 1, "added": 1.0}] * 2
     assert all(entry["added"] == 1.0 for entry in trainer.state.log_history)
+
+
+def test_an_entry_that_another_rank_asks_for_is_made_before_a_stop(make_trainer, monkeypatch):
+    class Stops(TrainerCallback):
+        def on_step_begin(self, args, state, control, **unused):
+            trainer.stop.requested = True
+
+    def agree(accelerator, control):
+        control.should_log |= trainer.stop.requested
+
+    monkeypatch.setattr("fused_grpo.trainer.loop.agree", agree)
+    trainer = make_trainer(callbacks=[Stops], logging_strategy="no")
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert [("loss" in entry, entry["step"]) for entry in trainer.state.log_history] == [(True, 1)]
 
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_evaluate"])

@@ -1,5 +1,6 @@
 """The loop's promises: one generation per effective batch, one update however it is cut, none at all on an error."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -10,7 +11,7 @@ from accelerate import Accelerator
 from small_runs import at
 from transformers import AutoModelForCausalLM
 
-from fused_grpo.errors import InputError, NonFiniteError, RewardError, WeightSyncError
+from fused_grpo.errors import DataError, InputError, NonFiniteError, RewardError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.batching.micro_batch_metrics import quantile, threshold_of_uncertain
 from fused_grpo.trainer.learner import Learner
@@ -363,7 +364,71 @@ def test_an_engine_that_cannot_be_closed_leaves_no_lock(make_trainer):
     assert trainer.train().steps == 1
 
 
+def test_a_trainer_whose_engine_cannot_be_closed_ends_its_trackers(make_trainer):
+    trainer, ended = make_trainer(max_steps=1), []
+    trainer.engine.close, trainer.output.close = lambda: 1 / 0, lambda: ended.append("output")
+    with pytest.raises(ZeroDivisionError):
+        trainer.end()
+    assert ended == ["output"]
+
+
+@pytest.mark.parametrize("when", ["on_train_end", "behind train"])
+def test_an_evaluation_of_the_best_model_samples_with_its_weights(make_trainer, served_engine, when):
+    def evaluate(*_) -> None:
+        trainer.evaluate()
+        for name, weight in trainer.engine.model.state_dict().items():
+            assert torch.equal(weight, trainer.model.state_dict()[name])
+
+    def better_and_worse(completions, **_):  # the first evaluation behind a step is the best
+        return [float(trainer.step == 1) + 0.1 * (place % 2) for place in range(len(completions))]
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+    callbacks = [at(when, evaluate)] if when == "on_train_end" else []
+    data = {"eval_dataset": [{"prompt": "1+1="}], "metric_for_best_model": "reward", "callbacks": callbacks}
+    trainer = make_trainer(better_and_worse, engine=served_engine, learning_rate=0.1, **options, **data)
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    evaluate()
+
+
+def test_weights_that_a_script_changes_behind_a_run_are_sampled_with(make_trainer, served_engine):
+    trainer = make_trainer(engine=served_engine, max_steps=1, eval_dataset=[{"prompt": "1+1="}])
+    trainer.train()
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(2.0)
+    trainer.evaluate()
+    assert torch.equal(trainer.engine.model.lm_head.weight, trainer.model.lm_head.weight)
+
+
+def test_an_eval_set_that_a_script_has_set_is_checked_before_a_step(make_trainer):
+    trainer = make_trainer(eval_strategy="steps", eval_steps=2, eval_dataset=[{"prompt": "1+1="}])
+    trainer.eval_dataset = [{"question": "1+1="}]
+    with pytest.raises(DataError, match="got eval_dataset without a 'prompt' column in row 0"):
+        trainer.train()
+    assert (trainer.step, trainer.engine.calls) == (0, [])
+
+
+@pytest.mark.parametrize("optim", ["adagrad", "adamw_torch", "sgd"])
+def test_a_second_run_begins_with_the_first_state_of_any_optimizer(make_trainer, optim):
+    trainer = make_trainer(max_steps=1, optim=optim)
+    first = copy.deepcopy(trainer.optimizer.state_dict())
+    trainer.train()
+    seen = []
+    trainer.add_callback(at("on_train_begin", lambda *_: seen.append(copy.deepcopy(trainer.optimizer.state_dict()))))
+    assert trainer.train().steps == 1
+    torch.testing.assert_close(seen[0]["state"], first["state"], rtol=0, atol=0)
+
+
 def test_a_resumed_run_syncs_an_engine_with_another_model_of_its_step(make_trainer, served_engine):
     options = {"engine": served_engine, "max_steps": 1, "overwrite_output_dir": False}
     make_trainer(model_seed=1, **options).save_checkpoint()  # of step 0, as the engine's own weights
     assert make_trainer(**options).train(resume_from_checkpoint=True).steps == 1
+
+
+def test_an_argument_of_false_resumes_nothing_whatever_the_option_says(make_trainer):
+    options = {"max_steps": 2, "save_steps": 1, "overwrite_output_dir": False}
+    make_trainer(**options).train()
+    trainer = make_trainer(resume_from_checkpoint=True, **options)
+    assert trainer.train(resume_from_checkpoint=False).steps == 2
+    assert len(trainer.engine.calls) == 2  # both steps again, where a resumed run has none to make
+    assert (trainer.output_dir / "former-run-1" / "checkpoint-2").is_dir()

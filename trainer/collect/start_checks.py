@@ -177,7 +177,10 @@ class Start:
         check_gradients(model)
         check_options(self.args)
         check_evaluates(self.args, eval_dataset)
-        check_best_name(self.args, self.rewards, eval_sets(eval_dataset), is_overridden=self.adds_metrics)
+        sets = eval_sets(eval_dataset, check=eval_dataset is not self.eval_dataset)
+        if eval_dataset is not self.eval_dataset:  # a script has set it since
+            check_given_sets(self, sets)
+        check_best_name(self.args, self.rewards, sets, is_overridden=self.adds_metrics)
         check_hub(self.args)
         self.check_unchanged()
         if self.rules is not None and self.rules.environments is not None:

@@ -21,7 +21,7 @@ from fused_grpo.errors import InputError, quoted
 from fused_grpo.trainer.common.formatting import to_json
 from fused_grpo.trainer.common.process_state import process_kept
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.logging.run_output import LogEntry, RunOutput, StepMetrics
+from fused_grpo.trainer.logging.run_output import RunOutput, StepMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ STATE_KINDS = {"log_history": list, "global_step": int, "max_steps": int, "epoch
 class Events:
     """Calls the callbacks of a run, and keeps what they and its log share.
 
-    Every event gets what is `shown`: the model, tokenizer, optimizer and schedule. `log`, which makes an entry, is the
-    trainer's method, which a subclass may override.
+    Every event gets what is `shown`: the model, tokenizer, optimizer and schedule. `log` makes an entry by the
+    trainer's method of that name, which a subclass may override.
     """
 
     def __init__(
@@ -151,19 +151,19 @@ class Events:
         self("on_log", logs=entry)
 
     def log_steps(self) -> None:
-        """The entry of the steps since the last one; none where there was no step."""
-        if metrics := self.steps.take():
-            self.log(LogEntry(metrics), self.steps.start)
+        """The entry of the steps since the last one, if a callback has asked for it; none where there was no step."""
+        if self.control.should_log and (metrics := self.steps.take()):
+            self.log(metrics, self.steps.start)
 
     def log_closing(self, output: RunOutput) -> dict[str, Any]:
         """The last entry of a run. Returns it without the metrics of steps."""
         per_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         closing = self.steps.closing(per_step * self.accelerator.num_processes)
         output.track({"step": self.state.global_step} | closing)
-        self.log(LogEntry(self.steps.take() | closing))
+        self.log(self.steps.take() | closing)
         return closing
 
-    def evaluated(self, entry: LogEntry, sequences: int) -> None:
+    def evaluated(self, entry: dict[str, Any], sequences: int) -> None:
         """The entry of an evaluation, which is one `generate` call; transformers' events count its batches."""
         for _ in range(math.ceil(sequences / (self.args.per_device_eval_batch_size * self.accelerator.num_processes))):
             self("on_prediction_step")

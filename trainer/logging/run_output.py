@@ -286,14 +286,6 @@ class WandbRun:
     start = finish
 
 
-class LogEntry(dict[str, Any]):
-    """The numbers of an entry, which are all in metrics.jsonl. What a callback or a subclass adds is not yet there."""
-
-    def __init__(self, numbers: Mapping[str, Any]) -> None:
-        super().__init__(numbers)
-        self.written = frozenset(numbers)
-
-
 class StepMetrics:
     """Collects the metrics of steps for the next entry and the next line, and mean loss and time of one `train`."""
 
