@@ -266,7 +266,7 @@ def generated(
     if wrong := _wrong_counts(rollouts, prompt_ids, sampling.n, own_prompts=own_prompts):
         raise UnavailableError(
             f"got {wrong} from the {engine.name} engine, want {sampling.n} completions for each of {len(prompt_ids)} "
-            "prompts, in their order; fix: the engine, which returns something else than it was asked for"
+            "prompts, in their order, as Rollouts with lists; fix: the engine, which returns something else"
         )
     for ids in rollouts.prompt_ids if own_prompts else ():
         if wrong := wrong_tokens(ids, vocab_size):
@@ -308,15 +308,23 @@ def _dropped(samples: Sequence[Sample], wrong: Mapping[int, str], size: int) -> 
     return dropped
 
 
-def _wrong_counts(rollouts: Rollouts, prompt_ids: Sequence[Sequence[int]], n: int, *, own_prompts: bool) -> str | None:
-    columns: dict[str, Any] = {"completions": rollouts.completion_ids, "finish reasons": rollouts.finish_reasons}
-    columns |= {"lists of log-probs": rollouts.sampling_logprobs, "episodes": rollouts.episodes}
+def _wrong_counts(rollouts: Any, prompt_ids: Sequence[Sequence[int]], n: int, *, own_prompts: bool) -> str | None:
+    if not isinstance(rollouts, Rollouts):
+        return f"a {type(rollouts).__name__}"
+    needed: dict[str, Any] = {"completions": rollouts.completion_ids, "finish reasons": rollouts.finish_reasons}
+    for name, values in {**needed, "prompts": rollouts.prompt_ids, "extra columns": rollouts.extra}.items():
+        if values is None:
+            return f"no {name}"
+    for ids in needed["completions"]:  # whose truth, as of a tensor, may be an error
+        if not isinstance(ids, list | tuple):
+            return f"a {type(ids).__name__} as a completion"
+    columns: dict[str, Any] = {"lists of log-probs": rollouts.sampling_logprobs, "episodes": rollouts.episodes}
     columns |= {"completion masks": rollouts.completion_masks, "arrays of experts": rollouts.routed_experts}
-    columns |= {"lists of kept tokens": rollouts.listed_tokens}
+    columns |= {"lists of kept tokens": rollouts.listed_tokens, **needed}
     columns |= {f"values of {name!r}": values for name, values in rollouts.extra.items()}
     for name, values in columns.items():
-        if values is not None and len(values) != n * len(prompt_ids):
-            return f"{len(values)} {name}"
+        if values is not None and (count := getattr(values, "__len__", int)()) != n * len(prompt_ids):
+            return f"{count} {name}"
     if rollouts.num_generations != n:
         return f"groups of {rollouts.num_generations}"
     if len(rollouts.prompt_ids) not in {len(prompt_ids), len(prompt_ids) * (n if own_prompts else 1)}:

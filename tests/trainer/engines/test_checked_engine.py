@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from batches import column
 
 from fused_grpo.errors import UnavailableError, WeightSyncError
-from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights
+from fused_grpo.trainer.engines.checked_engine import checked_generate, checked_load_weights, generated
 from fused_grpo.trainer.engines.rollout_func import FunctionEngine
 from fused_grpo.trainer.types import Rollouts, Sample, SamplingParams
 
@@ -60,11 +61,20 @@ def test_rollouts_that_are_right_are_returned_as_they_are() -> None:
         ({"num_generations": 4}, "groups of 4 from the mine engine"),
         ({"prompt_ids": PROMPTS[:1]}, "1 prompts from the mine engine"),
         ({"prompt_ids": PROMPTS[::-1]}, "completions of other prompts from the mine engine"),
+        ({"prompt_ids": None}, "no prompts from the mine engine"),
+        ({"finish_reasons": None}, "no finish reasons from the mine engine"),
+        ({"completion_ids": [torch.tensor([9, 1])] * 4}, "a Tensor as a completion from the mine engine"),
+        ({"completion_ids": torch.tensor([[9, 1]] * 4).numpy()}, "a ndarray as a completion from the mine engine"),
+        ({"completion_ids": [None] * 4}, "a NoneType as a completion from the mine engine"),
+        ({"extra": {"score": 1.0}}, "0 values of 'score' from the mine engine"),
+        ({"extra": None}, "no extra columns from the mine engine"),
     ],
 )
 def test_another_number_of_anything_is_refused(changes, message) -> None:
     with pytest.raises(UnavailableError, match=rf"got {message}, want 2 completions for each of 2 prompts.*fix:"):
         ask(**changes)
+    with pytest.raises(UnavailableError, match=r"got a dict from the mine engine, want .* as Rollouts with lists"):
+        generated(SimpleNamespace(name="mine", weight_version=4, generate=lambda *_: changes), PROMPTS, SAMPLING)
 
 
 @pytest.mark.parametrize(
