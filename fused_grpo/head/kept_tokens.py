@@ -84,11 +84,11 @@ class SupportedHead:
         """The statistics of all rows, [N] each, 0 for rows that take no part; with `moments`, for a call of that."""
         head, parts = self.head, []
         if len(self.full_rows):
-            seen = RowsMoments(len(head.weight)) if moments else None
-            options = logprob_plans.Options(entropy, self._chunk_bytes, wanted=self._wanted, moments=seen)
+            row_moments = RowsMoments(len(head.weight)) if moments else None
+            options = logprob_plans.Options(entropy, self._chunk_bytes, wanted=self._wanted, moments=row_moments)
             parts.append((self.full_rows, logprob_plans.forward(head.select(self.full_rows), self._passes, options)))
-            if seen is not None:
-                self._moments_of_others = seen.finish(parts[0][1])
+            if row_moments is not None:
+                self._full_row_moments = row_moments.finish(parts[0][1])
         with full_precision(head.hidden):
             self._raw = self._logits()
             tiles = self._tiles(self._entries, self._raw)
@@ -143,7 +143,7 @@ class SupportedHead:
         squares = self._sums(torch.exp(2 * self.entry_logprobs(statistics)))
         parts = [squares, self._sums(z) / e.segments.sizes, leads.to(z.dtype)]
         moments = z.new_zeros(3, len(self.head.targets)).index_copy_(1, e.rows, torch.stack(parts))
-        return moments.index_copy_(1, self.full_rows, self._moments_of_others) if len(self.full_rows) else moments
+        return moments.index_copy_(1, self.full_rows, self._full_row_moments) if len(self.full_rows) else moments
 
     def sums_of_rows(self, values: Tensor) -> Tensor:
         """For each entry the sum of `values` [E] over its row, [E]."""
@@ -178,7 +178,7 @@ class SupportedHead:
         index = has_gradient[self._entries.rows].nonzero()[:, 0]
         items, e = self._entries.select(index)
         with full_precision(head.hidden):
-            d_hidden, d_weight, d_bias = self._gradients_of_others(statistics, upstream, rounded=rounded)
+            d_hidden, d_weight, d_bias = self._full_row_gradients(statistics, upstream, rounded=rounded)
             g = self._entry_gradients(e, self._raw[items], self._places[index], statistics, upstream)
             if moved is not None:
                 g += moved[items] * self._slopes(e, self._raw[items])
@@ -188,7 +188,7 @@ class SupportedHead:
         d_weight = d_weight.to(head.weight.dtype) if d_weight is not None and rounded else d_weight
         return d_hidden, d_weight, None if d_bias is None or head.bias is None else d_bias.to(head.bias.dtype)
 
-    def _gradients_of_others(self, statistics: Statistics, upstream: Upstream, *, rounded: bool) -> Gradients:
+    def _full_row_gradients(self, statistics: Statistics, upstream: Upstream, *, rounded: bool) -> Gradients:
         """Gradients of the rows without a restriction, which those of the entries complete."""
         head, wanted, rows = self.head, self._wanted, self.full_rows
         if len(rows):
@@ -248,7 +248,7 @@ class SupportedHead:
         return upstream._replace(logprobs=gradient), moved.index_copy(0, target_entries, -sums)
 
     def _put_sums_of_tokens(self, d_weight: Tensor | None, d_bias: Tensor | None, e: Entries, g: Tensor) -> None:
-        """Add the sums over the entries of each token to dW and db, which are 0 but for the other rows."""
+        """Add the sums over the entries of each token to dW and db, which have those of the full rows, or 0."""
         if d_weight is None and d_bias is None:
             return
         order = e.tokens.argsort(stable=True)

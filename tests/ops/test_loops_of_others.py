@@ -1,8 +1,11 @@
 """What other people's training loops give the ops, and the modes that they call them in."""
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import numpy as np
@@ -20,6 +23,7 @@ from fused_grpo import (
     linear_logprobs,
     linear_logprobs_and_entropy,
 )
+from fused_grpo._maths import formulas
 from fused_grpo.errors import InputError
 
 B, T, V, D = 3, 5, 37, 16
@@ -131,6 +135,28 @@ def test_anomaly_mode_finds_no_nan_where_there_is_none(loss_type, advantage, old
     with torch.autograd.set_detect_anomaly(True):
         grpo_loss(logprobs, old_logprobs=old_logprobs, **advantages).loss.backward()
     assert logprobs.grad.isfinite().all()
+
+
+def test_anomaly_mode_stays_on_after_losses_in_two_threads(monkeypatch):
+    """The first one that is in is out first."""
+    inside, leave, token_loss = [], [threading.Event() for _ in range(2)], formulas.token_loss
+
+    def waiting(*args: object, **options: object) -> object:
+        inside.append(leave[len(inside)])
+        inside[-1].wait(10)
+        return token_loss(*args, **options)
+
+    monkeypatch.setattr(formulas, "token_loss", waiting)
+    with torch.autograd.set_detect_anomaly(True), ThreadPoolExecutor(2) as threads:
+        losses = []
+        for count in (1, 2):
+            losses.append(threads.submit(grpo_loss, torch.zeros(2, 5), advantages=torch.ones(2), impl="torch"))
+            while len(inside) < count:
+                time.sleep(0.001)
+        for event, loss in zip(leave, losses, strict=True):
+            event.set()
+            loss.result(10)
+        assert torch.is_anomaly_enabled()
 
 
 @pytest.mark.parametrize("hooks", [nullcontext(), saved_tensors_hooks(torch.clone, lambda x: x)], ids=["", "hooks"])

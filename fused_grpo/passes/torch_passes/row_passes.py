@@ -216,9 +216,11 @@ def grpo_token_loss(
     """By autograd through `formulas.token_loss`. The sums are a dict of its statistics."""
     everything = {"logprobs": logprobs, "log_ratio": log_ratio, **inputs}
     # This is a small backward pass of our own. Hooks of the caller must not see its saved tensors: those of activation
-    # checkpointing would run the whole region again to recompute them. Nor anomaly mode the NaN that it selects away.
+    # checkpointing would run the whole region again to recompute them. Nor anomaly mode the NaN that it selects away;
+    # that mode is of all threads, and only one that has found it on turns it on again.
     hooks = nullcontext() if transformed() or hooks_of_caller(True) is None else OWN_HOOKS
-    with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autograd.set_detect_anomaly(False):
+    anomalies = torch.autograd.set_detect_anomaly(False) if torch.is_anomaly_enabled() else nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), hooks, anomalies:
         # Autograd does not accept tensors of inference mode, but it accepts copies of them.
         tensors: Any = {name: x.clone() if x is not None and x.is_inference() else x for name, x in everything.items()}
         leaves = {name: tensors[name].detach() for name in ("logprobs", "log_ratio") if tensors[name] is not None}
