@@ -291,6 +291,11 @@ def test_other_values_and_fewer_trained_weights_are_the_users_choice(tmp_path):
 
 
 def test_a_list_that_is_handed_out_cannot_be_changed_in_silence(tmp_path):
+    for name, value in (("reward_funcs", places), ("reward_func_names", "more")):
+        trainer = trainer_in(tmp_path)
+        getattr(trainer, name).append(value)
+        with pytest.raises(InputError, match="another function in the list of reward_funcs"):
+            trainer.train()
     trainer = trainer_in(tmp_path)
     trainer.reward_funcs[0] = lambda completions, **columns: [0.0] * len(completions)
     with pytest.raises(InputError, match="another function in the list of reward_funcs"):

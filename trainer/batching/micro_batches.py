@@ -290,8 +290,8 @@ class _Rows:
 
 def balanced(batch: list[Sample], ranks: int, packing: Packing) -> list[list[Sample]]:
     """Each rank's share of the samples of all."""
-    ways = dict.fromkeys((replace(packing, share_prompts=False), packing))  # which may be the same
-    shares = min((by_trees(batch, ranks, way) for way in ways), key=partial(slowest, batch, packing=packing))
+    packings = dict.fromkeys((replace(packing, share_prompts=False), packing))  # which may be the same
+    shares = min((by_trees(batch, ranks, one) for one in packings), key=partial(slowest, batch, packing=packing))
     return [[batch[index] for index in sorted(share)] for share in shares]
 
 

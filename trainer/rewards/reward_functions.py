@@ -148,10 +148,11 @@ class Rewards:
 
         RewardError for a failed call, unless `failure` is "drop"; InputError for a parameter that no column fills.
         """
-        if [caller.function for caller in self._callers] != self.functions:
+        functions = [caller.function for caller in self._callers]
+        if functions != self.functions or len(self.names) != len(functions):
             raise InputError(
-                "got another function in the list of reward_funcs of a trainer that is made, want those that it was "
-                "made with; fix: a new GRPOTrainer"
+                "got another function in the list of reward_funcs, or number of reward_func_names, of a trainer that "
+                "is made, want those that it was made with; fix: a new GRPOTrainer"
             )
         if not rows or len(rows) % num_generations or not len(rows) == len(completions) == len(completion_ids):
             raise InputError(
