@@ -128,12 +128,13 @@ def fused_linear_divergence(
         check_main_grad(weight_main_grad, student_weight, chosen)
     index = rows_of(weights != 0)
     # Under capture of a CUDA graph no row is left out, and those that are masked may hold anything.
-    rows = heads.select(index) if may_synchronize(weights) else heads.blank(weights != 0)
+    masked = None if may_synchronize(weights) else weights == 0
+    rows = heads.select(index) if masked is None else heads.blank(~masked)
     weights = weights.to(heads.student.dtype)
     row_weights = weights if index is None else weights[index]
     with full_precision(student_hidden):
         if chosen == "reference":
-            divergence = torch.where(row_weights != 0, reference_divergence(rows, kind, beta), 0.0)
+            divergence = reference_divergence(rows, kind, beta)
             loss, divergence = (row_weights * divergence).sum(), divergence.detach().clamp_min(0.0)
         else:
             passes = choice.passes(chosen)
@@ -149,12 +150,13 @@ def fused_linear_divergence(
                     wanted=wanted,
                     rounded=weight_main_grad is None,
                 )
-                divergence = torch.where(row_weights != 0, divergence, 0.0)
                 loss = (row_weights * divergence).sum()
             leaves = (heads.student.hidden, student_weight, heads.student.bias)
             loss = AttachGradients.apply(loss, gradients, weight_main_grad, passes, *leaves)  # type: ignore[no-untyped-call]
     if index is not None:
         divergence = divergence.new_zeros(len(weights)).index_copy_(0, index, divergence)
+    elif masked is not None:
+        divergence = divergence.masked_fill(masked, 0.0)
     return DivergenceOutput(loss, divergence.view(student_hidden.shape[:-1]))
 
 
