@@ -14,9 +14,8 @@
 
 docs/trainer.md goes through a step. A checkpoint holds all that the next one depends on, unfinished rollouts included.
 
-It is not a subclass of transformers.Trainer: the loop is short, and what else a script expects of a Trainer is in
-`transformers_face.py`. Devices, DDP, FSDP2, mixed precision, schedulers, trackers, callbacks and files of weights are
-those of Accelerate and transformers.
+It is not a subclass of transformers.Trainer; what else a script expects of one is in `transformers_face.py`. Devices,
+DDP, FSDP2, mixed precision, schedulers, trackers, callbacks and files of weights are Accelerate's and transformers'.
 """
 
 from __future__ import annotations
@@ -174,8 +173,8 @@ class GRPOTrainer(TransformersFace):
             is_mixture, device = learner.routers is not None, accelerator.device
             self.weight_check = WeightCheck(self.args, policy, device, own_weights=own_weights, is_mixture=is_mixture)
             self.buffer: RolloutBuffer | None = None
-            self.stop, self.lock = StopOnSignal(), RunLock()
-            self._undo = ExitStack()  # of what a run that fails at its start has done
+            self.stop, self.lock, self._undo = StopOnSignal(), RunLock(), ExitStack()  # of a run that fails early
+            self._versions = [one._version for one in policy.parameters()]  # which count changes in place
             self._in_epoch = self._is_stale = False  # stale: the engine has other weights of its step
             self._beginning: dict[str, Any] | None = None  # where the first `train` began in the data
             # Last: no rank is in `train` before all have an engine.
@@ -491,6 +490,7 @@ class GRPOTrainer(TransformersFace):
     def _sync_engine(self, phases: Phases | None = None) -> None:
         """Send the current weights to the engines, if any of them serves older ones."""
         with nullcontext() if phases is None else phases("sync"):
+            self._is_stale |= not self.step and self._versions != [one._version for one in self.model.parameters()]
             # Behind this no rank samples: they may share a server.
             if any_rank(self.accelerator, self._is_stale or self.engine.weight_version != self.step, "syncing"):
                 is_sent = getattr(self.engine, "has_own_weights", True)

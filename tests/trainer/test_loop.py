@@ -400,6 +400,18 @@ def test_weights_that_a_script_changes_behind_a_run_are_sampled_with(make_traine
     assert torch.equal(trainer.engine.model.lm_head.weight, trainer.model.lm_head.weight)
 
 
+@pytest.mark.parametrize("call", ["train", "evaluate"])
+def test_weights_that_a_script_changes_before_a_run_are_sampled_with(make_trainer, served_engine, call):
+    """As a script does that loads a checkpoint into the model of a trainer that is made."""
+    trainer = make_trainer(engine=served_engine, max_steps=1, eval_dataset=[{"prompt": "1+1="}])
+    trainer.model.load_state_dict({name: 2 * value for name, value in trainer.model.state_dict().items()})
+    changed = trainer.model.lm_head.weight.detach().clone()
+    seen = []
+    trainer.engine.sleep = lambda: seen.append(trainer.engine.model.lm_head.weight.detach().clone())
+    getattr(trainer, call)()
+    assert torch.equal(seen[0], changed)
+
+
 def test_an_eval_set_that_a_script_has_set_is_checked_before_a_step(make_trainer):
     trainer = make_trainer(eval_strategy="steps", eval_steps=2, eval_dataset=[{"prompt": "1+1="}])
     trainer.eval_dataset = [{"question": "1+1="}]
