@@ -127,12 +127,15 @@ class TransformersFace:
     def end(self) -> None:
         """End the trackers, the engine and the process group: the last call of a script. Harmless a second time."""
         with ExitStack() as ending:  # one after the other, whatever one of them raises
-            if distributed.is_initialized():
-                ending.callback(distributed.destroy_process_group)
-                ending.enter_context(report_failure(self.accelerator))
-                ending.callback(barrier, self.accelerator, "in end()")
+            ending.callback(self._leave_process_group)
             ending.callback(self.output.close)
             self.engine.close()
+
+    def _leave_process_group(self) -> None:
+        if distributed.is_initialized():  # vLLM in process ends that of one process with its own
+            with report_failure(self.accelerator):
+                barrier(self.accelerator, "in end()")
+            distributed.destroy_process_group()
 
     # As in transformers' own Trainer.
     log_metrics, metrics_format = trainer_pt_utils.log_metrics, staticmethod(trainer_pt_utils.metrics_format)

@@ -318,9 +318,9 @@ def _wrong_counts(rollouts: Any, prompt_ids: Sequence[Sequence[int]], n: int, *,
     for ids in needed["completions"]:  # whose truth, as of a tensor, may be an error
         if not isinstance(ids, list | tuple):
             return f"a {type(ids).__name__} as a completion"
-    columns: dict[str, Any] = {"lists of log-probs": rollouts.sampling_logprobs, "episodes": rollouts.episodes}
+    columns = {**needed, "lists of log-probs": rollouts.sampling_logprobs, "episodes": rollouts.episodes}
     columns |= {"completion masks": rollouts.completion_masks, "arrays of experts": rollouts.routed_experts}
-    columns |= {"lists of kept tokens": rollouts.listed_tokens, **needed}
+    columns |= {"lists of kept tokens": rollouts.listed_tokens}
     columns |= {f"values of {name!r}": values for name, values in rollouts.extra.items()}
     for name, values in columns.items():
         if values is not None and (count := getattr(values, "__len__", int)()) != n * len(prompt_ids):
