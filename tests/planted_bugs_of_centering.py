@@ -44,8 +44,8 @@ BUGS = {
     ),
     "a token too far from the sampler is not left out": (
         MATHS,
-        "weighted = torch.where(far, 0.0, weighted)",
-        'weighted = torch.where(far & (bounds.terms.form == "ipo"), 0.0, weighted)',
+        "weighted = torch.where(masked, 0.0, weighted)",
+        'weighted = torch.where(masked & (bounds.terms.form == "ipo"), 0.0, weighted)',
         [TESTS, "-k", "mean_of_the_gradient and dppo"],
     ),
     "all that was kept has a tail": (
@@ -146,7 +146,7 @@ BUGS = {
     ),
     "the same over kept tokens": (
         "fused_grpo/head/kept_loss.py",
-        "(upstream.have_gradient() | (moved > 0))",
+        "(upstream.have_gradient() | (counts > 0))",
         "upstream.have_gradient()",
         [TESTS, "-k", "moved_by_centering and support-torch"],
     ),

@@ -80,8 +80,8 @@ BUGS = {
     ),
     "centering leaves ipo's masked tokens in": (
         "fused_grpo/_maths/centering.py",
-        "weighted = torch.where(far, 0.0, weighted)",
-        'weighted = torch.where(far & (bounds.terms.form != "ipo"), 0.0, weighted)',
+        "weighted = torch.where(masked, 0.0, weighted)",
+        'weighted = torch.where(masked & (bounds.terms.form != "ipo"), 0.0, weighted)',
         ["tests/ops/test_score_centering.py", "-k", "mean_of_the_gradient"],
     ),
     "dppo's divergence without the other tokens": (

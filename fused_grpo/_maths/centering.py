@@ -92,8 +92,8 @@ def coefficients(
     mass = torch.stack([q.sum(1), p.sum(1)])
     weighted = bounds.weighted(p, q)
     if bounds.correction == "sampler":
-        far, *_ = masked_by_divergence(logprobs, sampler, advantages[:, None], bounds.terms)
-        weighted = torch.where(far, 0.0, weighted)
+        masked, *_ = masked_by_divergence(logprobs, sampler, advantages[:, None], bounds.terms)
+        weighted = torch.where(masked, 0.0, weighted)
     if whole:
         weighted = torch.where(present, weighted, 0.0)
         return weighted - p * weighted.sum(1, keepdim=True) if closed else weighted, mass

@@ -59,9 +59,9 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
-            if type(error).__name__ in _OF_FAKE_TENSORS:
+            if type(error).__name__ in _FAKE_TENSOR_ERRORS:
                 raise UnsupportedError(told) from error
-            if _OF_WRAPPERS.search(str(error)) is None:
+            if _WRAPPER_MESSAGE.search(str(error)) is None:
                 raise
             raise UnsupportedError(
                 f"got {function.__name__} with a tensor of a class that wraps others, whose values cannot be read "
@@ -72,8 +72,8 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 # By name: importing them imports the compiler.
-_OF_FAKE_TENSORS = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
-_OF_WRAPPERS = re.compile(r"^\.?tolist\(\) |/RegisterFunctionalization")  # of subclasses, and of functional tensors
+_FAKE_TENSOR_ERRORS = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
+_WRAPPER_MESSAGE = re.compile(r"^\.?tolist\(\) |/RegisterFunctionalization")  # subclasses and functional tensors
 
 
 _GREEDY = "fix: greedy sampling has no log-probs to train on; pass the temperature that sampling used"

@@ -43,8 +43,8 @@ def supported_loss(
         assert sampler.logprobs is not None
         logprobs, given = rows.entry_logprobs(row_statistics), sampler.logprobs[rows.items]
         c, d_entries, mass = _centering_of_entries(rows, logprobs, given, row_statistics, inputs, config)
-        moved = torch.zeros_like(scored, dtype=torch.int32).index_add_(0, rows.row_of_entries, (d_entries != 0).int())
-        zero = scored > (upstream.have_gradient() | (moved > 0))
+        counts = torch.zeros_like(scored, dtype=torch.int32).index_add_(0, rows.row_of_entries, (d_entries != 0).int())
+        zero = scored > (upstream.have_gradient() | (counts > 0))
         statistics = with_centering(statistics, c, d_entries, logprobs, mass, zero)
     recomputed = upstream.have_gradient()[rows.full_rows].sum() * differentiated
     gradients: Gradients = (None, None, None)

@@ -92,7 +92,7 @@ class SupportedHead:
         with full_precision(head.hidden):
             self._raw = self._logits()
             tiles = self._tiles(self._entries, self._raw)
-            groups = [self._of_tile(z, self._places[rows], entropy=entropy) for rows, _, z in tiles]
+            groups = [self._tile_statistics(z, self._places[rows], entropy=entropy) for rows, _, z in tiles]
         parts += [(self._entries.rows, joined(groups))] if groups else []
         fields = [head.temperature.new_zeros(len(head.targets)) for _ in Statistics._fields]
         for rows, values in parts:
@@ -153,7 +153,7 @@ class SupportedHead:
         lengths = self._entries.segments.sizes
         return torch.segment_reduce(values, "sum", lengths=lengths, initial=0, unsafe=True)
 
-    def _of_tile(self, z: Tensor, places: Tensor, *, entropy: bool) -> Statistics:
+    def _tile_statistics(self, z: Tensor, places: Tensor, *, entropy: bool) -> Statistics:
         state = RowState(*self._passes.row_statistics(z, places, entropy=entropy, temperature=z.new_ones(len(z))))
         return Statistics(*self._passes.finish_rows([state], entropy=entropy))
 

@@ -31,13 +31,13 @@ class TileMoments:
         self._tile = tile
         self._width, _ = scratch(tile.raw, 0)
         self._spare = tile.raw.new_empty(min(self._width, tile.raw.shape[1]) // PARTS, len(tile.raw))
-        self._at_targets = self._of_blocks() if tile.on_cpu else []
+        self._at_targets = self._targets_of_blocks() if tile.on_cpu else []
         # Those of `Moments` [R] so far, and of each block [R] what is summed at the end.
         self._largest = torch.full_like(tile.target_logit, -torch.inf)
         self._before = self._largest.clone()
         self._sums, self._squares, self._shifts = list[Tensor](), list[Tensor](), list[Tensor]()
 
-    def _of_blocks(self) -> list[_AtTargets]:
+    def _targets_of_blocks(self) -> list[_AtTargets]:
         targets, rows = self._tile.targets.sort()
         num_columns = self._tile.raw.shape[1]
         starts = torch.arange(0, num_columns + self._width, self._width, dtype=targets.dtype, device=targets.device)

@@ -141,7 +141,7 @@ def _softmax_weights_forward_kernel(
 
 
 @triton.jit
-def _of_splits(values, rows, needed, N, splits, SPLITS: tl.constexpr, NONE: tl.constexpr):
+def _load_splits(values, rows, needed, N, splits, SPLITS: tl.constexpr, NONE: tl.constexpr):
     """The values [SPLITS, ROWS] of those rows that are `needed`; NONE elsewhere."""
     split = tl.arange(0, SPLITS)[:, None]
     at = values + split.to(tl.int64) * N + rows[None, :]
@@ -152,7 +152,7 @@ def _of_splits(values, rows, needed, N, splits, SPLITS: tl.constexpr, NONE: tl.c
 def _far_rows_kernel(total, far, N, splits, SPLITS: tl.constexpr, ROWS: tl.constexpr):
     """Grid: tiles of ROWS rows. A program alone writes whether its rows are far."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_total = tl.sum(_of_splits(total, rows, rows < N, N, splits, SPLITS, 0.0), 0)
+    row_total = tl.sum(_load_splits(total, rows, rows < N, N, splits, SPLITS, 0.0), 0)
     tl.store(far + rows, ((row_total > LEAST) & (row_total < MOST)) == 0, mask=rows < N)
 
 
@@ -161,7 +161,7 @@ def _raise_shift_kernel(maximum, far, shift, N, splits, SPLITS: tl.constexpr, RO
     """Grid: tiles of ROWS rows. A program alone writes m of its far rows: their largest logit, if that is finite."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_far = tl.load(far + rows, mask=rows < N, other=0).to(tl.int32) > 0
-    highest = tl.max(_of_splits(maximum, rows, is_far, N, splits, SPLITS, float("-inf")), 0)
+    highest = tl.max(_load_splits(maximum, rows, is_far, N, splits, SPLITS, float("-inf")), 0)
     tl.store(shift + rows, highest, mask=is_far & (tl.abs(highest) < float("inf")))
 
 
@@ -193,10 +193,10 @@ def _finish_weights_kernel(
     ENTROPY: tl.constexpr = entropy is not None
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_exists = rows < N
-    row_total = tl.sum(_of_splits(total, rows, row_exists, N, splits, SPLITS, 0.0), 0)
+    row_total = tl.sum(_load_splits(total, rows, row_exists, N, splits, SPLITS, 0.0), 0)
     row_weighted = row_total
     if ENTROPY:
-        row_weighted = tl.sum(_of_splits(weighted, rows, row_exists, N, splits, SPLITS, 0.0), 0)
+        row_weighted = tl.sum(_load_splits(weighted, rows, row_exists, N, splits, SPLITS, 0.0), 0)
     # Without another token the target is certain.
     m = tl.where(row_total == 0.0, float("-inf"), tl.load(shift + rows, mask=row_exists, other=0.0))
     z = tl.load(target_logit + rows, mask=row_exists, other=0.0)
