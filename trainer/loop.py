@@ -496,5 +496,5 @@ class GRPOTrainer(TransformersFace):
                 is_sent = getattr(self.engine, "has_own_weights", True)
                 weights = self.learner.served_weights(self.engine) if is_sent else ()
                 with all_ranks_succeed(self.accelerator, "sending weights to the engine"):
-                    checked_load_weights(self.engine, weights, version=self.step)
+                    checked_load_weights(self.engine, weights, version=self.step, model=self.model)
                 self._is_stale = False

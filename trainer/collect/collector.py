@@ -62,7 +62,7 @@ from fused_grpo.trainer.episodes.play import EpisodeEngine
 from fused_grpo.trainer.learner import Learner
 from fused_grpo.trainer.logging.callbacks import Events
 from fused_grpo.trainer.logging.console import Phases
-from fused_grpo.trainer.models.weight_stream import copied
+from fused_grpo.trainer.models.weight_stream import copied, weights_stay
 from fused_grpo.trainer.types import EQUAL_REWARDS, Sample, SamplingParams, with_fields
 
 T = TypeVar("T")
@@ -336,7 +336,9 @@ class Collector:
 
     def _draw(self, engine: RolloutEngine, phases: Phases) -> Drawn:
         """Rows of the dataset and their completions: the oldest of the queue, or new ones."""
-        with phases("generate"), process_kept(), self._in_place():
+        is_given = getattr(engine, "has_own_weights", True)
+        stay = weights_stay(self.learner.policy, engine) if is_given else nullcontext()
+        with phases("generate"), process_kept(), self._in_place(), stay:
             if self.queue:
                 self.sync_metrics = self.queue[0].sync_metrics
                 return self.queue.take()

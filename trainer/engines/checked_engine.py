@@ -17,6 +17,7 @@ import functools
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -33,7 +34,7 @@ from fused_grpo.trainer.engines.sampling import SEED_BITS
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.quantized import layers_in_4bit
 from fused_grpo.trainer.models.router_replay import ROUTING
-from fused_grpo.trainer.models.weight_stream import WeightStream
+from fused_grpo.trainer.models.weight_stream import WeightStream, weights_stay
 from fused_grpo.trainer.rewards.reward_call import own_copy
 from fused_grpo.trainer.types import FinishReason, ListedTokens, Rollouts, Sample, SamplingParams
 
@@ -115,10 +116,17 @@ def checked_generate(
         attempt += 1
 
 
-def checked_load_weights(engine: RolloutEngine, named_weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-    """`engine.load_weights`; WeightSyncError where the engine reports another `weight_version` afterwards."""
+def checked_load_weights(
+    engine: RolloutEngine, named_weights: Iterable[tuple[str, Tensor]], *, version: int, model: nn.Module | None = None
+) -> None:
+    """`engine.load_weights`; WeightSyncError where the engine reports another `weight_version` afterwards.
+
+    Or where it changes weights of the `model` that they are of, if no other thread trains that meanwhile.
+    """
+    is_stream = isinstance(named_weights, WeightStream)
     try:
-        engine.load_weights(named_weights, version=version)
+        with weights_stay(model, engine) if is_stream and model is not None else nullcontext():
+            engine.load_weights(named_weights, version=version)
     finally:
         if isinstance(named_weights, WeightStream):
             named_weights.finish()

@@ -19,8 +19,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from fused_grpo.errors import WeightSyncError
+from fused_grpo.trainer.common.contexts import contextmanager
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -83,6 +86,22 @@ def copied(weights: WeightStream, *, kept: bool = True) -> WeightStream:
     finally:
         weights.finish()
     return WeightStream(weights.shapes if kept else {}, (named.popleft() for _ in range(len(named))))
+
+
+@contextmanager
+def weights_stay(model: nn.Module, engine: Any) -> Iterator[None]:
+    """Around a call of an engine that is given weights: WeightSyncError where it changes the model's, in place.
+
+    A stream may give it the tensors that are trained.
+    """
+    before = [weight._version for weight in model.parameters()]  # which count changes by torch
+    yield
+    if changed := sum(weight._version != one for weight, one in zip(model.parameters(), before, strict=True)):
+        raise WeightSyncError(
+            f"got {changed} of the trainer's weights changed in place by the {engine.name} engine, want them as they "
+            "were: load_weights is given the tensors that are trained; fix: weight.clone() before it is changed, or "
+            "has_own_weights = False of an engine that samples with the trainer's model; go on from a checkpoint"
+        )
 
 
 def is_sharded(weight: Tensor) -> bool:

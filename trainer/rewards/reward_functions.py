@@ -43,6 +43,8 @@ FIRST_PAUSE, DOUBLINGS = 0.5, 7  # seconds before the first retry; each further 
 BATCH_SIZE = 16  # sequences in one forward pass
 _ONLY_RANK_0 = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # which Accelerate sets, for transformers
 
+_NOT_FINITE = "got reward_weights={}, want finite numbers; fix: 0 for a function that takes no part"
+
 _log = logging.getLogger(__name__)
 
 
@@ -94,7 +96,7 @@ class Rewards:
         classes = _one_each("reward_processing_classes", processing_classes, len(given))
         self.weights = torch.tensor(_one_each("reward_weights", weights, len(given), default=1.0), dtype=torch.float32)
         if not self.weights.isfinite().all():
-            raise InputError(f"got reward_weights={self.weights.tolist()}, want finite numbers")
+            raise InputError(_NOT_FINITE.format(self.weights.tolist()))
         loading = {**(model_init_kwargs or {}), "trust_remote_code": trust_remote_code}
         make_model = partial(
             RewardModel, device=device, chat_template_kwargs=chat_template_kwargs, trust_remote_code=trust_remote_code
@@ -148,6 +150,8 @@ class Rewards:
 
         RewardError for a failed call, unless `failure` is "drop"; InputError for a parameter that no column fills.
         """
+        if not self.weights.isfinite().all():  # which a script may change in place
+            raise InputError(_NOT_FINITE.format(self.weights.tolist()))
         functions = [caller.function for caller in self._callers]
         if functions != self.functions or len(self.names) != len(functions):
             raise InputError(

@@ -1,13 +1,15 @@
 """The arguments that reward functions get from the trainer, and how their values become advantages."""
 
 import json
+import math
 import traceback
 
 import pytest
 import torch
 from batches import column
+from transformers import TrainerCallback
 
-from fused_grpo.errors import RewardError
+from fused_grpo.errors import InputError, RewardError
 
 
 def lines(trainer, name: str) -> list[dict]:
@@ -69,6 +71,16 @@ def test_weights_and_names_keep_the_order_of_the_functions(make_trainer):
     digit, length = (metrics[f"rewards/{name}/mean"] for name in ("first_digit", "by_length"))
     assert digit != length
     assert metrics["reward"] == pytest.approx(2 * digit - 0.5 * length)
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_weight_that_a_script_makes_no_number_is_refused(make_trainer, weight):
+    callback = TrainerCallback()
+    callback.on_step_end = lambda *_, **__: trainer.reward_weights[1:].fill_(weight) and None
+    trainer = make_trainer([first_digit, by_length], callbacks=[callback])
+    with pytest.raises(InputError, match=rf"got reward_weights=\[1.0, {weight}\], want finite numbers; fix: 0"):
+        trainer.train()
+    assert trainer.step == 1
 
 
 @pytest.mark.parametrize("num_generations", [4, 6])

@@ -120,6 +120,28 @@ def test_an_engine_that_does_not_report_the_new_version_is_refused() -> None:
     checked_load_weights(Engine(), [], version=4)
 
 
+@pytest.mark.parametrize("method", ["load_weights", "generate"])
+def test_an_engine_that_edits_the_weights_it_is_given_is_refused(make_trainer, served_engine, method) -> None:
+    class Halving(served_engine):  # which keeps what it is given, as others that quantise or cast
+        samples_in_background, kept = False, ()
+
+        def load_weights(self, named_weights: Any, version: int) -> None:
+            self.kept = dict(named_weights)
+            super().load_weights(self.kept.items(), version)
+            self.halve("load_weights")
+
+        def generate(self, prompt_ids: Any, sampling: Any) -> Rollouts:
+            self.halve("generate")
+            return super().generate(prompt_ids, sampling)
+
+        def halve(self, now: str) -> None:
+            for weight in self.kept if now == method else ():
+                self.kept[weight].mul_(0.5)
+
+    with pytest.raises(WeightSyncError, match=r"got 27 of .* changed in place by the scripted engine.*fix: weight"):
+        make_trainer(engine=Halving).train()
+
+
 def test_a_function_may_omit_log_probs_but_not_return_unknown_tokens() -> None:
     trainer = SimpleNamespace(model=None, processing_class=SimpleNamespace(eos_token_id=1, pad_token_id=0))
     output = {"prompt_ids": [[2]] * 4, "completion_ids": [[9]] * 4, "logprobs": [[None]] * 4}
