@@ -173,7 +173,7 @@ class GRPOTrainer(TransformersFace):
             is_mixture, device = learner.routers is not None, accelerator.device
             self.weight_check = WeightCheck(self.args, policy, device, own_weights=own_weights, is_mixture=is_mixture)
             self.buffer: RolloutBuffer | None = None
-            self.stop, self.lock, self._undo = StopOnSignal(), RunLock(), ExitStack()  # of a run that fails early
+            self.stop, self.lock, self._undo = StopOnSignal(answers=accelerator.is_main_process), RunLock(), ExitStack()
             self._versions = [one._version for one in policy.parameters()]  # which count changes in place
             self._in_epoch = self._is_stale = False  # stale: the engine has other weights of its step
             self._beginning: dict[str, Any] | None = None  # where the first `train` began in the data
@@ -306,7 +306,7 @@ class GRPOTrainer(TransformersFace):
                 undo = prepare_output_dir(
                     self.output_dir, resume=checkpoint, overwrite=overwrite, keep=start.models, is_saved=start.is_saved
                 )
-                self._undo.callback(undo)
+                self._undo.callback(undo)  # where a run fails early
         self.events.begin(None, self.epochs.total)
         if checkpoint is not None:
             self._restore(checkpoint)

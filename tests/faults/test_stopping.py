@@ -124,6 +124,16 @@ def test_another_signal_is_no_second_request(monkeypatch):
         assert stop.reason == "SIGUSR1"
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_first_signal_is_answered_at_once_by_the_main_process(answers, monkeypatch, capfd):
+    monkeypatch.setattr(failures, "SAME_REQUEST_SECONDS", 60.0)
+    with StopOnSignal(answers=answers):
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        text = "fused-grpo: SIGUSR1: the run ends with a checkpoint after this step; a second SIGUSR1 ends it at once"
+        assert capfd.readouterr().err.split("\n") == (["", text, ""] if answers else [""])
+
+
 def test_a_thread_leaves_signals_alone():
     before, seen = signal.getsignal(signal.SIGTERM), []
 

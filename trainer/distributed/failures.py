@@ -313,12 +313,14 @@ class NonFiniteSteps:
 class StopOnSignal:
     """`with StopOnSignal() as stop:` sets `stop.requested` on a signal; the handlers that were there come back.
 
-    In the main thread only: Python runs signal handlers nowhere else.
+    In the main thread only: Python runs signal handlers nowhere else. The first signal is answered at once on stderr if
+    it `answers`: a step may take minutes.
     """
 
     exit_status = 128 + signal.SIGTERM
 
-    def __init__(self) -> None:
+    def __init__(self, *, answers: bool = False) -> None:
+        self._answers = answers
         self._process, self._before = 0, dict[int, Any]()  # process: which is inside of it; 0: none
         self.requested, self._since = False, dict[int, float]()  # when each signal came first
 
@@ -352,6 +354,11 @@ class StopOnSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = time.monotonic() - self._since.setdefault(number, time.monotonic()) > SAME_REQUEST_SECONDS
+        if self._answers and not self.requested and os.getpid() == self._process:
+            name = signal.Signals(number).name
+            text = f"{name}: the run ends with a checkpoint after this step; a second {name} ends it at once"
+            with suppress(OSError):  # not by `print`, which may be what was interrupted
+                os.write(2, f"\nfused-grpo: {text}\n".encode())
         self.requested = True
         # A process that was forked off has no loop that would read the flag.
         if again or os.getpid() != self._process:
