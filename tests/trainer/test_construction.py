@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
@@ -81,6 +82,13 @@ def test_what_is_no_reward_function_is_refused(make_trainer):
         make_trainer(reward_weights=[1.0, 2.0])
     with pytest.raises(InputError, match="want finite numbers"):
         make_trainer(reward_weights=[NAN])
+
+
+def test_a_peft_config_stays_as_it_was_given(make_trainer):
+    config = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    before = config.to_dict()
+    make_trainer(peft_config=config)
+    assert config.to_dict() == before  # so that another model has its own layers
 
 
 @pytest.fixture

@@ -353,7 +353,10 @@ def test_the_policy_is_no_teacher_of_itself_while_it_moves(make_trainer, make_mo
     trainer = make_trainer()
     with pytest.raises(InputError, match="got the model that is trained as its teacher_model"):
         type(trainer.learner)(trainer.model, trainer.args, trainer.accelerator, max_steps=1, teacher=trainer.model)
-    base = make_model()
+    base, other = make_model(), make_model(1)
+    other.model.embed_tokens = base.model.embed_tokens
+    with pytest.raises(InputError, match="or one that has some of its weights"):
+        load_teacher(other, trainer.args, trainer.accelerator, None, base)
     for policy in (base, get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))):
         trained = [parameter.requires_grad for parameter in base.parameters()]
         with pytest.raises(InputError, match="got the model that is trained as its teacher_model"):

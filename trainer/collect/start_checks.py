@@ -32,7 +32,7 @@ from fused_grpo.trainer.config.checks import check_arguments, check_evaluates, w
 from fused_grpo.trainer.config.derived_options import fill_loader_options, whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig, check_options, own_fields
 from fused_grpo.trainer.data.datasets import check_dataset, eval_sets, is_conversational, is_stream, read_rows, set_name
-from fused_grpo.trainer.data.prompt_sampler import Epochs, levels_of, planned_steps
+from fused_grpo.trainer.data.prompt_sampler import Epochs, planned_steps, prompt_sampler
 from fused_grpo.trainer.data.prompts import PromptLimit
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.abandoned import remove_abandoned
@@ -333,7 +333,7 @@ def check_episodes(start: Start) -> None:
 
 
 def check_prompts(start: Start) -> None:
-    """Every prompt has tokens that the model knows, and room for a completion; a curriculum has its column."""
+    """Every prompt has tokens that the model knows, and room for a completion; the data can be drawn in that order."""
     own, args, text = start.engine, start.args, start.config.get_text_config()
     read = [text]  # by models that read whole sequences
     if start.teacher_model not in (None, SELF):
@@ -352,8 +352,8 @@ def check_prompts(start: Start) -> None:
         start.limit.applied(rows, name=set_name(name))
     count = len(start.train_dataset) if hasattr(start.train_dataset, "__len__") else None
     start.max_steps, start.epochs = planned_steps(start.args, count, start.processes)
-    if start.args.curriculum != "off":
-        levels_of(start.train_dataset, start.args.curriculum)
+    order: Any = {"curriculum": args.curriculum, "shuffle": args.shuffle_dataset}
+    prompt_sampler(start.train_dataset, prompts_per_batch=1, seed=0, **order)
 
 
 def check_saving(start: Start) -> None:

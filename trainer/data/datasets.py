@@ -11,10 +11,13 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from glob import escape, glob
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import IterableDataset as TorchIterableDataset
 
 from fused_grpo.errors import DataError, DatasetTypeError
 from fused_grpo.trainer.common.formatting import joined
@@ -35,7 +38,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # alone, as JSON may hold one; no to
 
 def is_stream(dataset: Any) -> bool:
     """True for a dataset without random access."""
-    return not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
+    # torch's has a `__getitem__` that raises, and may have a length.
+    has_access = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return not has_access or isinstance(dataset, TorchIterableDataset)
 
 
 def as_row(entry: Mapping[str, Any]) -> Row:
@@ -104,7 +109,10 @@ def check_dataset(dataset: Any, *, name: str) -> Any:
         raise DatasetTypeError(f"{got}; fix: datasets.load_dataset(...)")
     if not isinstance(dataset, Iterable) and is_stream(dataset):
         raise DatasetTypeError(got)
-    if isinstance(dataset, Iterator):
+    ends = isinstance(dataset, Iterator)
+    with suppress(Exception):  # which is raised again when it is read
+        ends = ends or (is_stream(dataset) and iter(dataset) is iter(dataset))
+    if ends:
         raise DatasetTypeError(f"{got}; fix: datasets.IterableDataset.from_generator(...), which can start again")
     # Before they are decoded. A transform may rename the other columns.
     names = getattr(dataset, "column_names", None) or ()

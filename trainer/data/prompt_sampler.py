@@ -379,7 +379,7 @@ def difficulties(dataset: Any) -> list[float]:
         column = [row.get(DIFFICULTY) for row in read_rows(dataset, name="train_dataset")]
     column = [value.item() if getattr(value, "ndim", 1) == 0 else value for value in column]  # of NumPy and torch
     for number, value in enumerate(column):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise DataError(
                 f"got curriculum='difficulty' and {value!r} as {DIFFICULTY} of row {number} of train_dataset, want a "
                 f"column {DIFFICULTY!r} of numbers; fix: add it, or curriculum='unequal_rewards'"
@@ -473,6 +473,7 @@ def planned_steps(args: GRPOConfig, num_prompts: int | None, num_processes: int)
         raise InputError("got a train_dataset without a length and max_steps=-1; fix: set max_steps")
     batch = args.prompts_per_generation(num_processes)
     steps = args.optimizer_steps_per_generation(num_processes) * args.num_iterations
-    generations = math.ceil((num_prompts or 0) * args.num_train_epochs / batch)
+    # 1.1 epochs of 100 prompts are 110, and not 110.00000000000001.
+    generations = math.ceil(Fraction(str(args.num_train_epochs)) * (num_prompts or 0) / batch)
     max_steps = args.max_steps if args.max_steps > 0 else generations * steps
     return max_steps, Epochs(num_prompts, Fraction(batch, steps), max_steps)

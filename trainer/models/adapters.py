@@ -107,7 +107,7 @@ def adapt(
         try:
             with torch.random.fork_rng():
                 torch.manual_seed(args.seed)
-                model = peft.get_peft_model(model, peft_config).train(model.training)
+                model = peft.get_peft_model(model, copy.deepcopy(peft_config)).train(model.training)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:

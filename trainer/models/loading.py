@@ -72,6 +72,11 @@ def check_source(what: str, name: Any, options: Mapping[str, Any] | None) -> Non
                 f"got a {type(base).__name__} as {what}, without output embeddings, want a causal LM; fix: "
                 "AutoModelForCausalLM"
             )
+        if empty := next((key for key, weight in base.named_parameters() if weight.is_meta), None):
+            raise InputError(
+                f"got a {type(base).__name__} as {what} whose {empty} is on the meta device, without numbers, want all "
+                "weights in memory; fix: from_pretrained(...) without offloading, and outside of torch.device('meta')"
+            )
         if base.generation_config is None:
             raise InputError(
                 f"got a {type(base).__name__} as {what} whose generation_config is None, want one, which is saved "
@@ -373,10 +378,11 @@ def check_teacher_model(teacher: Any, policy: Any) -> None:
             )
     if teacher == SELF:
         return
-    if base_model(teacher) is base_model(policy):
+    own = {id(weight) for weight in policy.parameters() if weight.requires_grad}
+    if not own.isdisjoint(map(id, teacher.parameters())) or base_model(teacher) is base_model(policy):
         raise InputError(
-            "got the model that is trained as its teacher_model, too, want one that stays; fix: teacher_model='self' "
-            "for the model as it is now, or load it a second time"
+            "got the model that is trained as its teacher_model, too, or one that has some of its weights, want one "
+            "that stays; fix: teacher_model='self' for the model as it is now, or load it a second time"
         )
     policy_tokens, teacher_tokens = (len(base_model(m).get_output_embeddings().weight) for m in (policy, teacher))
     if policy_tokens > teacher_tokens:

@@ -13,6 +13,7 @@ from fused_grpo.trainer.cli.options import TrainOptions, parse_train_options
 from fused_grpo.trainer.cli.train import dry_run, resolved
 from fused_grpo.trainer.collect.plan import batch_table
 from fused_grpo.trainer.collect.start_checks import Start
+from fused_grpo.trainer.data.prompt_sampler import planned_steps
 from fused_grpo.trainer.models.memory_estimate import memory_terms, micro_batch_tokens, shape_of
 
 
@@ -54,6 +55,11 @@ def test_planned_steps_are_those_of_the_trainer(make_trainer):
     trainer = make_trainer(**options)
     shown = batch_table(TrainOptions(per_device_train_batch_size=4, **options), processes=1, prompts=16)
     assert f"{trainer.max_steps} optimizer steps (num_train_epochs)" in shown
+
+
+def test_a_tenth_of_an_epoch_is_no_rounding_more():
+    args = TrainOptions(num_train_epochs=1.1, per_device_train_batch_size=8, num_generations=8)
+    assert planned_steps(args, 100, 1)[0] == 110
 
 
 @pytest.mark.parametrize("tied", [True, False])

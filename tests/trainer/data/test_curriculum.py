@@ -197,6 +197,7 @@ def test_levels_are_values_or_ranges_of_about_a_tenth():
         (Dataset.from_list([{"prompt": "p"}]), "None as difficulty of row 0"),
         ([{"prompt": "p", "difficulty": 1}, {"prompt": "p", "difficulty": "hard"}], "'hard' as difficulty of row 1"),
         ([{"prompt": "p", "difficulty": math.nan}], "nan as difficulty of row 0"),
+        ([{"prompt": "p", "difficulty": 10**400}], "10+ as difficulty of row 0"),
         ([{"prompt": "p", "difficulty": np.bool_(True)}], "True as difficulty of row 0"),
         ([{"prompt": "p", "difficulty": torch.ones(1)}], r"tensor\(\[1.\]\) as difficulty of row 0"),
         ([{"prompt": "p", "difficulty": 1}] * 3, "one level of difficulty in train_dataset, want several"),

@@ -1,11 +1,13 @@
-"""Containers that are no dataset, or one that ends, or does not begin, with an error."""
+"""Containers that are no dataset, one that ends, or does not begin, with an error, and torch's own streams."""
 
 from typing import Any
 
 import pytest
 from pandas import DataFrame
+from torch.utils.data import IterableDataset
 
 from fused_grpo.errors import DataError
+from fused_grpo.trainer.collect import start_checks
 from fused_grpo.trainer.data.datasets import check_dataset
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
@@ -24,6 +26,26 @@ class Ends:
         if number >= len(ROWS):
             raise self.error
         return ROWS[number]
+
+
+class Sized(IterableDataset):
+    """Of torch, which has `__getitem__` for all of its datasets."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+
+class Once:
+    """Each reader goes on where the last one was."""
+
+    def __init__(self) -> None:
+        self.rows = iter(ROWS)
+
+    def __iter__(self) -> Any:
+        return self.rows
 
 
 class NeverBegins:
@@ -55,3 +77,26 @@ def test_a_row_that_cannot_be_read_is_named_whatever_it_raises(error):
 def test_the_fix_for_columns_is_not_that_for_splits(dataset, fix):
     with pytest.raises(DataError, match=f"fix: {fix}"):
         check_dataset(dataset, name="train_dataset")
+
+
+def test_a_stream_of_torch_with_a_length_is_read_as_one(make_trainer):
+    seen: list[str] = []
+    trainer = make_trainer(
+        lambda prompts, **_: seen.append(prompts[0]) or [0.0, 1.0, 0.0, 1.0],
+        dataset=Sized(),
+        shuffle_dataset=False,
+        max_steps=-1,
+        num_train_epochs=1.5,
+    )
+    assert (trainer.train().steps, seen) == (3, ["1+1=", "1+2=", "1+1="])
+
+
+def test_an_iterable_whose_readers_share_a_place_is_refused():
+    with pytest.raises(DataError, match=r"got a Once as train_dataset.*which can start again"):
+        check_dataset(Once(), name="train_dataset")
+
+
+def test_a_stream_without_an_order_is_refused_before_a_model_is_loaded(make_trainer, monkeypatch):
+    monkeypatch.setattr(start_checks, "load_model", None)
+    with pytest.raises(DataError, match=r"got a Sized as train_dataset, which has no order to shuffle"):
+        make_trainer(dataset=Sized())

@@ -72,6 +72,14 @@ def test_what_is_no_tokenizer_is_refused(make_model):
         loading.tokenizer_for(make_model(), "a tokenizer", GRPOConfig())
 
 
+@pytest.mark.parametrize("part", ["model", "model.layers.1", "lm_head"])
+def test_weights_without_numbers_are_refused_before_anything_is_read(make_model, part):
+    model = make_model()
+    model.get_submodule(part).to("meta")
+    with pytest.raises(InputError, match=rf"got a Qwen2ForCausalLM as model whose {part}\S+ is on the meta device"):
+        GRPOTrainer(model, lambda **given: [], GRPOConfig(use_cpu=True), [{"prompt": "a"}])
+
+
 @pytest.mark.parametrize("wrong", [None, 5, b"model", ["model"], int, torch.nn.Linear(2, 2)], ids=repr)
 def test_what_is_no_model_is_refused_by_its_type(tmp_path, wrong):
     args = GRPOConfig(output_dir=str(tmp_path / "run"))
