@@ -2,27 +2,29 @@
 
 Between the hidden states of the backbone and the logits of a loss there is more than the head's weight: Gemma caps,
 Cohere multiplies, Granite divides. Each family has its own option name, and two families use one name for opposite
-operations. This table covers every `*ForCausalLM` and `*ForConditionalGeneration` of transformers 5.19:
+operations. This table covers every `*ForCausalLM` and `*ForConditionalGeneration` of transformers 5.3 to 5.24:
 
-    softcap * tanh(x / softcap)   final_logit_softcapping  Gemma 2, 3, 3n, 4, VaultGemma, NanoChat, Muse Glimmer
+    softcap * tanh(x / softcap)   final_logit_softcapping  Gemma 2, 3, 3n, 4, VaultGemma, NanoChat, Beam, Muse Glimmer,
+                                                           Muse Spark, Mistral Large 4, Inkling 2, PaliGemma 2 (5.23)
                                   logits_soft_cap          RecurrentGemma
                                   output_logit_soft_cap    xLSTM
     x * scale                     logit_scale              Cohere, Cohere 2, Cohere 2 MoE, Cohere Compass
                                   lm_head_multiplier       Falcon-H1
-                                  output_multiplier        Muse Glimmer, before it caps
+                                  output_multiplier        Muse Glimmer and Muse Spark, before they cap
                                   logits_scaling           HyperCLOVA X
-    x / scale                     logits_scaling           Granite, GraniteMoE, their shared, hybrid and SWA variants
+    x / scale                     logits_scaling           Granite, GraniteMoE, their variants, Docling
     h / scale, before the head    logits_scaling           MiniCPM3
                                   logits_mup_width_multiplier  Inkling
 
 An option in a config is no proof. MPT's config has a `logit_scale` that its forward never reads. Most multimodal models
-use the output of their head as logits and ignore the options of their text config (PaliGemma 2 around Gemma 2, Aya
-Vision around Cohere 2, LLaVA around Granite). So callers should compare with the model itself where they can, as
-`return_logprobs` does at every call.
+use the output of their head as logits and ignore the options of their text config (Aya Vision around Cohere 2, LLaVA
+around Granite, PaliGemma 2 around Gemma 2 before 5.23). So callers should compare with the model itself where they can,
+as `return_logprobs` does at every call.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any, TypedDict
 
 import torch
@@ -46,10 +48,18 @@ _HEEDS_ITS_TEXT_CONFIG = (
     "gemma4",
     "gemma4_unified",
     "granite4_vision",
+    "granite_docling",
     "hyperclovax_vision_v2",
+    "inkling2",
+    "inkling2_loop",
     "inkling_mm_model",
+    "mistral_large4",
     "muse_glimmer",
+    "muse_spark",
 )
+_HEEDS_IT_SINCE = {"paligemma": (5, 23)}  # of transformers
+
+_CUTS_COLUMNS = ("inkling_text",)
 
 
 class ScaleAndCap(TypedDict):
@@ -66,7 +76,7 @@ def head_transform(config: Any) -> ScaleAndCap:
         config: of the whole model: `model.config`.
     """
     text = config.get_text_config()
-    if text is not config and config.model_type not in _HEEDS_ITS_TEXT_CONFIG:
+    if text is not config and not heeds_its_text_config(config.model_type):
         return {"logit_scale": 1.0, "softcap": None}
     scale = 1.0
     if text.model_type not in _NEVER_READS_ITS_LOGIT_SCALE:
@@ -78,6 +88,14 @@ def head_transform(config: Any) -> ScaleAndCap:
         scale /= _number(text, "logits_scaling")
     softcaps = [value for name in _SOFTCAPS if (value := getattr(text, name, None)) is not None]
     return {"logit_scale": scale, "softcap": softcaps[0] if softcaps else None}
+
+
+def heeds_its_text_config(model_type: str) -> bool:
+    """Whether a multimodal model applies the options of its text config to its logits."""
+    if (since := _HEEDS_IT_SINCE.get(model_type)) is None:
+        return model_type in _HEEDS_ITS_TEXT_CONFIG
+    major, minor, *_ = importlib.metadata.version("transformers").split(".")
+    return (int(major), int(minor)) >= since
 
 
 def logit_transform(config: Any) -> ScaleAndCap:
@@ -97,7 +115,7 @@ def logit_transform(config: Any) -> ScaleAndCap:
         )
     text, transform = config.get_text_config(), head_transform(config)
     used = getattr(text, "unpadded_vocab_size", None)
-    if used is not None and used < text.vocab_size:
+    if text.model_type in _CUTS_COLUMNS and used is not None and used < text.vocab_size:
         raise UnsupportedError(
             f"got a head of {text.vocab_size} rows of which the model uses {used}, want all in use; fix: "
             f"model.resize_token_embeddings({used})"

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from fused_grpo import linear_logprobs
 from fused_grpo.errors import InputError, UnsupportedError
-from fused_grpo.integrations.logit_transform import head_transform, logit_transform
+from fused_grpo.integrations.logit_transform import head_transform, heeds_its_text_config, logit_transform
 from fused_grpo.integrations.transformers import return_logprobs
 
 pytestmark = pytest.mark.grid
@@ -28,6 +30,7 @@ CONFIGS = {"GPT2LMHeadModel": "GPT2Config", "Gemma3": "Gemma3TextConfig"}
 
 # Name, options of the config, and what happens between the head and the logits: (scale, softcap).
 PLAIN = (1.0, None)
+IS_5_23 = Version(transformers.__version__) >= Version("5.23")
 FAMILIES: list[tuple[str, dict[str, Any], tuple[float, float | None]]] = [
     ("Llama", {"tie_word_embeddings": False}, PLAIN),
     ("Llama", {"tie_word_embeddings": True}, PLAIN),
@@ -146,7 +149,7 @@ def test_from_the_backbone_too(make_model, batch, by_logits, name):
 @pytest.mark.parametrize(
     ("config", "text", "expected"),
     [
-        ("PaliGemma", {"model_type": "gemma2", "final_logit_softcapping": 3.0}, PLAIN),
+        ("PaliGemma", {"model_type": "gemma2", "final_logit_softcapping": 3.0}, (1.0, 3.0) if IS_5_23 else PLAIN),
         ("AyaVision", {"model_type": "cohere2", "logit_scale": 0.5}, PLAIN),
         ("LlavaNext", {"model_type": "granite", "logits_scaling": 8.0}, PLAIN),
         ("Gemma3", {"final_logit_softcapping": 3.0}, PLAIN),
@@ -180,6 +183,8 @@ def test_columns_that_a_model_leaves_out_are_refused():
     config.unpadded_vocab_size = 12
     with pytest.raises(UnsupportedError, match="16 rows of which the model uses 12"):
         logit_transform(config)
+    config.model_type = "inkling2_text"  # whose head has 12 rows
+    assert logit_transform(config)["logit_scale"] == 1.0
 
 
 def test_what_is_no_config_is_refused():
@@ -187,46 +192,70 @@ def test_what_is_no_config_is_refused():
         logit_transform(torch.nn.Linear(2, 2))
 
 
-# Every causal LM of transformers that makes something else of its head's output, and by which name.
+# Every causal or multimodal LM of transformers that makes something else of its head's output, and by which name.
 _OF_MODELS = {
     "logit_scale": ["Cohere", "Cohere2", "Cohere2Moe", "CohereCompass"],
     "lm_head_multiplier": ["FalconH1"],
-    "logits_scaling": [*(f"Granite{x}" for x in ("", "SWA", "Moe", "MoeSWA", "MoeHybrid", "MoeShared")), "HyperCLOVAX"],
+    "logits_scaling": [
+        *(f"Granite{x}" for x in ("", "SWA", "Moe", "MoeSWA", "MoeHybrid", "MoeShared", "4Vision", "Docling")),
+        *("HyperCLOVAX", "HyperCLOVAXVisionV2"),
+    ],
     "final_logit_softcapping": [
         *(f"Gemma{x}" for x in ("2", "3", "3n", "4", "4Unified")),
-        *("Beam", "NanoChat", "VaultGemma"),
+        *("Beam", "NanoChat", "VaultGemma", "MuseGlimmer", "MuseSpark", "MistralLarge4", "PaliGemma"),
     ],
+    "logit_softcap": ["Inkling2", "Inkling2Loop"],  # = Softcap(config.final_logit_softcapping)
     "cap": ["RecurrentGemma"],  # = self.config.logits_soft_cap
     "output_logit_soft_cap": ["xLSTM"],
-    "unpadded_vocab_size": ["Inkling", "Inkling2"],  # cut: refused
+    "unpadded_vocab_size": ["Inkling"],  # cut: refused
+    "image_tokens": ["Chameleon"],  # masked: refused
     "predict_logits": ["ProphetNet"],  # two at a time: refused
     "lm_heads": ["Musicgen", "MusicgenMelody"],  # several heads: refused
 }
 KNOWN = {model: name for name, models in _OF_MODELS.items() for model in models}
+# Models that encode and decode, and names for the same logits.
+OTHER = re.compile(r"final_logits_bias|outputs\b|generation_steps|predict_logits|labels\.size")
+LM = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def changed_logits(source: str) -> dict[str, set[str]]:
-    """For each class ...ForCausalLM, the names in statements of its forward that are more than `logits = head(...)`."""
+    """For each class of `LM`, the names in statements of its forward that are more than `logits = head(...)`."""
     words: dict[str, set[str]] = {}
     for made in ast.parse(source).body:
-        if not isinstance(made, ast.ClassDef) or not made.name.endswith(("ForCausalLM", "LMHeadModel")):
+        if not isinstance(made, ast.ClassDef) or not made.name.endswith(LM) or made.name.startswith("T5"):
             continue
         forward = [x for x in made.body if isinstance(x, ast.FunctionDef) and x.name == "forward"]
         for node in (node for function in forward for node in ast.walk(function)):
             text = ast.unparse(node) if isinstance(node, ast.Assign) else ""
-            plain = re.fullmatch(r"(lm_)?logits = (self(\.\w+)+\(.*\)|logits)(\.float\(\)|\.contiguous\(\))?", text)
-            if re.match(r"(lm_)?logits\b", text) and not plain:
+            head = r"self(\.\w+)+\((?!logits\)).*\)"
+            plain = re.fullmatch(rf"(lm_)?logits = ({head}|logits)(\.float\(\)|\.contiguous\(\))?", text)
+            other = made.name.endswith(LM[-1]) and OTHER.search(text)
+            if re.match(r"(lm_)?logits\b", text) and not plain and not other:
                 words.setdefault(made.name, set()).update(re.findall(r"\w+", text))
     return words
 
 
-def test_the_table_knows_every_causal_lm_of_transformers():
+def changes_of_transformers() -> dict[str, set[str]]:
     changes: dict[str, set[str]] = {}
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         source = path.read_text()
-        if re.search(r"^ {8,}(lm_)?logits\b[^=\n]* = (?!self\.\w+\([^*\n]*\)$)", source, flags=re.MULTILINE):
+        if re.search(
+            r"^ {8,}(lm_)?logits\b[^=\n]* = (?!self\.\w+\([^*\n]*\)$)|= .*\(logits\)$", source, flags=re.MULTILINE
+        ):
             changes |= changed_logits(source)
+    return changes
+
+
+def test_the_table_knows_every_lm_of_transformers():
+    changes = changes_of_transformers()
     assert {"Gemma2ForCausalLM", "FalconH1ForCausalLM", "GraniteForCausalLM"} <= changes.keys()
     for model, names in changes.items():
-        entry = KNOWN.get(model.removesuffix("ForCausalLM"), "nothing")
+        entry = KNOWN.get(re.sub("|".join(LM), "", model), "nothing")
         assert entry in names, f"{model} does something to its logits: {sorted(names)}, and the table says {entry}"
+
+
+def test_multimodal_models_heed_their_text_config_where_they_read_it():
+    read = {model.removesuffix(LM[-1]) for model in changes_of_transformers() if model.endswith(LM[-1])}
+    assert {"Gemma3n", "Gemma4", "MuseGlimmer"} <= read
+    types = {getattr(transformers, f"{model}Config").model_type for model in read - {"Chameleon"}}
+    assert types == set(filter(heeds_its_text_config, CONFIG_MAPPING))
