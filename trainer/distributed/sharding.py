@@ -101,7 +101,7 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
 
 def _options(args: GRPOConfig) -> dict[str, Any]:
     """The arguments of `Accelerator`, and what is set for this process before there is one."""
-    check_launch()
+    check_launch(args)
     check_backend(args)
     if args.full_determinism:
         enable_full_determinism(args.seed)
@@ -168,10 +168,11 @@ def is_on(name: str) -> bool:
     return os.environ.get(name, "").lower() == "true"
 
 
-def check_launch() -> None:
+def check_launch(args: GRPOConfig) -> None:
     """Check what a launcher asks Accelerate for, before ranks wait for each other.
 
     UnsupportedError for what compiles the policy, replaces its layers, or shares a batch otherwise than DDP and FSDP2.
+    InputError for activations that Accelerate is to recompute where the trainer's own options do not say so.
     A warning where Slurm has started several processes that will not find each other.
     """
     for name in REPLACING:
@@ -189,6 +190,16 @@ def check_launch() -> None:
         raise UnsupportedError(
             "got FSDP 1, want FSDP2: the older one hides parameters from the loss; fix: fsdp_version: 2 in fsdp_config"
         )
+    checkpoints = is_on("ACCELERATE_USE_FSDP") and is_on("FSDP_ACTIVATION_CHECKPOINTING")
+    offloads = checkpoints and is_on("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")
+    if (checkpoints and not args.gradient_checkpointing) or (
+        offloads and not (args.gradient_checkpointing_kwargs or {}).get("offload")
+    ):
+        fix = "gradient_checkpointing=True" + ', gradient_checkpointing_kwargs={"offload": True}' * offloads
+        raise InputError(
+            f"got fsdp_activation_checkpointing{'_offload' * offloads} of Accelerate, want the trainer's own option, "
+            f"which recomputes the same layers; fix: {fix}, or false in fsdp_config"
+        )
     sizes = {name: os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1") for name in SPLITTING}
     if is_on("ACCELERATE_USE_PARALLELISM_CONFIG") and set(sizes.values()) != {"1"}:
         raise UnsupportedError(
@@ -204,9 +215,12 @@ def check_launch() -> None:
 
 
 def prepare_sharding(accelerator: Accelerator) -> None:
-    """Make FSDP2 pass the inputs of the loss unrounded and sum gradients in fp32."""
+    """Make FSDP2 pass the inputs of the loss unrounded and sum gradients in fp32, and wrap no layer but to shard it."""
     plugin: Any = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
-    if plugin is not None and plugin.mixed_precision_policy is not None:
+    if plugin is None:
+        return
+    plugin.activation_checkpointing = False  # `gradient_checkpointing` does it, and no module gets another name
+    if plugin.mixed_precision_policy is not None:
         # By default it rounds inputs as well, old log-probs and advantages among them, and the loss that comes out.
         options: Any = {"reduce_dtype": torch.float32, "output_dtype": None, "cast_forward_inputs": False}
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **options)

@@ -113,7 +113,8 @@ def wrapper(request) -> dict[str, str]:
         return {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.environ", {})
-        config = ["--config_file", str(RECIPES / "fsdp2.yaml"), "--mixed_precision", "no", "script.py"]
+        config = ["--config_file", str(RECIPES / "fsdp2.yaml"), "--mixed_precision", "no"]
+        config += ["--fsdp_activation_checkpointing", "true", "script.py"]  # the same as the trainer's own
         arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(config))
         return prepare_multi_gpu_env(arguments)
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import ConstantLR
 
-from fused_grpo.errors import UnsupportedError
+from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.checkpoint.optimizer_states import check_optimizer
 from fused_grpo.trainer.common.warnings import warn_once
@@ -41,6 +41,23 @@ def test_what_trains_otherwise_is_refused_before_ranks_wait(monkeypatch, variabl
         monkeypatch.setenv(f"{'ACCELERATE' if 'USE' in name else 'PARALLELISM_CONFIG'}_{name}", value)
     with pytest.raises(UnsupportedError, match=message):
         sharding.make_accelerator(GRPOConfig())
+
+
+@pytest.mark.parametrize(
+    ("offload", "options", "fix"),
+    [
+        (False, {}, None),
+        (True, {"gradient_checkpointing_kwargs": {"offload": True}}, None),
+        (False, {"gradient_checkpointing": False}, "fix: gradient_checkpointing=True, or"),
+        (True, {}, 'fix: gradient_checkpointing=True, gradient_checkpointing_kwargs={"offload": True}, or'),
+    ],
+)
+def test_recomputation_by_accelerate_is_that_of_the_options(monkeypatch, offload, options, fix):
+    names = {"ACCELERATE_USE_FSDP": True, "FSDP_ACTIVATION_CHECKPOINTING": True}
+    for name, value in {**names, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": offload, "FSDP_VERSION": 2}.items():
+        monkeypatch.setenv(name, str(value).lower())
+    with nullcontext() if fix is None else pytest.raises(InputError, match=re.escape(fix)):
+        sharding.check_launch(GRPOConfig(**options))
 
 
 def test_what_shards_nothing_or_runs_several_times_is_a_warning(monkeypatch, caplog):
