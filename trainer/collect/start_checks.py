@@ -350,10 +350,9 @@ def check_prompts(start: Start) -> None:
     start.train_dataset = start.limit.applied(start.train_dataset, name="train_dataset")
     for name, rows in start.evals.items():
         start.limit.applied(rows, name=set_name(name))
-    count = len(start.train_dataset) if hasattr(start.train_dataset, "__len__") else None
-    start.max_steps, start.epochs = planned_steps(start.args, count, start.processes)
     order: Any = {"curriculum": args.curriculum, "shuffle": args.shuffle_dataset}
-    prompt_sampler(start.train_dataset, prompts_per_batch=1, seed=0, **order)
+    sampler = prompt_sampler(start.train_dataset, prompts_per_batch=1, seed=0, **order)
+    start.max_steps, start.epochs = planned_steps(args, sampler.num_prompts, start.processes)
 
 
 def check_saving(start: Start) -> None:

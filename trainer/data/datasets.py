@@ -43,6 +43,13 @@ def is_stream(dataset: Any) -> bool:
     return not has_access or isinstance(dataset, TorchIterableDataset)
 
 
+def length(dataset: Any) -> int | None:
+    """Its number of rows; None where it has none, or one that depends on what it is made from."""
+    with suppress(TypeError, NotImplementedError):
+        return len(dataset)
+    return None
+
+
 def as_row(entry: Mapping[str, Any]) -> Row:
     """A row as everything after the dataset gets it: a dict, whose prompt has no keys that Arrow made."""
     return {**entry, "prompt": _without_none(entry["prompt"])} if isinstance(entry.get("prompt"), list) else {**entry}

@@ -33,7 +33,7 @@ from packaging.version import Version
 
 from fused_grpo.errors import CheckpointError, DataError, InputError
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.data.datasets import Row, RowCheck, is_plain_arrow, is_stream, read_rows, unreadable
+from fused_grpo.trainer.data.datasets import Row, RowCheck, is_plain_arrow, is_stream, length, read_rows, unreadable
 from fused_grpo.trainer.types import EQUAL_REWARDS
 
 END = object()
@@ -76,7 +76,7 @@ class PromptSampler:
         repeats: int = 1,
         keep: Callable[[Row, int], bool] | None = None,
     ) -> None:
-        self.num_prompts: int | None = len(dataset) if hasattr(dataset, "__len__") else None
+        self.num_prompts = length(dataset)
         self.used = 0  # prompts drawn so far, by all ranks
         self.row_numbers = list[int]()  # of what was drawn last; of a stream, in its pass
         self.batch = list[int]()  # the same of all ranks, each prompt once; not of a stream

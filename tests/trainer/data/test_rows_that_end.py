@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from pandas import DataFrame
-from torch.utils.data import IterableDataset
+from torch.utils.data import ChainDataset, IterableDataset
 
-from fused_grpo.errors import DataError
+from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.collect import start_checks
 from fused_grpo.trainer.data.datasets import check_dataset
 
@@ -89,6 +90,13 @@ def test_a_stream_of_torch_with_a_length_is_read_as_one(make_trainer):
         num_train_epochs=1.5,
     )
     assert (trainer.train().steps, seen) == (3, ["1+1=", "1+2=", "1+1="])
+
+
+def test_a_chain_of_streams_has_no_length(make_trainer):
+    chain = ChainDataset([Sized(), Dataset.from_list(ROWS).to_iterable_dataset()])
+    assert make_trainer(dataset=chain, shuffle_dataset=False).train().steps == 3
+    with pytest.raises(InputError, match="got a train_dataset without a length and max_steps=-1"):
+        make_trainer(dataset=chain, shuffle_dataset=False, max_steps=-1)
 
 
 def test_an_iterable_whose_readers_share_a_place_is_refused():
