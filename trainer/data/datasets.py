@@ -23,7 +23,8 @@ from fused_grpo.errors import DataError, DatasetTypeError
 from fused_grpo.trainer.common.formatting import joined
 
 Row = dict[str, Any]
-RESERVED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+RESERVED = {"prompts", "completions", "trainer_state", "log_extra", "log_metric"}
+NOT_PASSED = {"prompt", "completion", "completion_ids"}  # columns that reward functions do not get, as in TRL
 # Of JSON: a bracket, null, or a byte that no JSON has, after strings (one that is not closed ends with its line) and
 # all else.
 _TOKENS = re.compile(rb'(?:[^]"[{}n\0]++|n(?!ull)|"(?:[^"\\\n]++|\\.)*+"?)*+([][{}\0]|null)')

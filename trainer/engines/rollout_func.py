@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from fused_grpo.errors import DataError
-from fused_grpo.trainer.data.datasets import RESERVED
+from fused_grpo.trainer.data.datasets import NOT_PASSED, RESERVED
 from fused_grpo.trainer.engines import RolloutEngine
 from fused_grpo.trainer.engines.sampling import stop_token_ids
 from fused_grpo.trainer.rewards.reward_call import own_copy
@@ -131,7 +131,7 @@ def _checked(output: Any, count: int) -> dict[str, list[Any]]:
         got = sorted(output) if isinstance(output, Mapping) else type(output).__name__
         raise DataError(f"got {got} from rollout_func, want a dict with {', '.join(_REQUIRED)}; fix: return all three")
     extra = {name: own_copy(values) for name, values in output.items() if name not in (*_REQUIRED, *_NO_COLUMNS)}
-    if taken := sorted({"prompt", "completion", *RESERVED} & extra.keys()):
+    if taken := sorted((NOT_PASSED | RESERVED) & extra.keys()):
         raise DataError(
             f"got columns {taken} from rollout_func, want names that reward functions do not have already; fix: rename"
         )

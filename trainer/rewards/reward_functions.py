@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fused_grpo.errors import InputError, RewardError
 from fused_grpo.trainer.common.process_state import process_kept
 from fused_grpo.trainer.common.threads import LONGEST, in_thread
-from fused_grpo.trainer.data.datasets import Row, as_row, clean_prompt
+from fused_grpo.trainer.data.datasets import NOT_PASSED, Row, as_row, clean_prompt
 from fused_grpo.trainer.data.prompts import as_completion
 from fused_grpo.trainer.logging.run_log import free_name
 from fused_grpo.trainer.rewards.builtin_rewards import builtin_reward, no_reward
@@ -117,7 +117,7 @@ class Rewards:
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """InputError unless a dataset with these columns has what the functions need."""
-        names = {"prompts", "completions", "completion_ids", *columns} - {"prompt"}
+        names = {"prompts", "completions", "completion_ids", *columns} - {"prompt", "completion"}
         for caller in self._callers:
             caller.check_columns(names)
 
@@ -164,7 +164,7 @@ class Rewards:
                 f"want equally many, in groups of num_generations={num_generations}"
             )
         columns: dict[str, list[Any]] = {
-            **{name: [row[name] for row in rows] for name in rows[0] if name != "prompt"},
+            **{name: [row[name] for row in rows] for name in rows[0] if name not in NOT_PASSED},
             "prompts": [row["prompt"] for row in rows],
             "completions": list(completions),
             "completion_ids": list(completion_ids),

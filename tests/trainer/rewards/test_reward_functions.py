@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fused_grpo.errors import InputError, RewardError
+from fused_grpo.trainer.data.datasets import check_columns
 from fused_grpo.trainer.rewards import Rewards
 
 
@@ -41,6 +42,23 @@ def test_each_function_has_its_own_time(reward):
     seconds = reward([slow, one]).seconds
     assert 0.2 <= seconds["slow"] < 5
     assert seconds["one"] < 0.2
+
+
+def test_columns_of_a_prompt_completion_set_are_not_passed():
+    seen = []
+
+    def spies(completions, completion_ids, **columns):
+        seen.append((completion_ids, sorted(columns)))
+        return [0.0] * len(completions)
+
+    given = [{"prompt": "p", "answer": "P", "completion": "said before", "completion_ids": [7]}] * 4
+    rewards = Rewards(spies)
+    check_columns(given[0], name="train_dataset")
+    rewards.check_columns(given[0])
+    rewards(given, ["a"] * 4, [[1]] * 4, num_generations=2)
+    assert seen == [([[1]] * 4, ["answer", "log_extra", "log_metric", "prompts", "trainer_state"])]
+    with pytest.raises(InputError, match="'<lambda>', which wants 'completion', and data with"):
+        Rewards(lambda completion: []).check_columns(given[0])
 
 
 def test_what_functions_log_comes_back(reward):
