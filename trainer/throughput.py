@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from fused_grpo.config import check_ranges
+from fused_grpo.config import check_option_types, check_ranges
 from fused_grpo.errors import InputError
 
 BINS = 64  # of the lengths
 MACHINE = 8  # GPUs with fast links between them
+MOST_GPUS = 16_384  # of which all splits are predicted in a quarter of a minute
 MAX_SEQUENCES = 1024  # of a vLLM engine, unless --max-num-seqs says otherwise
 TRAINING_BYTES = 16  # of a parameter: weight, gradient and AdamW state in fp32
 USABLE, COLOCATED = 0.9, 0.3  # shares of a GPU's memory: of a server or a trainer alone, and of vLLM in its process
@@ -69,6 +70,7 @@ class Rates:
     """The same for mixtures of experts, attention excepted."""
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         shares = ("above 0, at most 1", lambda value: 0 < value <= 1, "bandwidth decode mfu expert_mfu")
         seconds = ("at least 0", lambda value: 0 <= value < math.inf, "host sequence all_reduce far_all_reduce")
         check_ranges(self, (shares, seconds))
@@ -98,8 +100,9 @@ class ModelSize:
     """The head is the embedding."""
 
     def __post_init__(self) -> None:
+        check_option_types(self)
         sizes = "model_params active_params layers hidden_size heads kv_heads head_dim vocab_size"
-        check_ranges(self, (("above 0", lambda value: value > 0, sizes),))
+        check_ranges(self, (("above 0", lambda value: 0 < value < math.inf, sizes),))
         if self.active > self.model_params:
             raise InputError(f"got active_params={self.active:g}, want at most model_params={self.model_params:g}")
         embeddings = self.head * (1 if self.tie_word_embeddings else 2)
@@ -184,11 +187,13 @@ class Run:
     rates: Rates = field(default_factory=Rates)
 
     def __post_init__(self) -> None:
-        counts = "gpus prompts num_generations max_completion_length"
+        check_option_types(self)
+        counts = "prompts num_generations max_completion_length"
         lengths = "prompt_length generate_ahead log_prob_passes reward_seconds tool_seconds"
         ranges = (
+            (f"1 to {MOST_GPUS}", lambda value: 1 <= value <= MOST_GPUS, "gpus"),
             ("at least 1", lambda value: value >= 1, counts),
-            ("at least 0", lambda value: value >= 0, lengths),
+            ("at least 0", lambda value: 0 <= value < math.inf, lengths),
             ("above 0", lambda value: value > 0, "completion_length sync_bandwidth"),
             ("above 0, at most 1", lambda value: 0 < value <= 1, "gpu_memory_utilization"),
             (f"one of {', '.join(GPUS)}", lambda value: value in GPUS, "gpu"),

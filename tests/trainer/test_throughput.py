@@ -187,7 +187,13 @@ def test_a_step_is_the_sum_of_its_phases_or_the_longer_of_two():
     ("options", "message"),
     [
         ({"gpu": "rtx"}, r"got gpu='rtx', want one of a100, h20, h100"),
-        ({"gpus": 0}, "got gpus=0, want at least 1"),
+        ({"gpus": 0}, "got gpus=0, want 1 to 16384"),
+        ({"gpus": 10**6}, "got gpus=1000000, want 1 to 16384"),  # half an hour
+        ({"gpus": 2.5}, "got gpus=2.5, want int"),
+        ({"prompts": "64"}, "got prompts='64', want int; fix: 64"),
+        ({"gpu": ["h100"]}, r"got gpu=\['h100'\], want str"),
+        ({"rates": None}, "got rates=None, want Rates"),
+        ({"tool_seconds": math.inf}, "got tool_seconds=inf, want at least 0"),
         ({"completion_length": 5000}, r"completion_length=5000, max_completion_length=4096, want a mean .*fix"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5, want above 0, at most 1, or None"),
         ({"sync_bandwidth": math.nan}, "sync_bandwidth=nan"),
@@ -196,6 +202,12 @@ def test_a_step_is_the_sum_of_its_phases_or_the_longer_of_two():
 def test_an_impossible_run_is_refused(options, message):
     with pytest.raises(InputError, match=message):
         replace(RUN, **options)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("8e9", "float; fix: 8000000000"), (math.inf, "above 0")])
+def test_a_size_that_is_no_number_is_refused(value, wanted):
+    with pytest.raises(InputError, match=f"got model_params={value!r}, want {wanted}"):
+        replace(SIZE, model_params=value)
 
 
 def test_more_active_parameters_than_there_are_is_refused():
