@@ -41,8 +41,9 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     UnsupportedError in torch.export, which takes no break, and for fake tensors, or wrappers around others, whose
     values are read.
     """
+    name = _CALLED.get(function.__name__, function.__name__)
     told = (
-        f"got {function.__name__} in torch.export or with fake tensors, want tensors with values, by which it plans "
+        f"got {name} in torch.export or with fake tensors, want tensors with values, by which it plans "
         "its work; fix: trace the model up to its hidden states, or linear_logprobs, and call it outside"
     )
 
@@ -51,7 +52,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_compiling():
             if is_exporting() and not function.__name__.startswith("_"):
                 if torch.compiler.is_dynamo_compiling():  # strict=True, which traces no exception and no variable
-                    torch._dynamo.graph_break(msg="got our loss in torch.export; fix: export up to linear_logprobs")
+                    torch._dynamo.graph_break(msg=told)
                 raise UnsupportedError(told)
             # Not as a decorator: that imports the compiler, which costs eager users four seconds.
             uncompiled: Callable[P, R] = torch.compiler.disable(function)
@@ -64,13 +65,14 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
             if _WRAPPER_MESSAGE.search(str(error)) is None:
                 raise
             raise UnsupportedError(
-                f"got {function.__name__} with a tensor of a class that wraps others, whose values cannot be read "
+                f"got {name} with a tensor of a class that wraps others, whose values cannot be read "
                 f"({str(error).partition(' at ')[0]}), want plain tensors; fix: what it wraps"
             ) from error
 
     return call
 
 
+_CALLED = {"support_of": "support", "_finish": "return_logprobs", "apply": "FusedGRPOTrainer"}  # by users
 # By name: importing them imports the compiler.
 _FAKE_TENSOR_ERRORS = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 _WRAPPER_MESSAGE = re.compile(r"^\.?tolist\(\) |/RegisterFunctionalization")  # subclasses and functional tensors
