@@ -268,12 +268,13 @@ class GRPOTrainer(TransformersFace):
             self.collector.queue.wait()
             self._sync_engine()
             result = self.collector.evaluate(self.engine, dataset)
-            with all_ranks_succeed(self.accelerator, "logging the evaluation"):
+            with all_ranks_succeed(self.accelerator, "putting the engine to sleep"):
                 self.engine.sleep()
-                rewards = result.rewards(self.rewards.names, set_name=name)
-                self.output.evaluation(self.step, rewards, result.num_prompts, prefix=metric_key_prefix)
             result.metrics["loss"] = self.learner.evaluate(result.batch)
             entry = result.named(f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
+            rewards = result.rewards(self.rewards.names, set_name=name)
+            with all_ranks_succeed(self.accelerator, "logging the evaluation"):
+                self.output.evaluation(self.step, entry, rewards, result.num_prompts, prefix=metric_key_prefix)
             self.events.evaluated(entry, result.num_prompts * (self.args.num_generations_eval or 1))
             results, means = results | entry, means | rewards
         if eval_dataset is None and metric_key_prefix == "eval":
@@ -458,13 +459,9 @@ class GRPOTrainer(TransformersFace):
             self._upload(final)  # where that fails, the rest is there
         self.events("on_train_end")
         barrier(self.accelerator, "ending the run")
+        loss, metrics, ends = closing["train_loss"], self.results.metrics | closing, self.results.evaluations
         return TrainResult(
-            steps=self.step,
-            training_loss=closing["train_loss"],
-            metrics=self.results.metrics | closing,
-            **self.results.evaluations,
-            checkpoint=final,
-            report=report,
+            steps=self.step, training_loss=loss, metrics=metrics, **ends, checkpoint=final, report=report
         )
 
     def _make_engine(self) -> RolloutEngine:
@@ -490,6 +487,7 @@ class GRPOTrainer(TransformersFace):
     def _sync_engine(self, phases: Phases | None = None) -> None:
         """Send the current weights to the engines, if any of them serves older ones."""
         with nullcontext() if phases is None else phases("sync"):
+            self._is_stale |= self.events.in_step.endswith("optimizer_step")
             self._is_stale |= not self.step and self._versions != [one._version for one in self.model.parameters()]
             # Behind this no rank samples: they may share a server.
             if any_rank(self.accelerator, self._is_stale or self.engine.weight_version != self.step, "syncing"):

@@ -187,8 +187,15 @@ class TransformersFace:
     def save_checkpoint(self) -> Path:
         """Write everything that `resume_from_checkpoint` needs to `<output_dir>/checkpoint-<step>`.
 
-        With `save_only_model`, the model alone.
+        With `save_only_model`, the model alone. InputError inside of a step, or behind one that has failed: of some of
+        its parts.
         """
+        if event := self.events.in_step:
+            raise InputError(
+                f"got save_checkpoint() in step {self.step + 1}, which has begun and not ended ({event}): no run "
+                "goes on from there, want whole steps; fix: control.should_save = True, which saves when the step is "
+                "made, or save_model() for the weights alone"
+            )
         return self._save_checkpoint(resumable=not self.args.save_only_model)
 
     @reported

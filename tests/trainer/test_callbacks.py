@@ -320,3 +320,62 @@ def test_a_callback_that_goes_to_another_folder_moves_no_file(make_trainer, tmp_
     more = {"resume_from_checkpoint": "run/checkpoint-2", "overwrite_output_dir": False, "max_steps": 3}
     assert make_trainer(output_dir="run", callbacks=[goes], **options | more).train().steps == 3
     assert not any(elsewhere.iterdir())
+
+
+def saving(event):
+    def save(self, args, state, control, **unused):
+        self.trainer.save_checkpoint()
+
+    return type("Saves", (TrainerCallback,), {event: save})
+
+
+@pytest.mark.parametrize("event", ["on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"])
+def test_a_step_that_is_being_made_is_not_saved_but_once_it_is_made(make_trainer, event):
+    options = {"max_steps": 3, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(callbacks=[saves := saving(event)], **options)
+    saves.trainer = trainer
+    with pytest.raises(
+        InputError, match=rf"got save_checkpoint\(\) in step 1, .*\({event}\).* want .*; fix: .*should_save"
+    ):
+        trainer.train()
+    with pytest.raises(InputError, match="which has begun and not ended"):  # nor behind it
+        trainer.save_checkpoint()
+    decide = lambda self, args, state, control, **unused: setattr(control, "should_save", True)  # noqa: E731
+    whole = make_trainer(callbacks=[type("Decides", (TrainerCallback,), {event: decide})], **options)
+    whole.train()
+    resumed = make_trainer(overwrite_output_dir=False, **options)
+    resumed.train(resume_from_checkpoint=whole.output_dir / "checkpoint-1")
+    assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_train_begin"])
+def test_a_checkpoint_between_two_steps_may_be_saved_by_a_callback(make_trainer, event):
+    trainer = make_trainer(callbacks=[saves := saving(event)], max_steps=2)
+    saves.trainer = trainer
+    trainer.train()
+    first = trainer.output_dir / f"checkpoint-{int(event == 'on_step_end')}"
+    resumed = make_trainer(overwrite_output_dir=False, max_steps=2)
+    resumed.train(resume_from_checkpoint=first)
+    assert all(map(torch.equal, resumed.model.parameters(), trainer.model.parameters()))
+
+
+def test_a_checkpoint_of_a_reward_function_is_refused(make_trainer):
+    def saves(completions, **columns):
+        return [float(len(str(trainer.save_checkpoint()))) for _ in completions]
+
+    trainer = make_trainer(saves)
+    with pytest.raises(InputError, match=r"got save_checkpoint\(\) in step 1, which has begun"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_optimizer_step"])
+def test_an_evaluation_inside_a_step_samples_with_the_weights_of_now(make_trainer, served_engine, event):
+    def evaluate(self, args, state, control, **unused):
+        trainer.evaluate()
+        served.append(all(map(torch.equal, trainer.model.parameters(), trainer.engine.model.parameters())))
+
+    evaluates, served = type("Evaluates", (TrainerCallback,), {event: evaluate}), []
+    options = {"eval_dataset": EVAL_ROWS, "eval_strategy": "no", "eval_at_ends": False, "engine": served_engine}
+    trainer = make_trainer(callbacks=[evaluates], **options)
+    trainer.train()
+    assert served == [True] * 3

@@ -70,6 +70,8 @@ def check_callback(callback: Any) -> None:
             ) from error
 
 
+# Events of a step that has begun and not ended.
+IN_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 # Fields of a TrainerState that are read after callbacks have been called.
 STATE_KINDS = {"log_history": list, "global_step": int, "max_steps": int, "epoch": int | float | None}
 
@@ -114,6 +116,7 @@ class Events:
         self.state.stateful_callbacks = self._callback_states()
         self.steps = StepMetrics()
         self.steps.windows = windows or self.steps.windows
+        self.in_step = ""  # between two steps; else the last event of the one that is being made
 
     def __call__(self, name: str, **values: Any) -> None:
         """Call the event of every callback.
@@ -121,6 +124,8 @@ class Events:
         InputError where one returns something else than nothing or the control, or leaves another kind of value in a
         field of the state.
         """
+        if name in (*IN_STEP, "on_step_begin", "on_step_end"):
+            self.in_step = name if name in IN_STEP else ""
         with process_kept(("gradients", "autocast")):  # what else it changes may be meant to stay
             control = getattr(self.handler, name)(self.args, self.state, self.control, **values)
         if not isinstance(control, TrainerControl):
@@ -129,6 +134,7 @@ class Events:
                 "nothing"
             )
         self.control = control
+        self.in_step = name if name == "on_step_begin" else self.in_step
         for field, kind in STATE_KINDS.items():
             if not isinstance(value := getattr(self.state, field), kind):
                 got, want = f"state.{field}={quoted(value, 200)}", getattr(kind, "__name__", kind)

@@ -198,13 +198,16 @@ class RunOutput:
             share = "bit-equal" if equal == 1.0 else f"not bit-equal ({equal:.2%} of the tokens are)"
             self.console.note(f"step {step}: the log-probs of sampler and trainer are {share}")
 
-    def evaluation(self, step: int, result: dict[str, float], num_prompts: int, *, prefix: str = "eval") -> None:
-        """Mean rewards on held-out prompts, by name: `<set>_reward` where an eval set has a name."""
-        self.write({"step": step} | {f"{prefix}/{name}": value for name, value in result.items()})
-        for name in (name for name in result if name.endswith("reward")):
-            passes = [key for key in result if key.startswith(f"{name.removesuffix('reward')}pass@")]
-            rates = "".join(f", {key} {result[key]:.3f}" for key in passes[-1:])  # that of all completions
-            self.console.note(f"step {step}: held-out {name} {result[name]:.3f}{rates} on {num_prompts} prompts")
+    def evaluation(
+        self, step: int, entry: dict[str, Any], rewards: dict[str, float], num_prompts: int, *, prefix: str = "eval"
+    ) -> None:
+        """An evaluation by its entry (`<prefix>_<metric>`), and its mean rewards: `<set>_reward` of a named set."""
+        numbers = {f"{prefix}/{name.removeprefix(f'{prefix}_')}": value for name, value in entry.items()}
+        self.write({"step": step} | numbers)
+        for name in (name for name in rewards if name.endswith("reward")):
+            passes = [key for key in rewards if key.startswith(f"{name.removesuffix('reward')}pass@")]
+            rates = "".join(f", {key} {rewards[key]:.3f}" for key in passes[-1:])  # that of all completions
+            self.console.note(f"step {step}: held-out {name} {rewards[name]:.3f}{rates} on {num_prompts} prompts")
 
     def report(self, model: Path) -> Path:
         """Write report.html and say where it and the model are, on the main process; its path everywhere."""

@@ -19,7 +19,7 @@ from fused_grpo.trainer.logging.run_log import TAKEN, free_name, read_metrics
 PAGE = Path(__file__).parents[3] / "docs" / "trainer.md"
 PLACEHOLDERS = {"<function>": "[^/]+", "<k>": r"\d+"}
 # Names of a log, without a number of a run's own: transformers' of the time, and those of evaluations.
-OF_TRANSFORMERS = r"(train|eval(_hard)?)_(runtime|samples_per_second|steps_per_second|loss)|total_flos"
+OF_TRANSFORMERS = r"(train_|eval[_/](hard_)?)(runtime|samples_per_second|steps_per_second|loss)|total_flos"
 OF_EVALUATIONS = r"eval(_hard)?[_/]"
 ENTROPY = {"use_adaptive_entropy": True, "entropy_target": 9.0}
 DROPS = {"dynamic_sampling": 1, "rollout_failure": "drop", "max_skipped_steps": 1}

@@ -1,5 +1,6 @@
 """Trackers: every step reaches them, nothing private does, and one that is missing is known at once."""
 
+import json
 import math
 import sys
 from types import SimpleNamespace
@@ -62,14 +63,14 @@ def test_the_output_of_a_run_reaches_its_trackers_with_a_quiet_console(tmp_path)
     memory = Memory()
     args = GRPOConfig(output_dir=str(tmp_path), report_to=[memory], logging_steps=100)
     output = RunOutput(args, 9, is_main=True, facts={}, accelerator=accelerator_for(args))
-    output.evaluation(0, {"reward": 0.25}, 4)
+    output.evaluation(0, {"eval_reward": 0.25, "eval_loss": 2.0}, {"reward": 0.25}, 4)
     for step in (1, 2):
         output.step({"step": step, "reward": 0.5}, StepMetrics())
-    output.evaluation(2, {"hard_reward": 0.5}, 4)
-    output.evaluation(2, {"reward": 0.75}, 4, prefix="test")
+    output.evaluation(2, {"eval_hard_reward": 0.5}, {"hard_reward": 0.5}, 4)
+    output.evaluation(2, {"test_reward": 0.75}, {"reward": 0.75}, 4, prefix="test")
     output.write({"step": 2, "mine": 1.0, "eval_mine": 2.0})
     output.track({"step": 2, "train_runtime": 9.0, "train_loss": 0.5})
-    steps = [(0, {"eval/reward": 0.25}), (1, {"train/reward": 0.5}), (2, {"train/reward": 0.5})]
+    steps = [(0, {"eval/reward": 0.25, "eval/loss": 2.0}), (1, {"train/reward": 0.5}), (2, {"train/reward": 0.5})]
     ends = [{"eval/hard_reward": 0.5}, {"test/reward": 0.75}, {"train/mine": 1.0, "eval/mine": 2.0}]
     closing = {"train/train_runtime": 9.0, "train/train_loss": 0.5}
     assert memory.records == [*steps, *((2, numbers) for numbers in [*ends, closing])]
@@ -166,6 +167,20 @@ def test_a_run_that_the_script_has_begun_is_gone_on_with(monkeypatch, tmp_path, 
     assert {key: arguments[tracker].get(key) for key in ("reinit", "nested_run") if key in arguments[tracker]} == option
 
 
+def test_trackers_and_files_have_all_that_an_evaluation_measured(make_trainer, tmp_path):
+    memory, rows = Memory(), {"hard": [{"prompt": "1+1="}], "easy": [{"prompt": "1="}]}
+    trainer = make_trainer(report_to=[memory], max_steps=1, eval_dataset=rows, num_generations_eval=2)
+    trainer.train()
+    entry = next(entry for entry in trainer.state.log_history if "eval_easy_loss" in entry)
+    finite = {name for name, value in entry.items() if name.startswith("eval_") and value is not None}
+    assert {"eval_easy_completions/mean_length", "eval_easy_pass@1", "eval_easy_runtime"} < finite
+    tracked = next(values for _, values in memory.records if "eval/easy_loss" in values)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (written, _) = [line for line in lines if "eval/easy_loss" in line]
+    assert {f"eval/{name.removeprefix('eval_')}": entry[name] for name in finite} == tracked
+    assert {name: value for name, value in written.items() if value is not None} == {**tracked, "step": 0}
+
+
 def test_the_run_of_wandb_stays_open_and_its_own_step_may_be_larger(tmp_path):
     run, other = Mock(), Memory()
     both = [SimpleNamespace(name="wandb", tracker=run), other]
@@ -175,7 +190,7 @@ def test_the_run_of_wandb_stays_open_and_its_own_step_may_be_larger(tmp_path):
     output = RunOutput(args, 1, is_main=True, facts={}, accelerator=accelerator)
     output.write({"step": 1, "reward": 0.5})
     output.close()
-    output.evaluation(1, {"reward": 0.25}, 4)  # of a script, behind `train`
+    output.evaluation(1, {"eval_reward": 0.25}, {"reward": 0.25}, 4)  # of a script, behind `train`
     given = [{"train/reward": 0.5, "train/global_step": 1}, {"eval/reward": 0.25, "train/global_step": 1}]
     assert [call.args for call in run.log.call_args_list] == [(values,) for values in given]
     assert not run.log.call_args.kwargs
@@ -266,7 +281,7 @@ def test_tensorboard_has_the_points_of_the_run(tmp_path):
     for step in (1, 2):
         output.step({"step": step, "reward": step / 2}, StepMetrics())
     output.close()
-    output.evaluation(2, {"reward": 0.25}, 4)
+    output.evaluation(2, {"eval_reward": 0.25}, {"reward": 0.25}, 4)
     output.close()
     written = EventAccumulator(str(tmp_path / "run" / "trackers" / args.project)).Reload()
     assert [(event.step, event.value) for event in written.Scalars("train/reward")] == [(1, 0.5), (2, 1.0)]
