@@ -20,6 +20,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, fsdp2_prepare_model
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer_utils import enable_full_determinism
@@ -190,6 +191,11 @@ def check_launch(args: GRPOConfig) -> None:
         raise UnsupportedError(
             "got FSDP 1, want FSDP2: the older one hides parameters from the loss; fix: fsdp_version: 2 in fsdp_config"
         )
+    if is_on("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_AUTO_WRAP_POLICY") == "SIZE_BASED_WRAP":
+        raise UnsupportedError(
+            "got SIZE_BASED_WRAP, by which FSDP2 shards lists of layers, which it refuses, and the head apart from its "
+            "loss; want a group for each layer; fix: fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+        )
     checkpoints = is_on("ACCELERATE_USE_FSDP") and is_on("FSDP_ACTIVATION_CHECKPOINTING")
     offloads = checkpoints and is_on("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")
     if (checkpoints and not args.gradient_checkpointing) or (
@@ -235,12 +241,24 @@ def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: Any) -> Any:
         return accelerator.prepare(policy, optimizer)
     states = [optimizer.state.pop(parameter, None) for group in optimizer.param_groups for parameter in group["params"]]
     policy, optimizer = accelerator.prepare(policy, optimizer)
+    _check_groups(policy)
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for parameter, state in zip(parameters, states, strict=True):
         if state is not None:
             full = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
             optimizer.state[parameter] = state | {name: as_shards(value, parameter) for name, value in full.items()}
     return policy, optimizer
+
+
+def _check_groups(policy: Any) -> None:
+    """InputError where FSDP2 has the head in a group of a layer: the loss reads its weight in the group of the root."""
+    weight = policy.model.get_output_embeddings().weight
+    for name, module in policy.named_modules():
+        if name and isinstance(module, FSDPModule) and any(one is weight for one in module.parameters()):
+            raise InputError(
+                f"got a group of FSDP2 for {name}, which has the head's weight, want that in the group of the root, "
+                "where the loss reads it; fix: decoder layers alone in fsdp_transformer_layer_cls_to_wrap"
+            )
 
 
 def as_shards(full: Tensor, like: Tensor | None) -> Tensor:

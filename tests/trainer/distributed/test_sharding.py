@@ -12,6 +12,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import ConstantLR
 
+from fused_grpo.config import GRPOLossConfig
 from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer import GRPOConfig
 from fused_grpo.trainer.checkpoint.optimizer_states import check_optimizer
@@ -21,6 +22,7 @@ from fused_grpo.trainer.engines import transformers_generate
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
 from fused_grpo.trainer.models.adapters import adapt, checkpoint_weights
 from fused_grpo.trainer.models.optimizer import make_optimizer
+from fused_grpo.trainer.policy import PolicyLoss
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,35 @@ def test_what_trains_otherwise_is_refused_before_ranks_wait(monkeypatch, variabl
         monkeypatch.setenv(f"{'ACCELERATE' if 'USE' in name else 'PARALLELISM_CONFIG'}_{name}", value)
     with pytest.raises(UnsupportedError, match=message):
         sharding.make_accelerator(GRPOConfig())
+
+
+def test_groups_by_size_are_refused_before_ranks_wait(monkeypatch):
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP")
+    with pytest.raises(UnsupportedError, match="fix: fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"):
+        sharding.check_launch(GRPOConfig())
+
+
+@pytest.mark.parametrize(
+    ("tied", "wrapped", "named"),
+    [
+        (False, "lm_head", "model.lm_head"),
+        (True, "embed_tokens", "model.model.embed_tokens"),
+        (False, "layers.0", None),
+    ],
+)
+def test_a_head_in_a_group_of_its_own_is_refused_at_the_start(make_model, alone, tied, wrapped, named):
+    def prepare(policy, optimizer):
+        for name, module in list(policy.named_modules()):
+            if name.endswith(wrapped):
+                fully_shard(module)
+        return fully_shard(policy), optimizer
+
+    policy = PolicyLoss(make_model(tie_word_embeddings=tied), GRPOLossConfig(), temperature=1.0)
+    accelerator, optimizer = SimpleNamespace(is_fsdp2=True, prepare=prepare), torch.optim.SGD(policy.parameters())
+    with pytest.raises(InputError, match=f"FSDP2 for {named}, .*to_wrap") if named else nullcontext():
+        sharding.prepare(accelerator, policy, optimizer)
 
 
 @pytest.mark.parametrize(
