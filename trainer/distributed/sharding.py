@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, PartialState
@@ -253,8 +253,9 @@ def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: Any) -> Any:
 def _check_groups(policy: Any) -> None:
     """InputError where FSDP2 has the head in a group of a layer: the loss reads its weight in the group of the root."""
     weight = policy.model.get_output_embeddings().weight
-    for name, module in policy.named_modules():
-        if name and isinstance(module, FSDPModule) and any(one is weight for one in module.parameters()):
+    groups = {name: one for name, one in policy.named_modules() if name and isinstance(one, FSDPModule)}
+    for name, module in cast("dict[str, nn.Module]", groups).items():
+        if any(one is weight for one in module.parameters()):
             raise InputError(
                 f"got a group of FSDP2 for {name}, which has the head's weight, want that in the group of the root, "
                 "where the loss reads it; fix: decoder layers alone in fsdp_transformer_layer_cls_to_wrap"
