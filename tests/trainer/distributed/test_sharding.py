@@ -66,8 +66,8 @@ def test_a_head_in_a_group_of_its_own_is_refused_at_the_start(make_model, alone,
         for name, module in list(policy.named_modules()):
             if name.endswith(wrapped):
                 fully_shard(module)
-        policy.model.tie_weights()
-        return fully_shard(policy), optimizer
+        fully_shard(policy).model.tie_weights()  # as Accelerate
+        return policy, optimizer
 
     policy = PolicyLoss(make_model(tie_word_embeddings=tied), GRPOLossConfig(), temperature=1.0)
     accelerator, optimizer = SimpleNamespace(is_fsdp2=True, prepare=prepare), torch.optim.SGD(policy.parameters())
