@@ -136,6 +136,11 @@ class _Scorer:
         self.name, self.verified, self.open = type(causal_lm).__name__, False, True
         self.transform = head_transform(causal_lm.config)
         head_of(causal_lm)  # raises before anything runs
+        if causal_lm.config.is_encoder_decoder or getattr(causal_lm, "loss_type", None) == "ForMaskedLM":
+            raise UnsupportedError(
+                f"got a {self.name}, whose labels are of the token at their own place, want those of the next one; "
+                "fix: AutoModelForCausalLM, or linear_logprobs on its hidden states"
+            )
         if getattr(causal_lm, "z_loss_coefficient", 0.0):
             raise UnsupportedError(
                 f"got a {self.name} with a loss on the size of its logits, want z_loss_coefficient=0.0; fix: set "

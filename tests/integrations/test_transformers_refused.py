@@ -177,6 +177,18 @@ def test_labels_and_temperatures_are_refused_before_a_backbone_runs(model, batch
             called(model, batch | given, **of)
 
 
+@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "BertForMaskedLM"])
+def test_a_model_whose_labels_are_not_those_of_the_next_token_is_refused(make_model, batch, name):
+    model = make_model(name, name[:4] + "Config", d_model=32)
+    inputs = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+    own = model.eval()(**inputs)
+    targets = batch["labels"].flatten()
+    assert own.loss == torch.nn.functional.cross_entropy(own.logits.flatten(0, 1), targets)  # not shifted
+    with pytest.raises(UnsupportedError, match=f"got a {name}, whose labels .*; fix: AutoModelForCausalLM"):
+        return_logprobs(model).__enter__()
+    assert "forward" not in vars(model)
+
+
 def test_a_model_of_fake_tensors_is_refused(model):
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake, ids = Qwen2ForCausalLM(model.config), torch.zeros(2, 3, dtype=torch.long)
