@@ -138,7 +138,7 @@ class TransformersFace:
             distributed.destroy_process_group()
 
     # As in transformers' own Trainer.
-    log_metrics, metrics_format = trainer_pt_utils.log_metrics, staticmethod(trainer_pt_utils.metrics_format)
+    metrics_format = staticmethod(trainer_pt_utils.metrics_format)
     add_callback: Any = Trainer.add_callback
     pop_callback: Any = Trainer.pop_callback
     remove_callback: Any = Trainer.remove_callback
@@ -147,6 +147,11 @@ class TransformersFace:
     get_optimizer_group: Any = Trainer.get_optimizer_group
     get_learning_rates, num_examples = Trainer.get_learning_rates, Trainer.num_examples
     is_deepspeed_enabled, deepspeed = False, None
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print them on the first process, as transformers does, and None, the mean of nothing, as a word."""
+        shown = {name: value if isinstance(value, int | float | str) else str(value) for name, value in metrics.items()}
+        trainer_pt_utils.log_metrics(self, split, shown)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write them to `<split>_results.json`, and with those of other splits to `all_results.json`."""

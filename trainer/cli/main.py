@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -46,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             if sys.stdout is not None:  # of a process without one
                 sys.stdout.flush()
     except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)  # errors alone
+        if not output.poll(0):
+            raise  # of another pipe, as to a process that has ended
         # `fused-grpo train --help | head` has read what it wants. The interpreter flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)  # what a shell reports for a program that SIGPIPE has ended

@@ -324,8 +324,8 @@ def as_flags(arguments: Sequence[str]) -> list[str]:
 
 def find_config(name: str) -> Path:
     """The YAML file of that path, or the packaged recipe of that name."""
-    recipe = RECIPES / f"{name}.yaml"
-    return recipe if not Path(name).exists() and recipe.is_file() else Path(name)
+    path, recipe = Path(name), RECIPES / f"{name}.yaml"  # a folder may have its name, as one of a dataset
+    return recipe if recipe.is_file() and (path.is_dir() or not path.exists()) else path
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

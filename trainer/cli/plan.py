@@ -16,10 +16,10 @@ import torch
 import tyro
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fused_grpo.errors import InputError
+from fused_grpo.errors import InputError, UnsupportedError
 from fused_grpo.trainer.common.formatting import short_number
 from fused_grpo.trainer.models.loading import loading
-from fused_grpo.trainer.models.memory_estimate import shape_of
+from fused_grpo.trainer.models.memory_estimate import layers_of, shape_of
 from fused_grpo.trainer.throughput import ModelSize, Rates, Run, Step, splits
 
 OTHERS = 4  # splits that are shown below the best
@@ -45,13 +45,20 @@ def size_of(name: str) -> ModelSize:
         config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    text, shape = config.get_text_config(), shape_of(model)
+        text, shape = config.get_text_config(), shape_of(model)
     counts = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
     experts, chosen = next(filter(None, counts), 1), getattr(text, "num_experts_per_tok", None) or 1
     in_experts = sum(weight.numel() for path, weight in model.named_parameters() if ".experts." in path)
-    heads, latent = text.num_attention_heads, getattr(text, "kv_lora_rank", None)
+    layers, latent = layers_of(text), getattr(text, "kv_lora_rank", None)
+    heads = max(getattr(layer, "num_attention_heads", None) or 0 for layer in layers)
+    if not heads:
+        raise UnsupportedError(
+            f"got {name}, a {config.model_type} without attention heads, want a transformer, of which the seconds were "
+            "measured; fix: another model, or the sizes of one as options (--model-params, --layers, ...)"
+        )
     kv_width = shape.kv_width if latent is None else (latent + text.qk_rope_head_dim) / 2
-    head_dim = getattr(text, "v_head_dim", None) or getattr(text, "head_dim", None) or shape.hidden // heads
+    sizes = [getattr(one, "v_head_dim", None) or getattr(one, "head_dim", None) for one in layers]
+    head_dim = round(sum(size or shape.hidden // heads for size in sizes) / len(sizes))
     return ModelSize(
         model_params=shape.parameters,
         active_params=shape.parameters - in_experts * (1 - chosen / experts) if in_experts else None,

@@ -27,8 +27,9 @@ from transformers.trainer_utils import speed_metrics
 
 from fused_grpo.errors import UnavailableError, shown
 from fused_grpo.trainer.common.file_names import METRICS_FILE, REPORT_FILE, TRACKERS_FOLDER
-from fused_grpo.trainer.common.formatting import from_here, short_number
+from fused_grpo.trainer.common.formatting import from_here, short_number, to_json
 from fused_grpo.trainer.common.redaction import redacted
+from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.derived_options import whole_steps
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.console import Console
@@ -235,12 +236,19 @@ class RunOutput:
             self.track(record)
 
     def track(self, record: dict[str, Any]) -> None:
-        """Give trackers the numbers of a record, at its step. What is not finite is left out."""
+        """Give trackers the numbers of a record, at its step: also those of NumPy and torch. What is not finite is left
+        out, and what is none, with a warning."""
+        plain: Any = to_json(record)
         numbers = {
-            re.sub(r"^(eval|test)/", r"\1_", str(name)): value
-            for name, value in record.items()
-            if metric(record, name) is not None and name != "step"
+            re.sub(r"^(eval|test)/", r"\1_", name): value
+            for name, value in plain.items()
+            if metric(plain, name) is not None and name != "step"
         }
+        for name, value in plain.items():
+            if isinstance(value, str | list | dict) and name != "rollout_engine":
+                warn_once(
+                    f"got {name!r}, which is no number, for the trackers: they get numbers alone; fix: wandb.log(...)"
+                )
         if self._has_ended:
             self._has_ended = False
             self._tell(_begin_again)

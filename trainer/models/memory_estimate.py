@@ -100,12 +100,19 @@ def cpu_cache_bytes(
     return max(min(min(sequences, CPU_SEQUENCES) * sequence, _CPU_CACHE_LIMIT), 2 * sequence)
 
 
+def layers_of(text: Any) -> list[Any]:
+    """A config for each layer, where layers differ (Gemma 4); else the text config itself, as that of all."""
+    return [*text.per_layer_config] if getattr(text, "is_heterogeneous", False) else [text]
+
+
 def kv_width(text: Any) -> int:
-    """Numbers in the keys of one token and layer, of a text config."""
-    queries = getattr(text, "num_attention_heads", None) or 1  # Mamba has none
-    heads: int = getattr(text, "num_key_value_heads", None) or queries
-    size: int = getattr(text, "head_dim", None) or text.hidden_size // queries
-    return heads * size
+    """Numbers in the keys of one token and layer, of a text config: a mean over layers that differ, rounded up."""
+    widths = list[int]()
+    for layer in layers_of(text):
+        queries = getattr(layer, "num_attention_heads", None) or 1  # Mamba has none
+        heads = getattr(layer, "num_key_value_heads", None) or queries
+        widths.append(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // queries))
+    return -(-sum(widths) // len(widths))
 
 
 def shape_of(
@@ -139,7 +146,7 @@ def shape_of(
     adapter = sum(rank * (layer.in_features + layer.out_features) for layer in adapted)
     in_4bit = bool(quantization_of(options, model.config).get("load_in_4bit"))
     matrices = sum(layer.weight.numel() for layer in linear.values())
-    intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    inner = [getattr(layer, "intermediate_size", None) or 4 * text.hidden_size for layer in layers_of(text)]
     return ModelShape(
         parameters=parameters + adapter,
         quantized=quantized or (matrices if in_4bit else 0),
@@ -149,7 +156,7 @@ def shape_of(
         matrices=0 if quantized or in_4bit else matrices,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        intermediate=max(intermediate) if isinstance(intermediate, list) else intermediate,  # one for each layer
+        intermediate=max(max(one) if isinstance(one, list) else one for one in inner),  # a list has one for each layer
         vocabulary=text.vocab_size,
         kv_width=kv_width(text),
         head_tied=head.weight is model.get_input_embeddings().weight,

@@ -15,6 +15,8 @@ from fused_grpo.trainer.tasks.task import Task
 
 ARITHMETIC, CALCULATOR, REASONING_GYM = "arithmetic", "calculator", "reasoning_gym:"
 BUILT_IN = {ARITHMETIC: "addition: the demo", CALCULATOR: "products, with a calculator as a tool"}
+# Arguments of `reasoning_gym_task` that are no options of a generator.
+FIXES = {"size": "--limit", "heldout_size": "--eval-limit", "read_answer": "reasoning_gym_task(...) in a script"}
 FORMS = f"{', '.join(BUILT_IN)}, or reasoning_gym:<generator> such as reasoning_gym:chain_sum"
 
 
@@ -34,9 +36,12 @@ def named_task(name: str, options: Sequence[str] = (), *, limit: int | None, eva
     if not name.startswith(REASONING_GYM):
         raise InputError(f"got --task {name}, want {FORMS}; fix: `fused-grpo tasks` lists them")
     sizes: dict[str, Any] = {key: n for key, n in (("size", limit), ("heldout_size", eval_limit)) if n is not None}
-    values = dict(map(_named_value, options))
-    if "size" in values:
-        raise InputError("got --task-options size=..., want the number of rows as an option; fix: --limit")
+    pairs = [*map(_named_value, options)]
+    values = dict(pairs)
+    for key in values.keys() & FIXES.keys():
+        raise InputError(f"got --task-options {key}=..., want options of the generator alone; fix: {FIXES[key]}")
+    if len(values) < len(pairs):
+        raise InputError(f"got --task-options {' '.join(options)}, want each name once; fix: leave the others out")
     return reasoning_gym_task(name.removeprefix(REASONING_GYM), **sizes, **values)
 
 

@@ -201,6 +201,23 @@ def test_what_is_text_stays_as_it_is_written_in_yaml(tmp_path, text):
         (["train", "--tools", "m:f"], "InputError: got --tools or --environment-factory without --model"),
         (["train", "--environment-factory", "m:F"], "InputError: got --tools or --environment-factory without --model"),
         (["train", "--task", "arithmetic", "--task-options", "a=1"], "InputError: got --task-options a=1 for arithm"),
+        *(
+            (
+                ["train", "--model", "m", "--task", "reasoning_gym:a", "--task-options", *options],
+                f"InputError: {message}",
+            )
+            for options, message in (
+                (
+                    ["heldout_size=9"],
+                    "got --task-options heldout_size=..., want options of the generator alone; fix: --ev",
+                ),
+                (
+                    ["read_answer=last"],
+                    "got --task-options read_answer=..., want options of the generator alone; fix: re",
+                ),
+                (["a=1", "a=2"], "got --task-options a=1 a=2, want each name once; fix"),
+            )
+        ),
         (["tasks", "sums"], "InputError: got the task 'sums', which has no options"),
         (["train", "--num-generations", "7"], "InputError: got an effective batch of 512"),
     ],
@@ -277,6 +294,8 @@ def test_a_recipe_is_found_by_its_name_unless_a_file_has_it(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").write_text("seed: 5\n")
     assert parse_train_options(["--model", "m", "--config", "demo"]).seed == 5
+    (tmp_path / "gsm8k").mkdir()  # of the dataset
+    assert find_config("gsm8k").is_file()
     with pytest.raises(InputError, match="or one of these recipes: calculator, demo, gsm8k, gsm8k-1gpu"):
         parse_train_options(["--config", "no-such-thing"])
 
@@ -386,3 +405,12 @@ def test_env_reports_versions_and_implementations(capsys):
     shown = capsys.readouterr().out
     assert "torch" in shown
     assert "impl torch" in shown
+
+
+def test_a_pipe_that_is_not_standard_output_ends_no_command_in_silence(monkeypatch):
+    def broken(arguments):
+        raise BrokenPipeError("of a process that has ended")
+
+    monkeypatch.setattr("fused_grpo.trainer.cli.main.run", broken)
+    with pytest.raises(BrokenPipeError, match="of a process"):
+        main(["env"])

@@ -5,11 +5,12 @@ import shlex
 from pathlib import Path
 
 import pytest
-from transformers import DeepseekV3Config, Qwen2Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Gemma4TextConfig, MambaConfig, Qwen2Config, Qwen3MoeConfig
 
-from fused_grpo.errors import DataError, InputError
+from fused_grpo.errors import DataError, InputError, UnsupportedError
 from fused_grpo.trainer.cli.main import main
 from fused_grpo.trainer.cli.plan import plan, size_of
+from fused_grpo.trainer.models.memory_estimate import shape_of
 
 SIZES = ["--model-params=7.6e9", "--layers=28", "--hidden-size=3584", "--heads=28", "--kv-heads=4"]
 SIZES += ["--vocab-size=152064"]
@@ -113,3 +114,22 @@ def test_a_model_that_is_not_there_and_gpus_that_are_too_few_are_errors(tmp_path
     with pytest.raises(SystemExit):
         plan(["--gpus", "8"])
     assert "--model-params" in capsys.readouterr().err
+
+
+def test_layers_of_several_widths_are_counted_each(tmp_path):
+    """Gemma 4's layers with global attention have wider heads."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    types = ["sliding_attention", "full_attention"] * 2
+    vocabulary = {"vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
+    heads = {"head_dim": 16, "global_head_dim": 48, "num_kv_shared_layers": 0}
+    config = Gemma4TextConfig(num_hidden_layers=4, layer_types=types, **sizes, **vocabulary, **heads)
+    config.save_pretrained(tmp_path)
+    size = size_of(str(tmp_path))
+    assert (size.head_dim, size.kv_heads * size.head_dim) == ((16 + 48) // 2, (16 + 48) // 2)
+    assert shape_of(config).kv_width == 32
+
+
+def test_a_model_without_attention_is_refused_by_its_type(tmp_path):
+    MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"got .*, a mamba without attention heads, want .*; fix: "):
+        size_of(str(tmp_path))

@@ -1,6 +1,7 @@
 """What `evaluate` takes and returns, and where its numbers go."""
 
 import json
+import re
 import traceback
 
 import pytest
@@ -144,3 +145,11 @@ def test_the_cause_of_an_error_is_as_harmless_and_bounded_as_the_error(trainer, 
         assert "OSError: \\x1b[2J" in printed
         assert "\x1b" not in printed
         assert len(printed) < 20_000
+
+
+def test_metrics_of_an_evaluation_in_which_nothing_was_scored_are_printed(make_trainer, capsys):
+    trainer = make_trainer(lambda completions, **columns: [None] * len(completions))
+    metrics = trainer.evaluate([{"prompt": "1+1="}])
+    trainer.log_metrics("eval", metrics)
+    assert metrics["eval_reward"] is None
+    assert re.search(r"\*\*\* eval metrics \*\*\*(.|\n)* eval_reward += +None\n", capsys.readouterr().out)

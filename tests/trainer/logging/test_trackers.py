@@ -2,11 +2,14 @@
 
 import json
 import math
+import re
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 
@@ -230,6 +233,17 @@ def test_the_run_of_a_service_that_has_ended_goes_on(tmp_path, name, start):
     output.write({"step": 1, "reward": 0.5})
     assert start.items() <= (vars(memory) | memory.init_kwargs).items()
     assert memory.records == [(1, {"train/reward": 0.5})]
+
+
+def test_numbers_of_numpy_and_torch_reach_trackers_and_text_is_named(tmp_path, caplog):
+    memory = Memory()
+    args = GRPOConfig(output_dir=str(tmp_path), report_to=[memory])
+    output = RunOutput(args, 1, is_main=True, facts={}, accelerator=accelerator_for(args))
+    numbers = {"a": np.float32(0.5), "b": np.int64(2), "c": torch.tensor(1.5), "d": torch.tensor(3)}
+    output.write({"step": 1, **numbers, "words": "mine", "rollout_engine": "vllm"})
+    assert memory.records == [(1, {"train/a": 0.5, "train/b": 2, "train/c": 1.5, "train/d": 3})]
+    (warning,) = caplog.messages
+    assert re.match("got 'words', which is no number, for the trackers: they get numbers alone; fix: ", warning)
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), math.inf, "text", None, [1.0]])
