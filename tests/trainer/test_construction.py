@@ -6,11 +6,11 @@ import inspect
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
-from fused_grpo.errors import InputError, WeightSyncError
+from fused_grpo.errors import InputError, UnsupportedError, WeightSyncError
 from fused_grpo.trainer import GRPOConfig, GRPOTrainer
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.engines.transformers_generate import TransformersEngine
@@ -89,6 +89,21 @@ def test_a_peft_config_stays_as_it_was_given(make_trainer):
     before = config.to_dict()
     make_trainer(peft_config=config)
     assert config.to_dict() == before  # so that another model has its own layers
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"r": 4}, "got a dict as peft_config"),
+        (LoraConfig(target_modules=["qq_proj"]), "PEFT refuses for a Qwen2ForCausalLM .*qq_proj.* not found"),
+        (LoraConfig(init_lora_weights="pissa"), "got init_lora_weights='pissa'"),
+        (IA3Config(), "got a IA3Config as peft_config"),
+    ],
+)
+def test_an_adapter_that_peft_refuses_is_so_before_its_base_is_loaded(model_path, monkeypatch, config, message):
+    monkeypatch.setattr("fused_grpo.trainer.collect.start_checks.load_model", None)
+    with pytest.raises((InputError, UnsupportedError), match=message):
+        GRPOTrainer(model_path, "length=20", GRPOConfig(), [{"prompt": "1+1="}], peft_config=config)
 
 
 @pytest.fixture

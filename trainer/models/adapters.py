@@ -46,7 +46,6 @@ ENCODER_FILE = "prompt_encoder.safetensors"  # beside PEFT's file, which has wha
 REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that the model came with
 _WITH_COPY = WeakSet[Any]()  # the models that have that copy, and not an adapter of the user's that is called so
 
-_SAVE_EMBEDDINGS = False  # they belong to the base; by default PEFT asks the hub whether they have been resized
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal")  # other initialisations move a part of the base into the adapter
 _ZERO_AT_FIRST = ("lora_B", "lora_embedding_A")  # factors of an update: of linear layers and experts, of embeddings
 # Options of LoraConfig whose adapters are not low-rank updates of single matrices or stacks of them.
@@ -82,7 +81,6 @@ def adapt(
                 "peft_config=LoraConfig(...), or a model that is not quantised"
             )
         return model
-    peft = _peft()
     if args.sync_ref_model:
         raise UnsupportedError(
             "got sync_ref_model=True with an adapter, want a reference that stays: it is the base itself, not a second "
@@ -94,28 +92,13 @@ def adapt(
         check_adapter(model, peft_config)
         # As rank 0 finds: under FSDP2 it may be the only one that has read the weights.
         if keep_reference and (
-            REFERENCE in model.peft_config or not broadcast_object_list([_equals_base(model, peft)])[0]
+            REFERENCE in model.peft_config or not broadcast_object_list([_equals_base(model, _peft())])[0]
         ):
             _keep_reference(model)
     else:
-        _check_config(peft_config, peft)
-        if getattr(peft_config, "init_lora_weights", True) not in _KEEPS_BASE:
-            raise UnsupportedError(
-                f"got init_lora_weights={peft_config.init_lora_weights!r}, which needs data or changes the base, want "
-                f"one of {_KEEPS_BASE}; fix: make the PeftModel yourself and pass it as the model"
-            )
-        try:
-            with torch.random.fork_rng():
-                torch.manual_seed(args.seed)
-                model = peft.get_peft_model(model, copy.deepcopy(peft_config)).train(model.training)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-            raise InputError(
-                f"got a {type(peft_config).__name__} that PEFT refuses for a {type(model).__name__} ({reason}), want "
-                "one that fits; fix: what it names"
-            ) from error
+        with torch.random.fork_rng():
+            torch.manual_seed(args.seed)
+            model = with_adapter(model, peft_config).train(model.training)
     check_biases(model)
     if keep_reference and (bias := getattr(model.peft_config[_trained(model)], "bias", "none")) != "none":
         raise UnsupportedError(
@@ -129,6 +112,26 @@ def adapt(
             "got virtual tokens under FSDP, want them whole in every process; fix: launch with DDP, or LoRA"
         )
     return model
+
+
+def with_adapter(model: Any, config: Any) -> Any:
+    """A PeftModel around a model, with an adapter of a copy of the config; raises what `adapt` says of that."""
+    _check_config(config, peft := _peft())
+    if getattr(config, "init_lora_weights", True) not in _KEEPS_BASE:
+        raise UnsupportedError(
+            f"got init_lora_weights={config.init_lora_weights!r}, which needs data or changes the base, want one of "
+            f"{_KEEPS_BASE}; fix: make the PeftModel yourself and pass it as the model"
+        )
+    try:
+        return peft.get_peft_model(model, copy.deepcopy(config))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        raise InputError(
+            f"got a {type(config).__name__} that PEFT refuses for a {type(model).__name__} ({reason}), want one that "
+            "fits; fix: what it names"
+        ) from error
 
 
 def is_adapted(model: Any) -> bool:
@@ -235,8 +238,7 @@ def saver_of(model: Any) -> Any:
         return model
 
     def save_pretrained(directory: str, **options: Any) -> None:
-        adapters = {"selected_adapters": [_trained(model)], "save_embedding_layers": _SAVE_EMBEDDINGS}
-        model.save_pretrained(directory, **adapters, **options)
+        model.save_pretrained(directory, selected_adapters=[_trained(model)], save_embedding_layers=False, **options)
         if _has_encoder(model):
             save_file(adapter_weights(model), adapter_path(model, Path(directory)))
 
@@ -255,12 +257,12 @@ def adapter_weights(model: Any) -> dict[str, Tensor]:
     return {name: gathered(weight) for name, weight in adapter_tensors(model).items()}
 
 
-def adapter_tensors(model: Any) -> dict[str, Tensor]:
+def adapter_tensors(model: Any) -> dict[str, Any]:
     """The tensors of the trained adapter, under the names of its file; under FSDP2 sharded, as they are."""
     if _has_encoder(model):
         return dict(model.prompt_encoder[_trained(model)].state_dict())
-    options = {"adapter_name": _trained(model), "save_embedding_layers": _SAVE_EMBEDDINGS}
-    return dict(_peft().get_peft_model_state_dict(model, **options))
+    # Embeddings are the base's: by default PEFT asks the hub whether they have been resized.
+    return dict(_peft().get_peft_model_state_dict(model, adapter_name=_trained(model), save_embedding_layers=False))
 
 
 def adapter_stream(model: Any, dtype: torch.dtype | None = None) -> WeightStream:
@@ -280,7 +282,6 @@ def load_adapter(model: Any, weights: dict[str, Tensor]) -> None:
     if _has_encoder(model):
         model.prompt_encoder[_trained(model)].load_state_dict(weights)
     elif any(map(is_sharded, (own := adapter_tensors(model)).values())):
-        shard: Any
         for name, shard in own.items():
             whole = weights[name].to(shard.device)
             shard.copy_(distribute_tensor(whole, shard.device_mesh, shard.placements))
@@ -297,8 +298,7 @@ def adapter_identity(model: Any) -> dict[str, Any] | None:
         return {"peft_type": config.peft_type.value, "num_virtual_tokens": config.num_virtual_tokens}
     names = ["r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"]
     names += ["target_modules", "modules_to_save", "target_parameters"]
-    options = {name: getattr(config, name) for name in names}
-    return {name: sorted(value) if isinstance(value, set | list) else value for name, value in options.items()}
+    return {name: sorted(value) if isinstance(value := getattr(config, name), set | list) else value for name in names}
 
 
 def _has_encoder(model: Any) -> bool:
@@ -328,11 +328,10 @@ def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
             f"got a {kind} {where}, want LoRA, prompt tuning or P-tuning: packed sequences have no KV cache for a "
             f"prefix, and other kinds are not merged or saved here; fix: {fix}"
         )
-    for name in _UNSUPPORTED:
-        if getattr(config, name, None):
-            raise UnsupportedError(
-                f"got LoraConfig({name}=...), which this trainer does not merge or save; fix: leave it out"
-            )
+    if name := next((name for name in _UNSUPPORTED if getattr(config, name, None)), None):
+        raise UnsupportedError(
+            f"got LoraConfig({name}=...), which this trainer does not merge or save; fix: leave it out"
+        )
 
 
 def check_adapter(model: Any, config: Any = None) -> None:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,10 +26,12 @@ import psutil  # which Accelerate needs
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
+from fused_grpo.errors import FusedGRPOError
 from fused_grpo.passes.buffers import chunk_budget
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
-from fused_grpo.trainer.models.adapters import is_adapted
+from fused_grpo.trainer.models.adapters import is_adapted, with_adapter
 from fused_grpo.trainer.models.attention import attention_cost, sees_all, tree_sizes
 from fused_grpo.trainer.models.loading import wants_bf16
 from fused_grpo.trainer.models.quantized import is_codes, layers_in_4bit, quantization_of
@@ -122,8 +124,7 @@ def shape_of(
 
     Args:
         model: of transformers, or a PeftModel; or a config, from which one is built on the meta device.
-        peft_config: of the adapter that it is going to get, and that alone is trained. Where its targets are no list of
-            names, all linear layers but the head get one.
+        peft_config: of the adapter that it is going to get, and that alone is trained.
         dtype: what a config's model is going to be loaded in, as for `from_pretrained`; None: fp32.
         trust_remote_code: run the code that lies beside a config. Without it transformers asks, or here refuses.
         options: further ones of `from_pretrained`. Where its quantisation, or a config's, says `load_in_4bit`,
@@ -139,18 +140,15 @@ def shape_of(
     quantized = sum(math.prod(layer.weight.quant_state.shape) for layer in layers_in_4bit(model).values())
     parameters = sum(parameter.numel() for parameter in model.parameters() if not is_codes(parameter)) + quantized
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    modules = model.named_modules()
-    linear = {name: layer for name, layer in modules if isinstance(layer, nn.Linear) and layer is not head}
-    rank, targets = getattr(peft_config, "r", 0), getattr(peft_config, "target_modules", None)
-    adapted = [linear[name] for name in linear if isinstance(targets, str | None) or name.rpartition(".")[2] in targets]
-    adapter = sum(rank * (layer.in_features + layer.out_features) for layer in adapted)
+    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
+    added, adapter = (0, trained) if peft_config is None or is_adapted(model) else adapter_sizes(model, peft_config)
     in_4bit = bool(quantization_of(options, model.config).get("load_in_4bit"))
-    matrices = sum(layer.weight.numel() for layer in linear.values())
+    matrices = sum(layer.weight.numel() for layer in linear)
     inner = [getattr(layer, "intermediate_size", None) or 4 * text.hidden_size for layer in layers_of(text)]
     return ModelShape(
-        parameters=parameters + adapter,
+        parameters=parameters + added,
         quantized=quantized or (matrices if in_4bit else 0),
-        trained=trained if peft_config is None else adapter,
+        trained=adapter,
         dtype=loaded,
         trained_size=loaded.itemsize if peft_config is None and not is_adapted(model) else 4,
         matrices=0 if quantized or in_4bit else matrices,
@@ -166,10 +164,33 @@ def shape_of(
     )
 
 
+def adapter_sizes(model: nn.Module, peft_config: Any) -> tuple[int, int]:
+    """The parameters that PEFT adds to a model, and those that it trains: of a copy on the meta device."""
+    config, copies = copy.deepcopy(peft_config), dict[int, Any]()
+    if hasattr(config, "prompt_tuning_init"):
+        config.prompt_tuning_init = "RANDOM"  # which reads no numbers
+    for weight in model.parameters():  # PEFT asks codes how they were made, and leaves them as they are
+        empty = weight if is_codes(weight) else nn.Parameter(torch.empty_like(weight, device="meta"), False)
+        copies[id(weight)] = empty
+    own = set(map(id, copies.values()))
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # which the adapter itself gives
+        adapted = with_adapter(copy.deepcopy(model, copies), config)
+    sizes = [(weight.numel(), id(weight) in own, weight.requires_grad) for weight in adapted.parameters()]
+    return sum(size for size, is_own, _ in sizes if not is_own), sum(size for size, _, trained in sizes if trained)
+
+
 def planned_shape(config: Any, model: Any, peft_config: Any = None, /, **options: Any) -> ModelShape | None:
-    """`shape_of` a model that is loaded or not; None where its config's own code fails, which loading raises again."""
-    with suppress(Exception):
+    """`shape_of` a model that is loaded or not; None where its config's own code fails, which loading raises again.
+
+    An adapter that is refused raises what `adapt` would, before anything is loaded.
+    """
+    try:
         return shape_of(model if isinstance(model, nn.Module) else config, peft_config, **options)
+    except FusedGRPOError as error:
+        if isinstance(error.__cause__, ValueError | ImportError | None):  # others may be of the meta device alone
+            raise
+    except Exception:
+        return None
     return None
 
 

@@ -1,11 +1,14 @@
 """The dry run: the trainer's own arithmetic, options that are a config file, and the measured memory."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import yaml
+from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from tiny_models import tiny_config
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.cli.main import main
@@ -113,8 +116,6 @@ def test_activations_are_what_the_layers_keep(make_model, bf16, checkpointing):
 
 
 def test_an_adapter_has_its_own_count_and_no_reference(make_model):
-    from peft import LoraConfig, get_peft_model
-
     options = TrainOptions(use_peft=True, lora_r=4, beta=0.1)
     model = make_model()
     shape = shape_of(model.config, options.peft_config())
@@ -125,6 +126,33 @@ def test_an_adapter_has_its_own_count_and_no_reference(make_model):
     assert "the head's new gradient" not in estimate
     only_queries = shape_of(model.config, LoraConfig(r=4, target_modules=["q_proj"]))
     assert only_queries.trained == 2 * 4 * (32 + 32)
+
+
+LORA = partial(LoraConfig, task_type="CAUSAL_LM", r=4)
+CONV1D = GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=2)
+
+
+@pytest.mark.parametrize(
+    ("peft_config", "config"),
+    [
+        (LORA(target_modules=["layers.0.self_attn.q_proj"]), None),
+        (LORA(target_modules=r".*\.q_proj", use_dora=True), None),
+        (LORA(), None),
+        (LORA(target_modules=["q_proj"], layers_to_transform=[0], rank_pattern={"q_proj": 16}), None),
+        (LORA(target_modules=["q_proj"], modules_to_save=["lm_head"]), None),
+        (LORA(target_modules=["embed_tokens"]), None),
+        (LORA(target_modules=["c_attn"], bias="all", fan_in_fan_out=True), CONV1D),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), None),
+        (PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16), None),
+    ],
+)
+@pytest.mark.parametrize("loaded", [False, True])
+def test_every_kind_of_adapter_has_pefts_count(make_model, peft_config, config, loaded):
+    model = make_model() if config is None else GPT2LMHeadModel(config)
+    shape = shape_of(model if loaded else model.config, peft_config)
+    assert all(weight.requires_grad and not weight.is_meta for weight in model.parameters())
+    adapted = get_peft_model(model, copy.deepcopy(peft_config))
+    assert (shape.trained, shape.parameters) == adapted.get_nb_trainable_parameters()
 
 
 def test_a_teacher_is_counted_with_its_chunk_and_the_reference_once(make_model):
