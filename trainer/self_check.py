@@ -10,6 +10,7 @@ model's own, not causal or not to be replayed is refused. Generators, gradients 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -131,6 +132,11 @@ def _compare(policy: PolicyLoss, model: Any) -> bool:
     joined, second = _own_logits(model, *_FIRST, *_SECOND), _own_logits(model, *_SECOND)
     own = joined[: len(_FIRST) - 1]
     apart, allowed = _apart(policy, first, [own])[0]
+    if math.isnan(apart):
+        raise UnsupportedError(
+            f"got a {type(model).__name__} whose logits of a few tokens are NaN or infinite, want finite ones; fix: "
+            "weights without NaN, or a dtype with the range of what it computes: bfloat16 instead of float16"
+        )
     if apart > allowed:
         alone, allowed = _apart(policy, first, [_own_logits(model, *_FIRST)])[0]
         what = f"differ by {alone:.3g} between its own logits and its head's input at positions from 0, want the same; "

@@ -51,6 +51,15 @@ def test_rounding_is_not_another_model(make_model, dtype):
     assert check(make_model(vocab_size=1000).to(dtype)).share_rows
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_logits_that_are_no_numbers_are_refused(make_model, name, value):
+    model = make_model()
+    model.get_parameter(name).data[3] = value
+    with pytest.raises(UnsupportedError, match="got a Qwen2ForCausalLM whose logits of a few tokens are NaN"):
+        check(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_on_other_states_than_it_is_given_is_refused(make_model, dtype):
     model = make_model().to(dtype)

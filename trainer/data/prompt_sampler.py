@@ -42,6 +42,7 @@ DIFFICULTY = "difficulty"  # the column
 LEVELS = 10  # at most, of a column
 GROUPS, PER_LEVEL = 128, 2
 LEAST = 0.02
+MOST_DROPPED = 100_000  # prompts that are too long before the first that is not, of a stream that may have no end
 
 
 class PromptSampler:
@@ -229,22 +230,22 @@ class StreamSampler(PromptSampler):
         while True:
             if self._rows is None:
                 self._open()
-            number = self._used_of_pass
-            if (entry := next(self._rows, END)) is not END:
-                row = self._check(number, entry)
-                self._used_of_pass += 1
-                self.read = checksum([row], self.read or 0)
-                if self._keep is None or self._keep(row, number):
-                    self._kept_in_pass = True
-                    self.used += 1
-                    return row
-                self.dropped += 1
-            elif not number:
+            number, entry = self._used_of_pass, next(self._rows, END)
+            if entry is END and not number:
                 raise DataError(f"got no row in pass {self._pass} over train_dataset, want at least one")
-            elif not self._kept_in_pass:
+            if (entry is END or number == MOST_DROPPED) and not self._kept_in_pass:
                 raise DataError(f"got {number} prompts in train_dataset, all of them too long, want one")
-            else:
+            if entry is END:
                 self.next_pass(self._pass + 1)
+                continue
+            row = self._check(number, entry)
+            self._used_of_pass += 1
+            self.read = checksum([row], self.read or 0)
+            if self._keep is None or self._keep(row, number):
+                self._kept_in_pass = True
+                self.used += 1
+                return row
+            self.dropped += 1
 
     def _open(self) -> None:
         if self._shuffle:

@@ -221,7 +221,7 @@ def load_model(
     with loading(f"model {str(model)!r}"), quietly, progress(words, bars=downloads):
         load: Any = AutoModelForCausalLM.from_pretrained
         loaded, report = load(str(model), **arguments | options | {"output_loading_info": True})
-        if missing := sorted(report["missing_keys"]):
+        if missing := sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]):
             raise DataError(
                 f"got model {str(model)!r} without {len(missing)} of the weights of a {type(loaded).__name__}, such as "
                 f"{missing[0]}, want all: they would be random numbers; fix: a whole checkpoint of that class, whose "

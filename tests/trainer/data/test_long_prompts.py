@@ -1,5 +1,6 @@
 """Prompts that leave no room for a completion: left out with a count, or an error, and otherwise the same run."""
 
+import itertools
 import json
 from typing import Any
 
@@ -86,6 +87,13 @@ def test_a_stream_passes_over_long_prompts_and_resumes_where_it_was(tokenizer, c
         assert resumed.dropped == sampler.dropped
     with pytest.raises(DataError, match="all of them too long"):
         prompts(stream([ROWS[1]]), 1, keep=keep, shuffle=shuffle)
+
+
+def test_a_stream_without_an_end_and_a_short_prompt_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr("fused_grpo.trainer.data.prompt_sampler.MOST_DROPPED", 50)
+    stream = IterableDataset.from_generator(lambda: itertools.repeat(ROWS[1], 100))
+    with pytest.raises(DataError, match="got 50 prompts in train_dataset, all of them too long"):
+        prompts(stream, 1, keep=limit(tokenizer).fits)
 
 
 def test_a_run_over_a_stream_counts_them_and_an_evaluation_leaves_them_out(make_trainer):

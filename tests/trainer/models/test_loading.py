@@ -34,7 +34,7 @@ def test_a_model_is_loaded_straight_to_its_device(monkeypatch, device, kind, giv
     monkeypatch.setattr(
         loading.AutoModelForCausalLM,
         "from_pretrained",
-        lambda name, **options: asked.update(options) or (model, {"missing_keys": []}),
+        lambda name, **options: asked.update(options) or (model, {"missing_keys": [], "mismatched_keys": []}),
     )
     accelerator = SimpleNamespace(device=torch.device(device), distributed_type=DistributedType[kind])
     args = GRPOConfig(model_init_kwargs={"dtype": torch.bfloat16, **given})
@@ -51,6 +51,14 @@ def test_weights_that_a_checkpoint_lacks_are_no_random_numbers(make_model, tmp_p
     accelerator = SimpleNamespace(device=torch.device("cpu"), distributed_type=DistributedType.NO)
     with pytest.raises(DataError, match=rf"without 1 of the weights of a \w+, such as {lost}, want all: .*; fix: "):
         loading.load_model(tmp_path, accelerator, **loading.loading_options(GRPOConfig()))
+
+
+def test_weights_of_another_shape_are_no_random_numbers(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), distributed_type=DistributedType.NO)
+    args = GRPOConfig(model_init_kwargs={"vocab_size": 30, "ignore_mismatched_sizes": True})
+    with pytest.raises(DataError, match=r"without 2 of the weights of a \w+, such as lm_head.weight, want all"):
+        loading.load_model(tmp_path, accelerator, **loading.loading_options(args))
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_audio", "t5", "vit", "clip"])
