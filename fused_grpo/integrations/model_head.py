@@ -80,10 +80,11 @@ def head_of(causal_lm: Any) -> Any:
         head = head.modules_to_save[active[0]] if active and not head.disable_adapters else head.original_module
     linear = head.get_base_layer() if hasattr(head, "lora_A") else head
     was_replaced = "forward" in vars(head) and not hasattr(head, "_hf_hook")
-    if type(linear).forward is not nn.Linear.forward or was_replaced:
-        raise UnsupportedError(
-            f"got a {type(linear).__name__}{' with another forward' * was_replaced} as the head of {name}, want "
-            "nn.Linear: only its weight is used; fix: leave the head out of what quantises, shards or adapts layers"
+    if (kind := type(linear)).forward is not nn.Linear.forward or was_replaced:
+        raise UnsupportedError(  # many classes are called Linear
+            f"got a {kind.__name__} of {kind.__module__}{' with another forward' * was_replaced} as the head of "
+            f"{name}, want nn.Linear: only its weight is used; fix: leave the head out of what quantises, shards or "
+            "adapts layers"
         )
     if hasattr(head, "lora_A") and not _is_a_sum(head):
         raise UnsupportedError(

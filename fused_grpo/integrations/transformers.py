@@ -166,6 +166,9 @@ class _Scorer:
                 raise InputError(
                     "got logits_to_keep with labels, want all; fix: leave it out, and label the others -100"
                 )
+            is_class = named.get("return_dict")
+            if not (getattr(self.causal_lm.config, "return_dict", True) if is_class is None else is_class):
+                raise InputError("got return_dict=False with labels, want the model's output class; fix: leave it out")
             if "use_cache" in signature.parameters or hasattr(self.causal_lm.config, "use_cache"):
                 named["use_cache"] = False
             name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
