@@ -45,9 +45,9 @@ def is_stream(dataset: Any) -> bool:
 
 
 def length(dataset: Any) -> int | None:
-    """Its number of rows; None where it has none, or one that depends on what it is made from."""
+    """Its number of rows; None where that is not known, or 0 of a stream that has some."""
     with suppress(TypeError, NotImplementedError):
-        return len(dataset)
+        return len(dataset) or None
     return None
 
 

@@ -92,6 +92,11 @@ def test_a_stream_of_torch_with_a_length_is_read_as_one(make_trainer):
     assert (trainer.train().steps, seen) == (3, ["1+1=", "1+2=", "1+1="])
 
 
+def test_a_length_of_0_of_a_stream_with_rows_is_unknown(make_trainer, monkeypatch):
+    monkeypatch.setattr(Sized, "__len__", lambda self: 0)
+    assert make_trainer(dataset=Sized(), shuffle_dataset=False).train().steps == 3
+
+
 def test_a_chain_of_streams_has_no_length(make_trainer):
     chain = ChainDataset([Sized(), Dataset.from_list(ROWS).to_iterable_dataset()])
     assert make_trainer(dataset=chain, shuffle_dataset=False).train().steps == 3
