@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -312,8 +313,8 @@ class TransformersFace:
         )
 
     # The data. A batch is a list of rows, as in TRL: what one process samples completions for at a time, each prompt as
-    # often as it has completions there. The loop does not use these: an engine repeats prompts itself, and the position
-    # in the data is the sampler's.
+    # often as it has completions there, and a copy. The loop does not use these: an engine repeats prompts itself, and
+    # the position in the data is the sampler's.
 
     def get_train_dataloader(self) -> DataLoader[list[Row]]:
         """The rows of this process in the first pass over the data, in the order in which a new run draws them.
@@ -333,7 +334,7 @@ class TransformersFace:
         times = self.args.micro_batches_per_generation(processes) * self.args.num_iterations
         batches = repeated_rows(self.sampler, self.args.group_part(processes), times)
         workers: int = vars(self.args)["dataloader_num_workers"]
-        return DataLoader(self.dataset, batch_sampler=batches, collate_fn=list, num_workers=workers)
+        return DataLoader(self.dataset, batch_sampler=batches, collate_fn=deepcopy, num_workers=workers)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[list[Row]]:
         """The rows of an eval set that this process has, `per_device_eval_batch_size` at a time; none is left out.
@@ -354,7 +355,7 @@ class TransformersFace:
         numbers = [number for number in range(len(rows)) for _ in range(repeats)]
         batches = list(BatchSampler(numbers, size, drop_last=False))
         own_batches = batches[self.accelerator.process_index :: self.accelerator.num_processes]
-        return DataLoader(rows, batch_sampler=own_batches, collate_fn=list, num_workers=workers)
+        return DataLoader(rows, batch_sampler=own_batches, collate_fn=deepcopy, num_workers=workers)
 
     # Parts of TRL's loss, whose place `fused_grpo.loss` takes, and its log.
 

@@ -41,6 +41,17 @@ def test_each_process_reads_the_rows_that_it_samples_for(repeats):
         assert len(read) == 33 // (8 // repeats)
 
 
+@pytest.mark.parametrize("loader", ["get_train_dataloader", "get_eval_dataloader"])
+def test_rows_that_a_script_changes_are_copies(make_trainer, loader):
+    rows = [{"prompt": "1+1=", "numbers": [number]} for number in range(4)]
+    trainer = make_trainer(dataset=rows, eval_dataset=rows)
+    for batch in getattr(trainer, loader)():
+        for row in batch:
+            row["prompt"] = "9="
+            row["numbers"].append(0)
+    assert rows == [{"prompt": "1+1=", "numbers": [number]} for number in range(4)]
+
+
 def test_workers_read_for_a_dataset_with_a_length_and_not_for_a_stream(make_trainer):
     """As TRL's own test has it; a worker reads each batch once."""
     stream, dataset = Dataset.from_list(ROWS).to_iterable_dataset(), Dataset.from_list(ROWS)
