@@ -205,6 +205,11 @@ class _Scorer:
         def swap(module: nn.Module, inputs: Any, outputs: Any) -> Tensor:
             assert call.scores is not None
             assert call.probe is not None
+            if not isinstance(outputs, tuple) or len(outputs) != len(call.scores):
+                raise UnsupportedError(
+                    f"got a forward hook on the head of {self.name} that returns its own {type(outputs).__name__}, "
+                    "want none: the head returns log-probs here; fix: remove it meanwhile, or call without labels"
+                )
             # Other hooks may have replaced the log-probs, and need their replacements in the backward pass. FSDP2 also
             # rounds them to its `output_dtype` after its hooks: then the fp32 tensors before that are used.
             pairs = zip(outputs, call.scores, strict=True)

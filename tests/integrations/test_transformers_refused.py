@@ -98,6 +98,16 @@ def test_a_head_that_is_more_than_its_weight_is_refused(model):
         pass
 
 
+@pytest.mark.parametrize("hook", [lambda logits: logits * 2, lambda logits: logits[0]], ids=["scales", "picks"])
+def test_a_hook_that_changes_the_logits_of_the_head_is_refused(model, batch, hook):
+    handle = model.lm_head.register_forward_hook(lambda module, inputs, output: hook(output))
+    with pytest.raises(UnsupportedError, match=r"got a forward hook on the head of Qwen2ForCausalLM .*; fix: remove"):
+        called(model, batch)
+    assert "forward" not in vars(model.lm_head)
+    handle.remove()
+    assert called(model, batch).log_probs.shape == (3, 10)
+
+
 @pytest.mark.parametrize("options", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
 def test_an_adapter_that_is_more_than_a_sum_is_refused(model, options):
     from peft import LoraConfig, get_peft_model
