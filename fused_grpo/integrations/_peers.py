@@ -53,4 +53,6 @@ def check_items(count: Any) -> None:
     if isinstance(count, Tensor):
         check_tensors(num_items_in_batch=count)
     if not (count.numel() == 1 if isinstance(count, Tensor) else is_number(count, 0, LARGEST)):
-        raise InputError(f"got num_items_in_batch={quoted(count)}, want a number, or a tensor of one; fix: .sum()")
+        raise InputError(
+            f"got num_items_in_batch={quoted(count)}, want a number >= 0, or a tensor of one; fix: its sum"
+        )

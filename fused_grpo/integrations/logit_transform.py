@@ -94,8 +94,9 @@ def heeds_its_text_config(model_type: str) -> bool:
     """Whether a multimodal model applies the options of its text config to its logits."""
     if (since := _HEEDS_IT_SINCE.get(model_type)) is None:
         return model_type in _HEEDS_ITS_TEXT_CONFIG
-    major, minor, *_ = importlib.metadata.version("transformers").split(".")
-    return (int(major), int(minor)) >= since
+    from packaging.version import Version  # on which transformers depends; torch does not
+
+    return Version(importlib.metadata.version("transformers")).release[:2] >= since
 
 
 def logit_transform(config: Any) -> ScaleAndCap:

@@ -78,3 +78,13 @@ def test_a_head_with_an_adapter_is_refused(log_probs_from_hidden, model):
     inputs = batch(packed=False)
     with pytest.raises(NotImplementedError, match="the head is a"):
         log_probs_from_hidden(adapted, inputs["input_ids"], **inputs)
+
+
+def test_a_head_with_a_forward_of_its_own_keeps_it(log_probs_from_hidden, model):
+    """As those of Accelerate's hooks have."""
+    model.lm_head.forward = own = model.lm_head.forward
+    with pytest.raises(NotImplementedError, match="the head is a Linear"):
+        log_probs_from_hidden(
+            model, torch.zeros(1, 3, dtype=torch.int64), input_ids=torch.ones(1, 3, dtype=torch.int64)
+        )
+    assert vars(model.lm_head)["forward"] is own
