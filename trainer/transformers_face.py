@@ -6,7 +6,7 @@ loop makes the parts and passes them to the constructor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
 from copy import deepcopy
 from itertools import chain
@@ -21,7 +21,8 @@ from torch import Tensor, distributed
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import Trainer, TrainerControl, TrainerState, trainer_pt_utils
 
-from fused_grpo.errors import DataError, InputError, UnsupportedError
+from fused_grpo.config import has_type
+from fused_grpo.errors import DataError, InputError, UnsupportedError, quoted
 from fused_grpo.trainer.batching.micro_batch_metrics import quantile
 from fused_grpo.trainer.checkpoint.checkpoint import changing, remove_old_checkpoints, save_checkpoint, weights_stay
 from fused_grpo.trainer.checkpoint.training_state import TrainingFiles
@@ -300,6 +301,14 @@ class TransformersFace:
         **others: Any,
     ) -> CardFacts:
         check_not_given("create_model_card", others, want="model_name, dataset_name and tags alone, as TRL's has")
+        listed: Any = [tags] if isinstance(tags, str | None) else tags
+        if not isinstance(listed, Sequence | Set) or not has_type(
+            [model_name, dataset_name, *listed], list[str | None]
+        ):
+            raise InputError(
+                f"got model_name={quoted(model_name)}, dataset_name={quoted(dataset_name)}, tags={quoted(tags)}, want "
+                "text, or several texts as tags alone; fix: the name of one dataset"
+            )
         return CardFacts(
             name=model_name or self.args.hub_model_id or self.output_dir.name,
             rewards=self.rewards.names,
@@ -309,7 +318,7 @@ class TransformersFace:
             dataset=dataset_name,
             adapter=is_adapted(self.model),
             quantization=codes_identity(base_model(self.model).config),
-            tags=[tags] if isinstance(tags, str) else tags or [],
+            tags=[tag for tag in listed if tag],
         )
 
     # The data. A batch is a list of rows, as in TRL: what one process samples completions for at a time, each prompt as

@@ -145,7 +145,9 @@ class NoCallback:
 @pytest.mark.parametrize("kind", [WithoutModel, WithoutLogs, NoCallback])
 def test_a_callback_that_would_fail_at_its_event_is_refused_before(make_trainer, kind):
     trainer = make_trainer()
-    trainer.add_callback(kind())
+    with pytest.raises(InputError, match=rf"got a callback {kind.__name__} whose on_\w+ cannot .* want .*; fix:"):
+        trainer.add_callback(kind())
+    trainer.callback_handler.callbacks.append(kind())
     with pytest.raises(InputError, match=rf"got a callback {kind.__name__} whose on_\w+ cannot .* want .*; fix:"):
         trainer.train()
     with pytest.raises((InputError, WrongTypeError), match=rf"got .*{kind.__name__}.* want .*; fix:"):
@@ -155,8 +157,9 @@ def test_a_callback_that_would_fail_at_its_event_is_refused_before(make_trainer,
 @pytest.mark.parametrize("event", ["on_train_begin", "on_step_end", "on_save", "on_train_end"])
 def test_a_callback_that_returns_something_else_is_named_by_its_event(make_trainer, event):
     returns = type("Returns", (TrainerCallback,), {event: lambda *args, **kwargs: 0.5})
-    with pytest.raises(InputError, match=rf"got 0\.5 from the {event} of a callback, want None or the control; fix: "):
-        make_trainer(callbacks=[returns], save_steps=1).train()
+    decides = type("Decides", (TrainerCallback,), {event: lambda self, a, s, control, **kw: vars(control).update()})
+    with pytest.raises(InputError, match=rf"got 0\.5 from the {event} of a callback, want None or .* \(in Returns\)"):
+        make_trainer(callbacks=[returns, decides], save_steps=1).train()
 
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_step_end", "on_log", "on_train_end"])
@@ -379,3 +382,13 @@ def test_an_evaluation_inside_a_step_samples_with_the_weights_of_now(make_traine
     trainer = make_trainer(callbacks=[evaluates], **options)
     trainer.train()
     assert served == [True] * 3
+
+
+def test_what_a_callback_adds_to_an_evaluation_is_in_its_result(make_trainer):
+    """As under transformers, where `on_evaluate` has the dict that `evaluate` returns."""
+
+    def add(self, args, state, control, metrics, **unused):
+        metrics["eval_added"] = 1.0
+
+    trainer = make_trainer(callbacks=[type("Adds", (TrainerCallback,), {"on_evaluate": add})])
+    assert trainer.evaluate(EVAL_ROWS)["eval_added"] == 1.0

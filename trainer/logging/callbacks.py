@@ -11,7 +11,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from accelerate import Accelerator
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
@@ -76,6 +76,27 @@ IN_STEP = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 STATE_KINDS = {"log_history": list, "global_step": int, "max_steps": int, "epoch": int | float | None}
 
 
+class CheckedHandler(CallbackHandler):
+    """transformers' own, that names a callback which cannot be called, or returns something else than the control."""
+
+    def add_callback(self, callback: Any) -> None:
+        made = callback() if isinstance(callback, type) else callback
+        check_callback(made)
+        super().add_callback(made)  # type: ignore[no-untyped-call]
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **values: Any) -> TrainerControl:
+        values |= {name: getattr(self, name) for name in GIVEN}
+        for callback in self.callbacks:
+            result = getattr(callback, event)(args, state, control, **values)
+            if not isinstance(result, TrainerControl | None):
+                raise InputError(
+                    f"got {quoted(result, 200)} from the {event} of a callback, want None or the control; fix: return "
+                    f"nothing there (in {type(callback).__name__})"
+                )
+            control = control if result is None else result
+        return cast(TrainerControl, control)
+
+
 class Events:
     """Calls the callbacks of a run, and keeps what they and its log share.
 
@@ -94,7 +115,8 @@ class Events:
         log: Callable[..., None],
     ) -> None:
         self.args, self.accelerator, self.max_steps, self.log = args, accelerator, max_steps, log
-        self.handler = CallbackHandler([DefaultFlowCallback, EvaluateBetweenEnds, *callbacks], *shown)
+        own = [DefaultFlowCallback, *[EvaluateBetweenEnds] * bool(args.eval_at_ends and args.eval_steps)]
+        self.handler = CheckedHandler([*own, *callbacks], *shown)  # type: ignore[no-untyped-call]
         self.control = TrainerControl()
         self.begin(None, 0)
 
@@ -127,13 +149,7 @@ class Events:
         if name in (*IN_STEP, "on_step_begin", "on_step_end"):
             self.in_step = name if name in IN_STEP else ""
         with process_kept(("gradients", "autocast")):  # what else it changes may be meant to stay
-            control = getattr(self.handler, name)(self.args, self.state, self.control, **values)
-        if not isinstance(control, TrainerControl):
-            raise InputError(
-                f"got {quoted(control, 200)} from the {name} of a callback, want None or the control; fix: return "
-                "nothing"
-            )
-        self.control = control
+            self.control = getattr(self.handler, name)(self.args, self.state, self.control, **values)
         self.in_step = name if name == "on_step_begin" else self.in_step
         for field, kind in STATE_KINDS.items():
             if not isinstance(value := getattr(self.state, field), kind):
@@ -174,7 +190,7 @@ class Events:
         for _ in range(math.ceil(sequences / (self.args.per_device_eval_batch_size * self.accelerator.num_processes))):
             self("on_prediction_step")
         self.log(entry)
-        self("on_evaluate", metrics=dict(entry))
+        self("on_evaluate", metrics=entry)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation with these is the best one, by `metric_for_best_model`; the state keeps which one was.

@@ -260,7 +260,8 @@ class Chart:
 
 def _padded(values: list[float]) -> tuple[float, float]:
     # Within bounds whose difference is finite.
-    low, high = max(min(values, default=0.0), -1e300), min(max(values, default=1.0), 1e300)
+    ends = min(values, default=0.0), max(values, default=1.0)
+    low, high = (min(max(end, -1e300), 1e300) for end in ends)
     pad = 0.04 * (high - low) or 0.1 * abs(high) or 0.5
     return low - pad, high + pad
 

@@ -1,6 +1,7 @@
 """The model card: what the hub reads, what a person reads, and nothing private; and the upload."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -8,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from fused_grpo.errors import UnavailableError
+from fused_grpo.errors import InputError, UnavailableError
 from fused_grpo.trainer.config.derived_options import fill_loader_options
 from fused_grpo.trainer.config.grpo_config import GRPOConfig
 from fused_grpo.trainer.logging.model_card import CardFacts, is_hub_id, model_card, push_to_hub, write_model_card
@@ -124,3 +125,11 @@ def test_an_upload_that_fails_says_how_to_repeat_it(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: Hub(OSError("no route")))
     with pytest.raises(UnavailableError, match=r"got OSError .*no route; fix: hf auth login, then hf upload mine"):
         push_to_hub(tmp_path, "mine")
+
+
+@pytest.mark.parametrize(
+    "given", [{"dataset_name": ["a", "b"]}, {"dataset_name": Path("a")}, {"model_name": 5}, {"tags": 5}, {"tags": [5]}]
+)
+def test_what_is_no_text_is_refused_of_a_card(make_trainer, given):
+    with pytest.raises(InputError, match=r"got model_name=.*, dataset_name=.*, tags=.*, want text, or .*; fix: "):
+        make_trainer().create_model_card(**given)

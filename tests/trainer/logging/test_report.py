@@ -345,3 +345,11 @@ def test_what_is_no_file_is_an_error_and_no_wait(tmp_path, name, make):
     make(run / name)
     with pytest.raises(CheckpointError, match="; fix: "):
         USES[name](run)
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 5e-324])
+def test_a_metric_that_is_at_the_end_of_its_range_has_a_panel(tmp_path, value):
+    log = RunLog(tmp_path)
+    for step in (1, 2):
+        log.log_metrics({"step": step, "reward": 0.5, "kl": value, "grad_norm": value})
+    assert "KL to the reference" in write_report(tmp_path).read_text()
