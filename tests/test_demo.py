@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clocked import read_log
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -19,7 +20,6 @@ pytestmark = pytest.mark.engine
 
 STEPS, SAVE_EVERY = 24, 6
 DEMO = ("--max-steps", STEPS, "--seed", 1, "--save-strategy", "steps", "--save-steps", SAVE_EVERY)
-CLOCKED = re.compile(r"time|memory|tokens_per_second")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_the_demo_trains_with_vllm_and_reports_held_out_accuracy(demo, start):
     before, after = map(float, re.fullmatch(r"held-out accuracy: (\d\.\d+) -> (\d\.\d+)", last).groups())
     assert before < 0.25
     assert after >= before + 0.5  # as test_the_task_is_learned, whose chance to fail is known
-    steps = [line for line in records(folder / "metrics.jsonl") if "reward" in line]
+    steps = [line for line in read_log(folder / "metrics.jsonl") if "reward" in line]
     assert [line["rollout_engine"] for line in steps] == ["vllm"] * STEPS
     assert [line["weight_version"] for line in steps] == list(range(STEPS))
     # Of all tokens of the run the largest, by rounding: 6e-5 on one CPU. A run ends at 1e-3.
@@ -86,16 +86,10 @@ def kill_after(run, log: Path, step: int) -> None:
     assert run.wait() == -9
 
 
-def records(path: Path) -> list[dict]:
-    """The lines of a log but for what the clock says, and what follows from it."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not CLOCKED.search(name)} for line in lines]
-
-
 def assert_same_run(whole: Path, resumed: Path) -> None:
     """Every record of both logs, and every weight."""
     for log in ("metrics.jsonl", "rollouts.jsonl"):
-        assert records(whole / log) == records(resumed / log), log
+        assert read_log(whole / log) == read_log(resumed / log), log
     (whole_file,), (resumed_file,) = (
         sorted((folder / "final").glob("*model.safetensors")) for folder in (whole, resumed)
     )

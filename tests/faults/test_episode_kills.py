@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from clocked import read_log, unclocked
 from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError
@@ -28,14 +29,6 @@ class Whole(NamedTuple):
     calls: list[Call]
 
 
-def timeless(value: Any) -> Any:
-    """A record without what a clock said."""
-    if isinstance(value, dict):
-        timed = (name for name in value if "time" in name or name in ("seconds", "tokens_per_second"))
-        return {name: timeless(value[name]) for name in value.keys() - set(timed)}
-    return list(map(timeless, value)) if isinstance(value, list) else value
-
-
 def everything(output_dir: Path) -> tuple[Any, ...]:
     """Weights, optimizer, random generators, and all that was logged."""
     last = output_dir / f"checkpoint-{3 * STEPS}"
@@ -43,9 +36,8 @@ def everything(output_dir: Path) -> tuple[Any, ...]:
         path.name: {name: value.numpy().tobytes() for name, value in load_file(path).items()}
         for path in sorted(last.glob("*.safetensors"))
     }
-    state = timeless(json.loads((last / "training.json").read_text()))
-    logs = [path.read_text().splitlines() for path in sorted(output_dir.glob("*.jsonl"))]
-    return tensors, state, *([timeless(json.loads(line)) for line in log] for log in logs)
+    state = unclocked(json.loads((last / "training.json").read_text()))
+    return tensors, state, *(read_log(path) for path in sorted(output_dir.glob("*.jsonl")))
 
 
 def calls(output_dir: Path) -> list[Call]:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from clocked import read_log, unclocked
 from safetensors.torch import load_file
 
 from fused_grpo.errors import CheckpointError
@@ -33,18 +34,12 @@ def contents(path):
     return {name: value.numpy().tobytes() for name, value in load_file(path).items()}
 
 
-def records(path):
-    """The lines of a log without what a clock said."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "time" not in k and k != "tokens_per_second"} for line in lines]
-
-
 def everything(output_dir):
     """Weights, optimizer, random generators, and all that was logged."""
     last = output_dir / "checkpoint-10"
     tensors = {path.name: contents(path) for path in sorted(last.glob("*.safetensors"))}
-    state = [line for line in (last / "training.json").read_text().splitlines() if '"time/' not in line]
-    return tensors, state, *(records(path) for path in sorted(output_dir.glob("*.jsonl")))
+    state = unclocked(json.loads((last / "training.json").read_text()))
+    return tensors, state, *(read_log(path) for path in sorted(output_dir.glob("*.jsonl")))
 
 
 @pytest.fixture(scope="module", params=["transformers", pytest.param("queue", marks=pytest.mark.full)])

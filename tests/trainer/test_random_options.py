@@ -2,7 +2,6 @@
 the cut into micro-batches leave as it is. `--full` draws four times as many."""
 
 import dataclasses
-import json
 import math
 import random
 import typing
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import trl_runs
+from clocked import read_log
 from datasets import Dataset
 from peft import LoraConfig
 
@@ -98,8 +98,7 @@ def trainer(output: Path, options: dict[str, Any], kind: int, *, parts: int = 1)
 
 
 def outcome(trained: GRPOTrainer) -> tuple[Weights, Records]:
-    lines = map(json.loads, (trained.output_dir / "metrics.jsonl").read_text().splitlines())
-    records = [{k: v for k, v in line.items() if not any(x in k for x in trl_runs.CLOCKED)} for line in lines]
+    records = read_log(trained.output_dir / "metrics.jsonl")
     return {name: weight.detach().clone() for name, weight in trained.model.state_dict().items()}, records
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import json
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from batches import batch_of
+from clocked import read_log
 from mixtures import EXPERTS, experts_of, mixture
 from numerics import logprobs_of
 from safetensors.torch import save_file
@@ -134,8 +134,7 @@ def test_nothing_is_left_behind_a_step(make_model):
 
 
 def result(trainer):
-    lines = (trainer.output_dir / "metrics.jsonl").read_text().splitlines()
-    records = [{key: value for key, value in json.loads(line).items() if "time" not in key} for line in lines]
+    records = read_log(trainer.output_dir / "metrics.jsonl")
     weights = b"".join(value.numpy().tobytes() for value in trainer.model.state_dict().values())
     return records, hashlib.sha256(weights).hexdigest()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clocked import read_log
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.optim import SGD, Adam, lr_scheduler
@@ -101,12 +102,6 @@ class Killed(BaseException):
     pass
 
 
-def lines(path: Path) -> list[dict[str, object]]:
-    """The records of a log without what a clock said."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in record.items() if "time" not in k and "per_second" not in k} for record in records]
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_stopped_and_resumed_is_the_same_run(make_trainer, tmp_path, options):
     options = {**options, "logging_steps": 4}
@@ -129,7 +124,7 @@ def test_stopped_and_resumed_is_the_same_run(make_trainer, tmp_path, options):
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
     for log in ("metrics.jsonl", "rollouts.jsonl"):
-        assert lines(tmp_path / "whole" / log) == lines(tmp_path / "cut" / log)
+        assert read_log(tmp_path / "whole" / log) == read_log(tmp_path / "cut" / log)
     assert history(whole) == history(resumed)
 
 
@@ -156,7 +151,7 @@ def assert_same_end(first: Path, second: Path) -> None:
         for key, value in expected.items():
             assert torch.equal(value, actual[key]), (name, key)
     for log in ("metrics.jsonl", "rollouts.jsonl"):
-        assert lines(first / log) == lines(second / log)
+        assert read_log(first / log) == read_log(second / log)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +286,7 @@ def test_a_second_train_is_a_new_run_from_the_present_weights(make_trainer, serv
     for name, value in first.model.state_dict().items():
         assert torch.equal(value, again.model.state_dict()[name]), name
     assert history(first) == history(again)
-    assert lines(tmp_path / "run" / "rollouts.jsonl") == lines(tmp_path / "again" / "rollouts.jsonl")
+    assert read_log(tmp_path / "run" / "rollouts.jsonl") == read_log(tmp_path / "again" / "rollouts.jsonl")
 
 
 CHANGED = {"max_steps": 3, "num_train_epochs": 1, "learning_rate": 0.5, "temperature": 0.5, "beta": 0.1, "top_k": 5}

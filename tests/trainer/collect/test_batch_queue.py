@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clocked import read_log
 from transformers import TrainerCallback
 
 from fused_grpo.errors import InputError, UnavailableError, WeightSyncError
@@ -67,8 +68,7 @@ def make_trainer(make_trainer, served_engine, monkeypatch):
 
 
 def lines(trainer, name: str = "metrics.jsonl") -> list[dict]:
-    records = [json.loads(line) for line in (trainer.output_dir / name).read_text().splitlines()]
-    return [{key: value for key, value in record.items() if "time" not in key} for record in records]
+    return read_log(trainer.output_dir / name)
 
 
 def result(trainer) -> list:

@@ -1,9 +1,9 @@
 """How many batches are in flight where rollouts may be only so far from the policy; what is requested is kept."""
 
-import json
 import math
 
 import pytest
+from clocked import read_log
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,8 +41,7 @@ def make_trainer(make_trainer, served_engine):
 
 
 def lines(trainer, name: str = "metrics.jsonl") -> list[dict]:
-    records = [json.loads(line) for line in (trainer.output_dir / name).read_text().splitlines()]
-    return [{key: value for key, value in record.items() if "time" not in key} for record in records]
+    return read_log(trainer.output_dir / name)
 
 
 def ages(trainer) -> list[int]:

@@ -1,6 +1,5 @@
 """Generation beside training: one generation behind, never more; corrected for; and as restartable as anything else."""
 
-import json
 import os
 import signal
 import threading
@@ -8,6 +7,7 @@ import time
 
 import pytest
 import torch
+from clocked import read_log
 
 from fused_grpo.errors import CheckpointError, UnavailableError
 from fused_grpo.trainer.data import prompt_sampler
@@ -21,8 +21,7 @@ def make_trainer(make_trainer, served_engine):
 
 
 def lines(trainer, name: str = "metrics.jsonl") -> list[dict]:
-    records = [json.loads(line) for line in (trainer.output_dir / name).read_text().splitlines()]
-    return [{key: value for key, value in record.items() if "time" not in key} for record in records]
+    return read_log(trainer.output_dir / name)
 
 
 def test_rollouts_are_one_generation_old_and_none_is_made_for_nothing(make_trainer):
