@@ -34,8 +34,8 @@ BUGS = {
     ),
     "experts stay behind a step": (
         "trainer/models/router_replay.py",
-        "def __exit__(self, *error: object) -> None:\n        self._experts = None",
-        "def __exit__(self, *error: object) -> None:\n        pass",
+        "def __exit__(self, *error: object) -> None:\n        self._experts = None\n        self._hooks.close()\n",
+        "def __exit__(self, *error: object) -> None:\n",
         [RUNS, "-k", "left_behind"],
     ),
     "an interrupted step goes on replacing": (

@@ -131,6 +131,7 @@ def test_nothing_is_left_behind_a_step(make_model):
     fresh.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert torch.equal(model.eval()(ids).logits, fresh(ids).logits)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def result(trainer):

@@ -329,9 +329,9 @@ def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
             f"prefix, and other kinds are not merged or saved here; fix: {fix}"
         )
     if name := next((name for name in _UNSUPPORTED if getattr(config, name, None)), None):
-        raise UnsupportedError(
-            f"got LoraConfig({name}=...), which this trainer does not merge or save; fix: leave it out"
-        )
+        raise UnsupportedError(f"got LoraConfig({name}=...), which is not merged or saved here; fix: leave it out")
+    if not all((config.lora_alpha, *config.alpha_pattern.values())):
+        raise InputError("got lora_alpha=0, want another: with it an adapter learns nothing; fix: lora_alpha=r or 2r")
 
 
 def check_adapter(model: Any, config: Any = None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,10 @@ ROUTING = "sampling/routing_disagreement"
 
 
 class RouterReplay(AbstractContextManager["RouterReplay"]):
-    """The routers of a model, and the experts that they are to choose; as a context, until its end.
+    """The routers of a model, and the experts that they are to choose while this is entered.
 
     Args:
-        model: a causal LM of transformers, whose modules get hooks. They do nothing until there are experts.
+        model: a causal LM of transformers, whose modules have hooks meanwhile.
         replaces: False only counts where the routers choose others.
     """
 
@@ -41,17 +41,23 @@ class RouterReplay(AbstractContextManager["RouterReplay"]):
         self._experts: Tensor | None = None
         self._seen: dict[int, list[tuple[Tensor, Tensor]]] | None = None  # scores and choices, while `check` runs
         self._counts: list[Tensor] = []
-        self._mode = ExitStack()
+        self._blocks: dict[int, nn.Module] = {}  # by layer: where the routers are
+        self._hooks, self._mode = ExitStack(), ExitStack()
         for name, block in model.named_modules():
             count = getattr(getattr(block, "experts", None), "num_experts", None)
             numbers = [int(part) for part in name.split(".") if part.isdecimal()]
             if count is not None and len(numbers) == 1:  # vLLM counts layers in the same way
-                self.layers[numbers[0]] = int(count)
-                block.register_forward_pre_hook(partial(self._enter, numbers[0]))
-                block.register_forward_hook(self._leave, always_call=True)
+                self.layers[numbers[0]], self._blocks[numbers[0]] = int(count), block
+
+    def __enter__(self) -> Self:
+        for layer, block in self._blocks.items():
+            self._hooks.callback(block.register_forward_pre_hook(partial(self._enter, layer)).remove)
+            self._hooks.callback(block.register_forward_hook(self._leave, always_call=True).remove)
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._experts = None
+        self._hooks.close()
         self._mode.close()  # hooks do not run behind a KeyboardInterrupt
 
     def start(self, experts: Tensor | None) -> None:

@@ -324,6 +324,8 @@ def test_the_transformers_engine_samples_from_the_adapter(adapted, tokenizer):
         ("lora", WrongTypeError, "got a str as peft_config"),
         (LoraConfig(init_lora_weights="pissa"), UnsupportedError, "init_lora_weights='pissa'"),
         (LoraConfig(trainable_token_indices=[3]), UnsupportedError, "trainable_token_indices"),
+        (LoraConfig(lora_alpha=0), InputError, "learns nothing; fix: lora_alpha=r"),
+        (LoraConfig(alpha_pattern={"q_proj": 0}), InputError, "learns nothing; fix: lora_alpha=r"),
         (
             LoraConfig(**KINDS["head"], lora_dropout=0.1),
             UnsupportedError,

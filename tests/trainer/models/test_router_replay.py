@@ -108,7 +108,7 @@ def test_a_models_own_experts_change_no_bit_and_others_all(name):
     alone = policy.measure(dataclasses.replace(part, routed_experts=None), "logprobs")
     assert torch.equal(policy.measure(part, "logprobs"), alone)
     assert (policy.measure(other, "logprobs") - alone).abs().min() > 1e-3
-    counting = policy_of(model, replaces=False)  # beside the hooks of the other one, which have nothing to do
+    counting = policy_of(model, replaces=False)
     assert torch.equal(counting.measure(other, "logprobs"), alone)
     tokens = sum(map(len, own)) * len(routers(model))
     assert counting.routing.counts()[ROUTING].tolist() == [tokens, tokens]  # where others are chosen, of all
@@ -126,7 +126,9 @@ def test_logprobs_and_gradients_are_those_of_forced_routers(name, rows):
     (expected @ coefficients).backward()
     wanted = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
     model.zero_grad()
-    actual = logprobs_of(policy_of(model), packed(batch, **ROWS[rows]), batch)
+    policy = policy_of(model)
+    with policy.routing:
+        actual = logprobs_of(policy, packed(batch, **ROWS[rows]), batch)
     (actual.double() @ coefficients).backward()
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-6)
     gradients = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
@@ -141,7 +143,8 @@ def test_layers_that_are_computed_again_go_to_the_same_experts(reentrant):
         model.train()
         policy, batch = policy_of(model), batch_with(recorded(perturbed(mixture("Qwen3Moe"))))
         for part in packed(batch, 3):
-            policy(part, num_tokens=10.0, num_sequences=3.0).loss.backward()
+            with policy.routing:
+                policy(part, num_tokens=10.0, num_sequences=3.0).loss.backward()
         return {key: value.grad for key, value in model.named_parameters()}
 
     expected, model = gradients(mixture("Qwen3Moe")), mixture("Qwen3Moe")
@@ -228,8 +231,9 @@ def test_a_router_that_chooses_in_another_way_in_training_is_refused():
     gate = model.model.layers[1].mlp.gate
     own, gate.forward = gate.forward, lambda hidden: (sorts if gate.training else own)(hidden)
     self_check(policy)
-    policy.eval()(part, num_tokens=10.0, num_sequences=3.0)
-    with pytest.raises(UnsupportedError, match=r"2 topk of scores in a step through 3 layers.*fix:"):
+    with policy.routing:
+        policy.eval()(part, num_tokens=10.0, num_sequences=3.0)
+    with policy.routing, pytest.raises(UnsupportedError, match=r"2 topk of scores in a step through 3 layers.*fix:"):
         policy.train()(part, num_tokens=10.0, num_sequences=3.0)
 
 
