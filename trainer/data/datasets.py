@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 
 from fused_grpo.errors import DataError, DatasetTypeError
 from fused_grpo.trainer.common.formatting import joined
+from fused_grpo.trainer.common.warnings import warn_once
 
 Row = dict[str, Any]
 RESERVED = {"prompts", "completions", "trainer_state", "log_extra", "log_metric"}
@@ -28,6 +29,7 @@ NOT_PASSED = {"prompt", "completion", "completion_ids"}  # columns that reward f
 # Of JSON: a bracket, null, or a byte that no JSON has, after strings (one that is not closed ends with its line) and
 # all else.
 _TOKENS = re.compile(rb'(?:[^]"[{}n\0]++|n(?!ull)|"(?:[^"\\\n]++|\\.)*+"?)*+([][{}\0]|null)')
+MANY_ROWS = 10_000  # of a stream to be evaluated, behind which it may have no end
 _DEEPEST = 200  # levels; Arrow's schemas end before 300
 IMAGES = ("image", "images")  # TRL's names
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -198,8 +200,14 @@ def chosen_eval_sets(chosen: Any, given: Any) -> dict[str, Any]:
 
 def all_rows(dataset: Any, *, name: str) -> list[Row]:
     """Every row of a dataset, checked, of a stream to its end; DataError where there is none or one is of no use."""
-    check = RowCheck(name)
-    rows = [check(number, entry) for number, entry in enumerate(read_rows(dataset, name=name))]
+    check, rows = RowCheck(name), list[Row]()
+    for number, entry in enumerate(read_rows(dataset, name=name)):
+        rows.append(check(number, entry))
+        if number == MANY_ROWS and is_stream(dataset):
+            warn_once(
+                f"{name} is a stream with more than {MANY_ROWS:,} rows, read to its end and sampled; fix: if it has "
+                "none, or for fewer, .take(500)"
+            )
     if not rows:
         raise DataError(f"got an empty {name}, want at least one row with a 'prompt'")
     return rows

@@ -1,7 +1,9 @@
 """Containers that are no dataset, one that ends, or does not begin, with an error, and torch's own streams."""
 
+from itertools import count
 from typing import Any
 
+import datasets
 import pytest
 from datasets import Dataset
 from pandas import DataFrame
@@ -9,7 +11,7 @@ from torch.utils.data import ChainDataset, IterableDataset
 
 from fused_grpo.errors import DataError, InputError
 from fused_grpo.trainer.collect import start_checks
-from fused_grpo.trainer.data.datasets import check_dataset
+from fused_grpo.trainer.data.datasets import MANY_ROWS, all_rows, check_dataset
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
 
@@ -113,3 +115,10 @@ def test_a_stream_without_an_order_is_refused_before_a_model_is_loaded(make_trai
     monkeypatch.setattr(start_checks, "load_model", None)
     with pytest.raises(DataError, match=r"got a Sized as train_dataset, which has no order to shuffle"):
         make_trainer(dataset=Sized())
+
+
+def test_a_stream_that_may_have_no_end_is_named(caplog):
+    endless = datasets.IterableDataset.from_generator(lambda: ({"prompt": str(k)} for k in count()))
+    for rows in (MANY_ROWS, MANY_ROWS + 1):
+        assert len(all_rows(endless.take(rows), name="eval_dataset")) == rows
+        assert ("eval_dataset is a stream with more than 10,000 rows" in caplog.text) == (rows > MANY_ROWS)
