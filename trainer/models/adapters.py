@@ -108,9 +108,7 @@ def adapt(
     _check_trained(model)
     _check_tie(base_model(model))
     if is_prompt_tuned(model) and accelerator.distributed_type == DistributedType.FSDP:
-        raise UnsupportedError(
-            "got virtual tokens under FSDP, want them whole in every process; fix: launch with DDP, or LoRA"
-        )
+        raise UnsupportedError("got virtual tokens under FSDP, want them whole in each process; fix: DDP, or LoRA")
     return model
 
 
@@ -330,8 +328,6 @@ def _check_config(config: Any, peft: Any, *, given: bool = False) -> None:
         )
     if name := next((name for name in _UNSUPPORTED if getattr(config, name, None)), None):
         raise UnsupportedError(f"got LoraConfig({name}=...), which is not merged or saved here; fix: leave it out")
-    if not all((config.lora_alpha, *config.alpha_pattern.values())):
-        raise InputError("got lora_alpha=0, want another: with it an adapter learns nothing; fix: lora_alpha=r or 2r")
 
 
 def check_adapter(model: Any, config: Any = None) -> None:
@@ -369,6 +365,9 @@ def _check_trained(model: Any) -> None:
         raise InputError(
             "got a PeftModel that is frozen, want it trained; fix: load with is_trainable=True or inference_mode=False"
         )
+    lora = (layer for layer in model.modules() if _trained(model) in getattr(layer, "lora_alpha", ()))
+    if not all(0 < abs(layer.scaling[_trained(model)]) < float("inf") for layer in lora):
+        raise InputError("got a lora_alpha of 0 or NaN, with which an adapter learns nothing; fix: lora_alpha=r, or 2r")
     infixes = [f".{adapter}." for adapter in model.peft_config]
     beside = [name for name in names if not any(map(f"{name}.".__contains__, infixes))]
     saved = {weight.data_ptr() for weight in adapter_tensors(model).values()} if beside else set()  # biases

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -325,6 +326,8 @@ def test_the_transformers_engine_samples_from_the_adapter(adapted, tokenizer):
         (LoraConfig(init_lora_weights="pissa"), UnsupportedError, "init_lora_weights='pissa'"),
         (LoraConfig(trainable_token_indices=[3]), UnsupportedError, "trainable_token_indices"),
         (LoraConfig(lora_alpha=0), InputError, "learns nothing; fix: lora_alpha=r"),
+        (LoraConfig(lora_alpha=math.nan), InputError, "learns nothing; fix: lora_alpha=r"),
+        (LoraConfig(alpha_pattern=[1]), InputError, "PEFT refuses"),
         (LoraConfig(alpha_pattern={"q_proj": 0}), InputError, "learns nothing; fix: lora_alpha=r"),
         (
             LoraConfig(**KINDS["head"], lora_dropout=0.1),
