@@ -183,6 +183,7 @@ def checkpoint_activations(model: Any, given: Mapping[str, Any]) -> None:
     if extras.get("offload") and next(model.parameters()).device.type == "cpu" and not torch.accelerator.is_available():
         _log.warning("got offload=True on a CPU, where it changes nothing: activations are in the memory of the host")
         extras["offload"] = False  # transformers would ask for pinned memory, which takes an accelerator
+    had_hook = hasattr(model, "_require_grads_hook")
     try:
         enable(options, **extras)
     except ValueError as error:
@@ -190,6 +191,8 @@ def checkpoint_activations(model: Any, given: Mapping[str, Any]) -> None:
     if options["use_reentrant"] and hasattr(model, "peft_config"):
         # Reentrant checkpointing needs an input that requires a gradient; the frozen embedding's output does not.
         model.enable_input_require_grads()
+    if not options["use_reentrant"] and not had_hook and hasattr(model, "_require_grads_hook"):
+        model.disable_input_require_grads()  # which the reentrant kind alone needs
 
 
 def warn_of_rounding(model: nn.Module, learning_rate: float) -> None:

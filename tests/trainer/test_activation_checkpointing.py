@@ -74,6 +74,7 @@ def test_a_model_comes_back_in_the_modes_in_which_it_was_given(make_model, token
             assert seen.modes == (True, recomputes)
             assert {layer.training for layer in trainer.model.modules()} == {training}
             assert not any(recomputed(trainer.model))
+            assert not any(layer._forward_hooks for layer in trainer.model.modules())  # transformers sets one
         model = trainer.model
 
 
