@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from fused_grpo.config import BOUNDED, GRPOLossConfig, LossOptions, check_option_types, take_plain_numbers
+from fused_grpo.config import BOUNDED, Correction, GRPOLossConfig, LossOptions, check_option_types, take_plain_numbers
 from fused_grpo.errors import FusedGRPOError, WrongTypeError
 from fused_grpo.trainer.common.warnings import warn_once
 from fused_grpo.trainer.config.checks import check_config
@@ -211,7 +211,7 @@ class GRPOConfig(LossOptions, DerivedOptions):
     """Mask completions that were cut at the length limit."""
     vllm_importance_sampling_correction: bool = True
     """Correct for the difference between vLLM's log-probs and the trainer's."""
-    vllm_importance_sampling_mode: str = "token_truncate"
+    vllm_importance_sampling_mode: Correction = "token_truncate"
     """Kind of the correction: "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", or "icepop":
     "token_mask" with bounds of 0.5 and 5."""
     vllm_importance_sampling_clip_max: float | None = 3.0

@@ -17,6 +17,7 @@ INF, NAN = float("inf"), float("nan")
         ({"num_generations": 1}, "num_generations=1"),
         ({"epsilon": -1}, "epsilon=-1"),
         ({"loss_type": "ppo"}, "loss_type='ppo'"),
+        ({"vllm_importance_sampling_mode": "tokn", "use_vllm": False}, "vllm_importance_sampling_mode='tokn', want one"),
         ({"max_steps": 0}, "max_steps=0"),
         ({"scale_rewards": "std"}, "scale_rewards='std'"),
         ({"top_k": -1}, "top_k=-1"),
