@@ -22,7 +22,7 @@ RANGES: Ranges = (
         "max_completion_length ref_model_sync_steps steps_per_generation generation_batch_size chunk_bytes "
         "max_tokens_per_micro_batch torch_empty_cache_steps ddp_bucket_cap_mb num_generations_eval "
         "vllm_max_model_length max_tool_calling_iterations max_concurrent_tools "
-        "score_centering_topk vllm_full_sync_interval",
+        "score_centering_topk vllm_full_sync_interval per_device_eval_batch_size",
     ),
     (
         "a number of steps, or a share of all steps between 0 and 1",
@@ -39,7 +39,8 @@ RANGES: Ranges = (
         "at least 0, and finite",
         lambda value: 0 <= value < math.inf,
         "learning_rate router_aux_loss_coef distillation_coef warmup_steps weight_decay dynamic_sampling eval_delay "
-        "generate_ahead reward_retries max_skipped_steps rollouts_kept_steps num_completions_to_print",
+        "generate_ahead reward_retries max_skipped_steps rollouts_kept_steps num_completions_to_print "
+        "dataloader_num_workers",
     ),
     ("> 0", lambda value: value > 0, "max_logprob_difference"),
     ("in [0, 1)", lambda value: 0 <= value < 1, "adam_beta1 adam_beta2"),

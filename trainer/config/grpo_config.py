@@ -19,6 +19,7 @@ from fused_grpo.trainer.config.derived_options import OVERRIDDEN, DerivedOptions
 from fused_grpo.trainer.config.trl_fields import (
     MISSING,
     OPTIONS_HELP,
+    READ,
     TRAINER_ARGUMENTS,
     refuse_unless_harmless,
     refusing_others,
@@ -476,7 +477,7 @@ def check_options(args: Any) -> None:
         )
     normalise(args, MAPPINGS)
     take_plain_numbers(args)
-    check_option_types(args, but=("report_to", *MISSING), other=PYTHON_TYPES)
+    check_option_types(args, but=("report_to", *(MISSING.keys() - READ)), other=PYTHON_TYPES)
     for name in MISSING:
         refuse_unless_harmless(name, getattr(args, name), uploads=args.push_to_hub)
     complete_intervals(args)

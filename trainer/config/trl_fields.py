@@ -63,6 +63,8 @@ MISSING = {
     for name, default in fields.items()
 }
 
+READ = {"per_device_eval_batch_size", "dataloader_num_workers"}  # all the same: by data loaders, and for callbacks
+
 
 def with_trl_fields(cls: type[Config]) -> type[Config]:
     """The class, which `dataclass` is about to read, with the fields that only TRL has."""
