@@ -52,6 +52,18 @@ def test_a_row_has_the_code_of_its_cpu_and_all_other_tests(monkeypatch, capsys) 
     assert table[-1].startswith("| MKL_CBWR=AVX512 | | not on this CPU, which has no avx512bw, ")
 
 
+@pytest.mark.parametrize("flags", [{"avx2"}, {"avx2", "amx_tile"}])
+def test_what_aborts_with_amx_is_left_out_there_alone(monkeypatch, flags) -> None:
+    seen = []
+    monkeypatch.setattr(cpus, "run_tests", lambda python, tests, *, env: seen.append(tests) or (True, (1, 0, 0, "0.1")))
+    monkeypatch.setattr(cpus, "this_cpu", lambda: (flags, "a CPU"))
+    monkeypatch.setattr(cpus, "DIGEST", "print('bits')")
+    assert cpus.main(["ONEDNN_MAX_CPU_ISA=AVX2", "MKL_CBWR=AVX2"]) == 0
+    (ignored,) = cpus.ABORT_WITH_AMX["ONEDNN_MAX_CPU_ISA"]
+    assert (TESTS.parent / ignored.removeprefix("--ignore=")).exists()
+    assert [ignored in tests for tests in seen] == [False, "amx_tile" in flags]
+
+
 def test_rows_that_are_named_run_alone(monkeypatch, capsys) -> None:
     monkeypatch.setattr(cpus, "run_tests", lambda python, tests, *, env: (tests[-1] == "-x", (1, 0, 0, "0.1")))
     monkeypatch.setattr(cpus, "DIGEST", "print('bits')")

@@ -1,5 +1,6 @@
 """`vllm_dtype`: vLLM samples in another precision than the trainer's, and the check of its log-probs follows."""
 
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -79,6 +80,7 @@ def test_without_vllm_it_is_refused_before_a_model_is_loaded(monkeypatch) -> Non
 @pytest.mark.engine
 def test_a_device_without_the_dtype_is_refused_at_the_start(make_trainer, monkeypatch) -> None:
     old = SimpleNamespace(supported_dtypes=[torch.float16, torch.float32], device_name="cuda", device_type="cuda")
+    importlib.import_module("vllm.entrypoints.llm")  # asks the real one what it is
     monkeypatch.setattr("vllm.platforms.current_platform", old)
     with pytest.raises(UnsupportedError, match=r"got vllm_dtype='bfloat16', want .* on this cuda: float16, float32; f"):
         make_trainer()
